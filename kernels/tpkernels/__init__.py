@@ -1,0 +1,36 @@
+"""Operators of tensor-parallel transformers: usable alone, without the tpengine engine.
+
+The public names load on first use (PEP 562), so that `tpkernels.work` stays free of torch and importing the
+package never loads triton. What exists today is listed in `_HOME`; the README beside this package is its catalogue.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "philox_4x32": "random",
+    "random_words": "random",
+    "uniform": "random",
+    "normal": "random",
+    "normal_block": "random",
+    "matmul_work": "work",
+    "attention_work": "work",
+    "all_gather_work": "work",
+    "reduce_scatter_work": "work",
+    "all_reduce_work": "work",
+    "Work": "work",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpkernels' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"tpkernels.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
