@@ -1,0 +1,347 @@
+"""Rung: pure. The verifier goes red for every way we know to break a plan, and names the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+
+import pytest
+
+from tpengine.plan import (
+    SCHEDULES,
+    Bucket,
+    Plan,
+    PlanError,
+    TensorSpec,
+    Tie,
+    format_actions,
+    parse_actions,
+    receive_slots,
+    verify,
+    verify_loss_weights,
+)
+from tpengine.plan.checks.progress import check_blocking, check_channels
+from tpengine.plan.checks.receives import check_slots
+
+BuildPlan = Callable[..., Plan]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace text in one rank's list, first occurrence only."""
+
+    rank: int
+    old: str
+    new: str
+
+    def __call__(self, plan: Plan) -> Plan:
+        text = format_actions(plan.actions[self.rank])
+        assert self.old in text, f"rank {self.rank} has no {self.old}: {text}"
+        actions = list(plan.actions)
+        actions[self.rank] = parse_actions(text.replace(self.old, self.new, 1))
+        return replace(plan, actions=tuple(actions))
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Exchange the first occurrences of two words in one rank's list."""
+
+    rank: int
+    first: str
+    second: str
+
+    def __call__(self, plan: Plan) -> Plan:
+        words = [str(action) for action in plan.actions[self.rank]]
+        i, j = words.index(self.first), words.index(self.second)
+        words[i], words[j] = words[j], words[i]
+        actions = list(plan.actions)
+        actions[self.rank] = parse_actions(" ".join(words))
+        return replace(plan, actions=tuple(actions))
+
+
+@dataclass(frozen=True)
+class Both:
+    first: Callable[[Plan], Plan]
+    second: Callable[[Plan], Plan]
+
+    def __call__(self, plan: Plan) -> Plan:
+        return self.second(self.first(plan))
+
+
+def chunk(index: int, **fields: object) -> Callable[[Plan], Plan]:
+    def edit(plan: Plan) -> Plan:
+        chunks = list(plan.chunks)
+        chunks[index] = replace(chunks[index], **fields)  # type: ignore[arg-type]
+        return replace(plan, chunks=tuple(chunks))
+
+    return edit
+
+
+def fields(**values: object) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, **values)  # type: ignore[arg-type]
+
+
+ONCE_EACH_WAY = "a chunk computes a micro-batch once each way"
+COMPLETE = "every chunk and micro-batch has one F and one B"
+PAIRED = "the k-th send is the k-th receive at the peer"
+RECEIVED = "a remote input is received and waited for"
+DEADLOCK = "no deadlock under blocking rendezvous"
+ENDING = "a training plan ends with one CLIP and one STEP"
+LAYERS = "the chunks hold layers 0 to 4, each once and in order"
+AGREE = "sender and receiver agree on shape and dtype"
+
+# Of 1f1b over 4 ranks and 4 micro-batches; conftest.py says which model.
+MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "a forward dropped": (Edit(0, "0F1 ", ""), COMPLETE),
+    "a backward dropped": (Edit(0, "0B1 ", ""), COMPLETE),
+    "a backward doubled": (Edit(3, "3B0", "3B0 3B0"), ONCE_EACH_WAY),
+    "whole and split backward": (Edit(3, "3B0", "3B0 3I0 3W0"), COMPLETE),
+    "a backward before its forward": (Swap(3, "3F0", "3B0"), "an action comes after what it depends on"),
+    "a weight half before its input half": (
+        Edit(3, "3B0", "3W0 3I0"),
+        "an action comes after what it depends on",
+    ),
+    "a chunk on another rank": (Edit(0, "0F0", "1F0"), "a chunk computes on its own rank"),
+    "a micro-batch too many": (Edit(0, "0F3", "0F3 0F4"), "names an existing chunk and micro-batch"),
+    "two receives swapped": (Swap(1, "1RECV_B2", "1RECV_B3"), PAIRED),
+    "two sends swapped": (Swap(0, "0SEND_F0", "0SEND_F1"), PAIRED),
+    "a send dropped with its wait": (
+        Both(Edit(2, "2SEND_B3 ", ""), Edit(2, " 2SEND_B3]", "]")),
+        PAIRED,
+    ),
+    "a receive dropped with its wait": (
+        Both(Edit(3, "3RECV_F0 ", ""), Edit(3, "w[3RECV_F0] ", "")),
+        PAIRED,
+    ),
+    "a transfer over the model's end": (Edit(3, "3F0", "3F0 3SEND_F0"), "a transfer has a peer"),
+    "a transfer for another's chunk": (
+        Edit(0, "0SEND_F0", "1SEND_F0"),
+        "a rank transfers for its own chunks",
+    ),
+    "a transfer of no micro-batch": (
+        Edit(0, "0SEND_F0", "0SEND_F9"),
+        "a transfer names an existing chunk and micro-batch",
+    ),
+    "a shape that differs": (chunk(1, input=TensorSpec((64, 64), "float32")), AGREE),
+    "a dtype that differs": (chunk(2, input=TensorSpec((128, 64), "bfloat16")), AGREE),
+    "a send before its forward": (Swap(0, "0F0", "0SEND_F0"), "a tensor is sent after it is computed"),
+    "a receive posted after its use": (
+        Both(Edit(3, "w[3RECV_F0] ", ""), Both(Swap(3, "3RECV_F0", "3F0"), Edit(3, "w[3", "w[3RECV_F0 3"))),
+        RECEIVED,
+    ),
+    "a receive not waited for": (Edit(3, "w[3RECV_F0] ", ""), RECEIVED),
+    "a send not waited for": (Edit(3, "w[3SEND_B2] ", ""), "everything posted is waited for"),
+    "a wait before its post": (
+        Swap(3, "3RECV_F0", "w[3RECV_F0]"),
+        "a wait names what was posted before",
+    ),
+    "a wait doubled": (
+        Edit(3, "w[3SEND_B0]", "w[3SEND_B0] w[3SEND_B0]"),
+        "each posted action is waited for once",
+    ),
+    "an activation let go of while it is sent": (
+        Both(Edit(0, "w[0SEND_F3 0RECV_B3]", "w[0RECV_B3]"), Edit(0, "w[r1", "w[0SEND_F3 r1")),
+        "an activation is sent and waited for before its backward lets go of it",
+    ),
+    "a reduce dropped": (Edit(1, "[r3 r2]", "[r3]"), "every bucket is reduced exactly once"),
+    "a reduce doubled": (Edit(1, "[r3 r2]", "[r3 r2 r3]"), "every bucket is reduced exactly once"),
+    "a reduce before its last contribution": (
+        Both(Edit(1, "1B3[r3 r2]", "1B3[r2]"), Edit(1, "1B2", "1B2[r3]")),
+        "a bucket is reduced after its last contribution",
+    ),
+    "two reduces swapped": (
+        Edit(1, "[r3 r2]", "[r2 r3]"),
+        "a chunk's buckets are reduced in listed order",
+    ),
+    "a reduce of another rank's bucket": (
+        Edit(1, "[r3 r2]", "[r3 r2 r0]"),
+        "a rank reduces its own chunks' buckets",
+    ),
+    "a reduce that outlasts CLIP": (
+        Edit(0, "w[r1 r0] t0 CLIP", "w[r1] t0 CLIP w[r0]"),
+        "reductions end before ties and CLIP",
+    ),
+    "a tie before the reduces end": (
+        Edit(0, "w[r1 r0] t0", "t0 w[r1 r0]"),
+        "reductions end before ties and CLIP",
+    ),
+    "a tie forgotten on one rank": (
+        Edit(0, "t0 ", ""),
+        "every tie is reduced exactly once by each member",
+    ),
+    "a tie doubled": (Edit(0, "t0", "t0 t0"), "every tie is reduced exactly once by each member"),
+    "a tie after CLIP": (Edit(0, "t0 CLIP", "CLIP t0"), "ties are reduced before CLIP"),
+    "a tie on a rank that is no member": (
+        Edit(0, "t0", "t0 t1"),
+        "a rank reduces the ties it is a member of",
+    ),
+    "two ties swapped on one rank": (
+        Edit(3, "t0 t1", "t1 t0"),
+        "ties are reduced in the same order on all ranks",
+    ),
+    "a tie inside one rank": (fields(ties=(Tie(0, (0, 0)),)), "a tie has members on different ranks"),
+    "STEP missing": (Edit(2, " STEP", ""), ENDING),
+    "CLIP missing": (Edit(2, "CLIP ", ""), ENDING),
+    "STEP before CLIP": (Edit(2, "CLIP STEP", "STEP CLIP"), ENDING),
+    "CLIP doubled": (Edit(2, "CLIP", "CLIP CLIP"), ENDING),
+    "an update in a forward plan": (fields(training=False), "one F and nothing else"),
+    "a gather": (Edit(0, "0F0", "0F0[g0]"), "no rule covers gathers and frees yet"),
+    "an exchange taken apart on both sides": (
+        Both(
+            Edit(1, "X[1SEND_F3 1RECV_B1]", "1SEND_F3 1RECV_B1"),
+            Edit(2, "X[2RECV_F3 2SEND_B1]", "2SEND_B1 2RECV_F3"),
+        ),
+        DEADLOCK,
+    ),
+    "a receive that comes before the send it answers": (
+        Both(Edit(0, "0RECV_B0 ", ""), Edit(0, "0SEND_F3", "0RECV_B0 0SEND_F3")),
+        DEADLOCK,
+    ),
+    "a layer dropped": (chunk(3, layers=(4, 4)), LAYERS),
+    "a layer between chunks": (chunk(1, layers=(2, 3)), LAYERS),
+    "a layer twice": (chunk(2, layers=(1, 3)), LAYERS),
+    "the last layer forgotten": (fields(num_layers=6), "layers 0 to 5, each once and in order"),
+    "a chunk on a rank that is not there": (chunk(3, rank=4), "chunks live on ranks 0 to 3"),
+    "a boundary without a tensor": (chunk(1, input=None), "the first chunk alone lacks an input"),
+    "a bucket listed twice": (fields(buckets=(Bucket(0, 0), Bucket(0, 1))), "each bucket has its own index"),
+    "a bucket of no chunk": (fields(buckets=(Bucket(0, 7),)), "chunks are 0 to 3"),
+    "no micro-batches": (fields(num_microbatches=0), "a plan has at least one micro-batch"),
+}
+
+
+def test_every_mutation_is_killed(build_plan: BuildPlan) -> None:
+    plan = build_plan("1f1b", 4, 4)
+    verify(plan)
+    survivors = {}
+    for name, (mutate, rule) in MUTATIONS.items():
+        try:
+            verify(mutate(plan))
+            survivors[name] = "accepted"
+        except PlanError as error:
+            if rule not in str(error):
+                survivors[name] = str(error)
+            assert "\n" not in str(error)
+    print(f"mutations killed / tried: {len(MUTATIONS) - len(survivors)} / {len(MUTATIONS)}")
+    assert not survivors
+
+
+@pytest.mark.parametrize("word", ["CLIP", "STEP", "t0", "r0"])
+def test_a_forward_plan_updates_nothing(build_plan: BuildPlan, word: str) -> None:
+    plan = build_plan("forward_only", 2, 2)
+    verify(plan)
+    with pytest.raises(PlanError, match="only a training plan updates weights"):
+        verify(Edit(0, "0F0", f"0F0 {word}")(plan))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_dropped_action_is_noticed(build_plan: BuildPlan, name: str) -> None:
+    plan = build_plan(name, 3, 4)
+    num_tried = 0
+    for rank, actions in enumerate(plan.actions):
+        for position in range(len(actions)):
+            lists = list(plan.actions)
+            lists[rank] = actions[:position] + actions[position + 1 :]
+            num_tried += 1
+            with pytest.raises(PlanError):
+                verify(replace(plan, actions=tuple(lists)))
+    print(f"dropped actions noticed: {num_tried}")
+
+
+def test_error_shows_the_place(build_plan: BuildPlan) -> None:
+    with pytest.raises(PlanError) as caught:
+        verify(Edit(3, "3B0", "3B0 3B0")(build_plan("1f1b", 4, 4)))
+    error = caught.value
+    assert str(error) == f"{ONCE_EACH_WAY}: 3B0 twice (rank 3, action 5)"
+    assert (error.rank, error.position) == (3, 5)
+    listing, arrow = error.picture.splitlines()
+    assert listing.startswith("rank 3: ... 3F0 3RECV_F1 3B0 3B0 3SEND_B0")
+    assert listing[arrow.index("^") :].startswith("3B0 3SEND_B0")
+
+
+def test_error_at_the_end_and_outside_the_lists(build_plan: BuildPlan) -> None:
+    plan = build_plan("1f1b", 2, 1)
+    with pytest.raises(PlanError) as at_end:
+        verify(Edit(0, " STEP", "")(plan))
+    assert at_end.value.position == len(plan.actions[0]) - 1
+    assert "CLIP <end>" in at_end.value.picture
+    with pytest.raises(PlanError) as outside:
+        verify(replace(plan, num_layers=9))
+    assert (outside.value.rank, outside.value.position, outside.value.picture) == (None, None, "")
+
+
+def test_deadlock_names_who_waits_for_whom(build_plan: BuildPlan) -> None:
+    mutate, _ = MUTATIONS["an exchange taken apart on both sides"]
+    deadlocked = mutate(build_plan("1f1b", 4, 4))
+    with pytest.raises(PlanError) as blocking:
+        check_blocking(deadlocked)
+    assert "rank 1 waits in 1SEND_F3 for rank 2, which waits in 2SEND_B1 for rank 1" in str(blocking.value)
+    assert blocking.value.rank == 1
+    with pytest.raises(PlanError, match="no deadlock under one in-order channel per pair: rank 1 waits in w"):
+        check_channels(deadlocked)
+
+
+def test_waiting_for_a_rank_that_has_ended(build_plan: BuildPlan) -> None:
+    plan = build_plan("forward_only", 2, 1)
+    with pytest.raises(PlanError, match="rank 0 waits in 0SEND_F0 for rank 1, which has ended"):
+        check_blocking(replace(plan, actions=(plan.actions[0], ())))
+
+
+def test_ties_in_a_circle_are_a_deadlock(build_plan: BuildPlan) -> None:
+    plan = Edit(3, "t0 t1", "t1 t0")(build_plan("1f1b", 4, 1))
+    check_blocking(plan)
+    plan = replace(plan, ties=(Tie(0, (0, 3)), Tie(1, (0, 3))))
+    plan = Edit(0, "t0", "t0 t1")(plan)
+    plan = Edit(1, "t1 ", "")(plan)
+    plan = Edit(2, "t1 ", "")(plan)
+    with pytest.raises(PlanError, match="rank 0 waits in t0 for rank 3, which waits in t1 for rank 0"):
+        check_blocking(plan)
+
+
+@pytest.mark.parametrize("both_sides_fused", [True, False])
+def test_an_exchange_may_meet_single_transfers(build_plan: BuildPlan, both_sides_fused: bool) -> None:
+    plan = build_plan("1f1b", 4, 4)
+    if not both_sides_fused:
+        plan = Edit(1, "X[1SEND_F3 1RECV_B1]", "1SEND_F3 1RECV_B1")(plan)
+    verify(plan)
+
+
+def test_receive_slot_overwritten(build_plan: BuildPlan) -> None:
+    plan = build_plan("1f1b", 3, 4)
+    slots = receive_slots(plan.actions[1])
+    check_slots(plan, 1, slots)
+    one_slot = replace(slots, forward=MappingProxyType(dict.fromkeys(slots.forward, 0)))
+    with pytest.raises(PlanError, match="a receive slot is free when written: 1RECV_F1 writes slot 0 of"):
+        check_slots(plan, 1, one_slot)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [[Fraction(1)]],
+        [[Fraction(1, 3), Fraction(1, 6)], [Fraction(0), Fraction(1, 2)]],
+        [[0.1] * 5, [0.1] * 5],
+        [[1]],
+        [[0.5, Fraction(1, 2)]],
+    ],
+)
+def test_loss_weights(weights: list[list[Fraction | float]]) -> None:
+    verify_loss_weights(weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([[Fraction(1, 3)] * 2, [Fraction(1, 3) + Fraction(1, 10**30)]], "loss weights sum to one: got"),
+        ([[0.25, 0.25], [0.25, 0.25 + 1e-11]], "loss weights sum to one: got"),
+        ([[0.5, 0.5], [0.5, 0.5]], "loss weights sum to one: got 2.0"),
+        ([], "loss weights sum to one: got 0"),
+        ([[1.5], [-0.5]], "loss weights are not negative: -0.5 at replica 1, micro-batch 0"),
+        ([[float("nan")]], "loss weights are not negative: nan"),
+        ([[float("inf")]], "loss weights sum to one: got inf"),
+    ],
+)
+def test_bad_loss_weights(weights: list[list[Fraction | float]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify_loss_weights(weights)

@@ -1,0 +1,123 @@
+"""The plan of one step: what every pipeline rank does, in order. Pure data, printable, hashable.
+
+Every rank builds the whole plan and compares digests at start, so that what was verified is what runs.
+Building it is elsewhere (schedules.py, lower.py), and so is checking it (verify.py): a Plan may be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from tpengine.plan.actions import Action, format_actions, peer_chunk
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that crosses a chunk boundary; the dtype is a name such as "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of the model on one pipeline rank; a plan lists chunks in model order.
+
+    Args:
+        rank: the pipeline rank that holds it. A rank may hold several chunks.
+        layers: half-open range of the model's layers.
+        input: what arrives from the chunk before; None for the first chunk, which reads tokens.
+        output: what goes to the chunk after; None for the last chunk, which ends in the loss.
+    """
+
+    rank: int
+    layers: tuple[int, int]
+    input: TensorSpec | None
+    output: TensorSpec | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A gradient bucket that needs a data-parallel reduction.
+
+    Args:
+        index: unique over the whole plan, not per rank.
+        chunk: the chunk whose backward fills it. A plan lists a chunk's buckets in the order in which
+            backward completes them.
+    """
+
+    index: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter used by several chunks that live on different ranks; its gradients are summed over them."""
+
+    index: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step of every pipeline rank.
+
+    Args:
+        schedule: the generator's name, for people.
+        num_microbatches: micro-batches of one data-parallel replica.
+        num_layers: layers of the whole model.
+        chunks: the model's pieces, in model order.
+        buckets, ties: the gradients to reduce over replicas and over chunks.
+        actions: one list per pipeline rank.
+        training: False for a plan that only runs forward.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_layers: int
+    chunks: tuple[Chunk, ...]
+    buckets: tuple[Bucket, ...]
+    ties: tuple[Tie, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    training: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of pipeline ranks."""
+        return len(self.actions)
+
+    def peer(self, transfer: Action) -> int:
+        """Return the rank on the other side of a send or receive.
+
+        Raises:
+            ValueError: the model has no chunk on that side.
+        """
+        chunk = peer_chunk(transfer)
+        if not 0 <= chunk < len(self.chunks):
+            raise ValueError(f"{transfer} needs a chunk {chunk}: there are {len(self.chunks)} chunks")
+        return self.chunks[chunk].rank
+
+    def tie_ranks(self, tie: Tie) -> tuple[int, ...]:
+        """Return the ranks that hold the tie's chunks, in the tie's order."""
+        return tuple(self.chunks[chunk].rank for chunk in tie.chunks)
+
+    def text(self) -> str:
+        """Return the complete plan as text: equal texts are equal plans."""
+        mode = "training" if self.training else "forward"
+        lines = [f"plan {self.schedule} {mode} microbatches {self.num_microbatches} layers {self.num_layers}"]
+        for index, chunk in enumerate(self.chunks):
+            first, last = chunk.layers
+            ends = f"input {chunk.input or 'none'} output {chunk.output or 'none'}"
+            lines.append(f"chunk {index} rank {chunk.rank} layers {first}:{last} {ends}")
+        lines += [f"bucket {bucket.index} chunk {bucket.chunk}" for bucket in self.buckets]
+        lines += [f"tie {tie.index} chunks {' '.join(map(str, tie.chunks))}" for tie in self.ties]
+        lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.actions)]
+        return "\n".join(lines) + "\n"
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the text, in hexadecimal."""
+        return hashlib.sha256(self.text().encode()).hexdigest()

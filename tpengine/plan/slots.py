@@ -1,0 +1,71 @@
+"""Receive slots: which buffer each receive of a rank writes, fixed before the step from the list alone.
+
+Two receives may share a slot when the first tensor is dead before the second receive is posted. Intervals of
+list positions, coloured greedily in list order, need as many slots as are live at once: p-r activations on
+rank r of 1F1B, plus one where a transfer comes early, not one per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tpengine.plan.actions import COMPUTE, Action, Kind
+
+
+@dataclass(frozen=True)
+class ReceiveSlots:
+    """The slot of every receive of one rank.
+
+    Args:
+        forward: slot by (chunk, microbatch) of RECV_F; `backward` the same of RECV_B.
+        num_forward: number of slots for activations; `num_backward` for gradients. Where a rank holds chunks
+            of different boundary shapes, a slot must fit the largest.
+    """
+
+    forward: Mapping[tuple[int, int], int]
+    backward: Mapping[tuple[int, int], int]
+    num_forward: int
+    num_backward: int
+
+    def slot(self, receive: Action) -> int:
+        """Return the slot that a RECV_F or RECV_B writes."""
+        return (self.forward if receive.kind is Kind.RECV_F else self.backward)[receive.piece]
+
+
+def receive_slots(actions: Sequence[Action]) -> ReceiveSlots:
+    """Assign a slot to every receive of one rank's list.
+
+    What a receive brings lives from its posting to the last compute action of its chunk and micro-batch: the
+    end of B, of the later of I and W, or of F where nothing runs backward.
+
+    Args: actions: the rank's complete list.
+    Returns: slots numbered from 0, separately for activations and gradients.
+    """
+    last_use = {action.piece: position for position, action in enumerate(actions) if action.kind in COMPUTE}
+    forward = _colour(actions, Kind.RECV_F, last_use)
+    backward = _colour(actions, Kind.RECV_B, last_use)
+    return ReceiveSlots(
+        MappingProxyType(forward), MappingProxyType(backward), _num_slots(forward), _num_slots(backward)
+    )
+
+
+def _colour(
+    actions: Sequence[Action], kind: Kind, last_use: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    slots: dict[tuple[int, int], int] = {}
+    busy_until: list[int] = []
+    for position, action in enumerate(actions):
+        for receive in action.transfers:
+            if receive.kind is not kind:
+                continue
+            free = (slot for slot, end in enumerate(busy_until) if end < position)
+            slot = next(free, len(busy_until))
+            busy_until[slot : slot + 1] = [last_use.get(receive.piece, len(actions))]
+            slots[receive.piece] = slot
+    return slots
+
+
+def _num_slots(slots: Mapping[tuple[int, int], int]) -> int:
+    return 1 + max(slots.values(), default=-1)
