@@ -1,0 +1,232 @@
+"""Rung: pure. Layouts are resolved, every rule refuses with rule, values and remedy, TOML reads back equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpengine.config import Config, ModelConfig, ParallelConfig, dump_toml, load_toml, resolve_layout, validate
+
+SECTIONS = ("model", "parallel", "train", "data", "optim")
+
+
+def changed(**leaves: Any) -> Config:
+    """The default configuration with some settings changed, by their last names."""
+    config = Config()
+    for name, value in leaves.items():
+        owner = next((s for s in SECTIONS if hasattr(getattr(config, s), name)), None)
+        if owner is None:
+            config = replace(config, **{name: value})
+        else:
+            config = replace(config, **{owner: replace(getattr(config, owner), **{name: value})})
+    return config
+
+
+def setting_names(config: Any) -> list[str]:
+    """The last names of all settings."""
+    names: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        names += setting_names(value) if dataclasses.is_dataclass(value) else [field.name]
+    return names
+
+
+def test_there_are_at_most_forty_settings_with_distinct_names() -> None:
+    names = setting_names(Config())
+    assert len(names) == len(set(names)) <= 40
+
+
+@pytest.mark.parametrize(
+    ("world_size", "given_axes", "expected"),
+    [
+        (1, {}, (1, 1, 1)),
+        (2, {}, (2, 1, 1)),
+        (3, {}, (1, 1, 3)),
+        (4, {}, (2, 2, 1)),
+        (6, {}, (2, 1, 3)),
+        (8, {}, (2, 2, 2)),
+        (16, {}, (2, 2, 4)),
+        (8, {"tp": 4}, (4, 2, 1)),
+        (8, {"pp": 1}, (2, 1, 4)),
+        (8, {"dp": 4}, (2, 1, 4)),
+        (12, {"tp": 3, "pp": 2}, (3, 2, 2)),
+        (12, {"tp": 3, "dp": 2}, (3, 2, 2)),
+        (12, {"pp": 3, "dp": 2}, (2, 3, 2)),
+        (6, {"tp": 1, "pp": 2, "dp": 3}, (1, 2, 3)),
+    ],
+)
+def test_open_axes_are_filled(world_size: int, given_axes: dict[str, int], expected: tuple[int, ...]) -> None:
+    layout = resolve_layout(ParallelConfig(**given_axes), world_size)  # type: ignore[arg-type]
+    assert (layout.tp, layout.pp, layout.dp) == expected
+
+
+@given(st.integers(1, 512), st.sets(st.sampled_from(("tp", "pp", "dp"))), st.data())
+@settings(derandomize=True, deadline=None)
+def test_every_layout_multiplies_to_the_number_of_processes(
+    world_size: int, axes: set[str], data: st.DataObject
+) -> None:
+    rest, chosen = world_size, {}
+    for axis in sorted(axes)[:2]:
+        chosen[axis] = data.draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
+        rest //= chosen[axis]
+    layout = resolve_layout(ParallelConfig(**chosen), world_size)  # type: ignore[arg-type]
+    assert layout.tp and layout.pp and layout.dp
+    assert layout.tp * layout.pp * layout.dp == world_size
+    assert all(getattr(layout, axis) == size for axis, size in chosen.items())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "given_axes", "parts"),
+    [
+        (4, {"tp": 3, "pp": 2, "dp": 1}, ["number of processes", "processes 4", "tp 2 pp 2 dp 1", "6 processes"]),
+        (4, {"tp": 3}, ["number of processes", "3", "processes 4", "use"]),
+        (8, {"tp": 3, "pp": 2}, ["number of processes", "processes 8", "use"]),
+        (4, {"tp": 0}, ["tp must be at least 1", "0", "use 1"]),
+        (4, {"dp": -2}, ["dp must be at least 1", "-2", "use 1"]),
+    ],
+)
+def test_impossible_layouts_name_a_possible_one(world_size: int, given_axes: dict[str, int], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve_layout(ParallelConfig(**given_axes), world_size)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# settings, processes, what the message must contain: the rule, the values, the nearest legal choice.
+BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({"hidden_size": 0}, 1, ["hidden_size must be at least 1", "0"]),
+    ({"hidden_size": 130}, 1, ["hidden_size", "num_heads", "130", "4", "128", "136"]),
+    ({"hidden_size": 20}, 1, ["hidden_size", "even", "20", "16", "24"]),
+    ({"num_heads": 6, "num_kv_heads": 4, "hidden_size": 96}, 1, ["num_heads", "num_kv_heads", "6", "4"]),
+    ({"tp": 3, "num_heads": 4}, 12, ["num_heads", "tp", "4", "3", "tp 2 or 4"]),
+    ({"tp": 2, "ffn_size": 383}, 2, ["ffn_size", "tp", "383", "382", "384"]),
+    (
+        {"tp": 4, "num_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
+        4,
+        ["num_kv_heads", "tp", "3", "4", "num_kv_heads 2 or 4"],
+    ),
+    ({"tp": 2, "micro_batch_size": 1, "seq_len": 127}, 2, ["micro_batch_size", "seq_len", "tp", "127", "126", "128"]),
+    ({"pp": 4, "num_layers": 2}, 4, ["layer", "pp 4", "num_layers 2", "use pp 2"]),
+    ({"schedule": "1f1c"}, 1, ["schedule must be one of", "1f1b", "gpipe", "1f1c"]),
+    ({"dtype": "float16"}, 1, ["dtype must be one of", "float16", "bfloat16"]),
+    ({"device": "gpu"}, 1, ["device must be one of", "gpu", "cuda"]),
+    ({"bucket_bytes": 0}, 1, ["bucket_bytes must be at least 1", "0"]),
+    ({"steps": 0}, 1, ["steps must be at least 1", "0"]),
+    ({"seq_len": 0}, 1, ["seq_len must be at least 1", "0"]),
+    ({"micro_batch_size": -1}, 1, ["micro_batch_size must be at least 1", "-1"]),
+    ({"num_micro_batches": 0}, 1, ["num_micro_batches must be at least 1", "0"]),
+    ({"seed": -1}, 1, ["seed must be", "-1"]),
+    ({"eval_micro_batches": -1}, 1, ["eval_micro_batches must be at least 0", "-1"]),
+    ({"sample_tokens": -1}, 1, ["sample_tokens must be at least 0", "-1"]),
+    ({"held_out_fraction": 1.0}, 1, ["held_out_fraction must be", "1.0"]),
+    ({"held_out_fraction": -0.1}, 1, ["held_out_fraction must be at least 0", "-0.1"]),
+    ({"ignore_token": 256}, 1, ["ignore_token", "256", "255"]),
+    ({"ignore_token": -1}, 1, ["ignore_token", "-1"]),
+    ({"lr": 0.0}, 1, ["lr must be", "0.0"]),
+    ({"lr": float("nan")}, 1, ["lr must be", "finite", "nan"]),
+    ({"lr": float("inf")}, 1, ["lr must be", "finite", "inf"]),
+    ({"beta1": 1.0}, 1, ["beta1 must be", "1.0"]),
+    ({"beta2": -0.5}, 1, ["beta2 must be at least 0", "-0.5"]),
+    ({"eps": 0.0}, 1, ["eps must be", "0.0"]),
+    ({"weight_decay": -1.0}, 1, ["weight_decay must be at least 0", "-1.0"]),
+    ({"warmup_steps": -1}, 1, ["warmup_steps must be at least 0", "-1"]),
+    ({"min_lr_ratio": 1.5}, 1, ["min_lr_ratio must be", "1.5", "use 1"]),
+    ({"clip_norm": -1.0}, 1, ["clip_norm must be at least 0", "-1.0", "use 0"]),
+]
+
+
+@pytest.mark.parametrize(("leaves", "world_size", "parts"), BROKEN, ids=lambda value: str(value)[:40])
+def test_a_broken_rule_says_rule_values_and_remedy(leaves: dict[str, Any], world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        validate(changed(**leaves), world_size)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "use " in message
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("leaves", "world_size"),
+    [
+        ({}, 1),
+        ({}, 4),
+        ({"num_kv_heads": 1, "tp": 4}, 4),
+        ({"num_kv_heads": 2, "tp": 4}, 4),
+        ({"num_layers": 5, "pp": 4}, 4),
+        ({"vocab_size": 250, "ignore_token": 249}, 2),
+        ({"clip_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.0}, 1),
+        ({"eval_micro_batches": 0, "sample_tokens": 0, "held_out_fraction": 0.0}, 1),
+    ],
+)
+def test_what_is_legal_comes_back_with_its_layout(leaves: dict[str, Any], world_size: int) -> None:
+    config = changed(**leaves)
+    resolved = validate(config, world_size)
+    assert resolved == replace(config, parallel=resolve_layout(config.parallel, world_size))
+
+
+@pytest.mark.parametrize(("tp", "padded"), [(1, 256), (2, 256), (3, 264), (8, 256), (5, 280)])
+def test_vocabulary_is_padded_to_eight_and_tp(tp: int, padded: int) -> None:
+    assert ModelConfig(vocab_size=250).padded_vocab_size(tp) == padded
+
+
+def test_toml_reads_back_equal(tmp_path: Path) -> None:
+    config = changed(lr=1 / 3, eps=5e-324, norm_eps=1e-5, tie_embeddings=True, path='a "quoted" é \\ path', tp=2)
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(config), encoding="utf-8")
+    assert load_toml(path, Config()) == config
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_toml_keeps_every_bit_of_a_float(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.getbasetemp() / "float.toml"
+    path.write_text(dump_toml(changed(lr=value)))
+    assert load_toml(path, Config()).optim.lr.hex() == value.hex()
+
+
+def test_toml_changes_only_what_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "some.toml"
+    path.write_text('device = "cpu"\n[optim]\nlr = 1\n[parallel]\ntp = 2\n')
+    read = load_toml(path, changed(steps=7))
+    assert read == changed(steps=7, device="cpu", lr=1.0, tp=2)
+    assert isinstance(read.optim.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[model]\nhiden_size = 3", ["unknown", "hiden_size", "model.hidden_size"]),
+        ("[modle]\nhidden_size = 3", ["unknown", "modle", "model"]),
+        ('devize = "cpu"', ["unknown", "devize", "device"]),
+        ("model = 3", ["model", "3", "[model]"]),
+        ('[train]\nsteps = "many"', ["train.steps", "int", "many"]),
+        ("[train]\nsteps = true", ["train.steps", "int", "True"]),
+        ("[train]\nsteps = 1.5", ["train.steps", "int", "1.5"]),
+        ("[model]\ntie_embeddings = 1", ["tie_embeddings", "1"]),
+        ('[train]\ndtype = "float16"', ["dtype", "float16", "bfloat16"]),
+        ("[data]\npath = 3", ["data.path", "str", "3"]),
+        ("[optim]\nlr = false", ["optim.lr", "float", "False"]),
+        ("[optim\nlr = 1", ["TOML"]),
+    ],
+)
+def test_bad_toml_is_refused_in_one_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_toml(path, Config())
+    assert "\n" not in str(error.value)
+    for part in [str(path), *parts]:
+        assert part in str(error.value)
+
+
+def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.toml.*No such file"):
+        load_toml(tmp_path / "nowhere.toml", Config())

@@ -1,0 +1,256 @@
+"""The command line of a training run: preset, then TOML file, then flags; every mistake becomes one line.
+
+tyro builds the flags from the dataclasses of config.py. Its own error messages are boxes of several lines, so
+after it has refused something we look for the culprit ourselves and say it in our form: the rule, the values,
+the nearest legal choice. Torch-free: this runs before torch is imported and before a process group exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from tpengine.config import Config, load_toml, validate
+from tpengine.presets import PRESETS
+
+PROGRAM = "python -m tpengine.train"
+
+_DESCRIPTION = f"""Train a transformer on as many processes as torchrun starts.
+
+--preset NAME        start from a named run: {", ".join(PRESETS)}
+--config FILE.toml   then apply a file, such as the config.toml of an earlier run
+
+The flags below come last and win."""
+
+
+class ConfigError(ValueError):
+    """A mistake on the command line or in the configuration file, in one line."""
+
+
+class HelpRequested(Exception):
+    """`--help` was given; the text is the only argument."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which of how many processes this is, as torchrun says in the environment."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Launch:
+        """Read RANK and WORLD_SIZE; without them there is one process.
+
+        Raises: ConfigError: not integers, or not 0 <= RANK < WORLD_SIZE.
+        """
+        rank, world_size = environ.get("RANK", "0"), environ.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+            raise ConfigError(
+                "the environment must have integers 0 <= RANK < WORLD_SIZE: "
+                f"RANK {rank!r}, WORLD_SIZE {world_size!r}: start with torchrun, or unset both"
+            )
+        return cls(int(rank), int(world_size))
+
+
+def parse_config(argv: Sequence[str], world_size: int) -> Config:
+    """Build the validated configuration of a run.
+
+    Args:
+        argv: arguments without the program's name.
+        world_size: number of processes.
+    Returns: preset (default tiny), then --config file, then flags; layout resolved.
+    Raises:
+        ConfigError: any mistake, one line.
+        HelpRequested: argv asks for help.
+    """
+    try:
+        preset, path, flags = _take_base(argv)
+        base = _preset(preset)
+        if path is not None:
+            base = load_toml(path, base)
+        return validate(_override(base, flags), world_size)
+    except ValueError as error:
+        raise ConfigError(_one_line(str(error))) from None
+
+
+def parse_or_exit(argv: Sequence[str], environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Config:
+    """Build the configuration of this process, or end it: see `exit_on_user_error`.
+
+    Args:
+        argv: arguments without the program's name.
+        environ: RANK and WORLD_SIZE are read.
+        wait_seconds: as `exit_on_user_error`.
+    """
+    with exit_on_user_error(environ, wait_seconds=wait_seconds) as launch:
+        return parse_config(argv, launch.world_size)
+
+
+@contextlib.contextmanager
+def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Iterator[Launch]:
+    """End the process if the block raises ValueError: exit code 2 on every rank, one line on rank 0.
+
+    Help is printed on rank 0 and ends every rank with 0.
+
+    Args:
+        environ: RANK and WORLD_SIZE are read and given to the block.
+        wait_seconds: how long ranks other than 0 wait before they leave. torchrun ends all processes as soon as
+            one has failed: a rank that left first would have rank 0 killed before it has printed.
+    Raises: SystemExit.
+    """
+    speaks = environ.get("RANK", "0") == "0"
+    try:
+        launch = Launch.of(environ)
+        speaks = launch.rank == 0
+        yield launch
+    except HelpRequested as request:
+        if speaks:
+            print(request)
+        raise SystemExit(0) from None
+    except ValueError as error:
+        if speaks:
+            print(f"tpengine: error: {_one_line(str(error))}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(wait_seconds)
+        raise SystemExit(2) from None
+
+
+def _take_base(argv: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """Split off --preset and --config: (preset, file, the other arguments)."""
+    taken: dict[str, str] = {}
+    flags: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in ("--preset", "--config"):
+            flags.append(argument)
+            continue
+        taken[name] = value if equals else next(arguments, "")
+        if not taken[name] or taken[name].startswith("--"):
+            example = "tiny" if name == "--preset" else "FILE.toml"
+            raise ValueError(f"{name} needs a value: got {taken[name] or 'nothing'}: use {name} {example}")
+    return taken.get("--preset", "tiny"), taken.get("--config"), flags
+
+
+def _preset(name: str) -> Config:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: use {near}")
+    return PRESETS[name]()
+
+
+def _override(base: Config, flags: Sequence[str]) -> Config:
+    """Apply flags with tyro."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return tyro.cli(Config, prog=PROGRAM, description=_DESCRIPTION, default=base, args=list(flags))
+    except SystemExit as stop:
+        if not stop.code:
+            raise HelpRequested(out.getvalue().rstrip()) from None
+    _explain(flags)
+    raise ValueError(_flatten_box(err.getvalue()))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One flag's type and default."""
+
+    hint: Any
+    default: object
+
+
+def _settings() -> dict[str, _Setting]:
+    """Every flag by its name; flags are the dataclasses' fields, `--section.field-name`."""
+    settings: dict[str, _Setting] = {}
+
+    def add(owner: object, prefix: str) -> None:
+        for name, hint in get_type_hints(type(owner)).items():
+            value = getattr(owner, name)
+            if is_dataclass(value):
+                add(value, f"{prefix}{name}.")
+            else:
+                settings[f"--{prefix}{name}".replace("_", "-")] = _Setting(hint, value)
+
+    add(Config(), "")
+    return settings
+
+
+def _explain(flags: Sequence[str]) -> None:
+    """Raise ValueError for the first argument that is wrong, if we can tell which."""
+    settings = _settings()
+    arguments = iter(flags)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
+        switch = name.replace(".no-", ".")
+        if switch in settings and settings[switch].hint is bool:
+            if equals:
+                no = switch.replace(".", ".no-")
+                raise ValueError(f"{name} takes no value: got {value!r}: use {switch} or {no}")
+        elif name in settings:
+            text = value if equals else next(arguments, None)
+            if text is None or text.startswith("--"):
+                example = settings[name].default or "VALUE"
+                raise ValueError(f"{name} needs a value: got {text or 'nothing'}: use {name} {example}")
+            _check_text(name, text, settings[name])
+        else:
+            raise ValueError(_unknown(name, settings))
+
+
+def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
+    """Say that no flag has this name, and which one may be meant: `--lr` is `--optim.lr`."""
+    if not name.startswith("-"):
+        return f"settings are given as --section.name value: got {name!r} alone: see --help"
+    flag_of = {flag.rpartition(".")[2].lstrip("-"): flag for flag in settings}
+    last_part = name.rpartition(".")[2].lstrip("-")
+    near = [flag_of[part] for part in difflib.get_close_matches(last_part, flag_of, n=1, cutoff=0.75)]
+    near = near or difflib.get_close_matches(name, settings, n=1)
+    return f"unknown option {name}: {f'perhaps you meant {near[0]}' if near else 'see --help for all options'}"
+
+
+def _check_text(name: str, text: str, setting: _Setting) -> None:
+    """Raise ValueError if the text is no value of the flag's type."""
+    if get_origin(setting.hint) is Literal:
+        choices = get_args(setting.hint)
+        if text not in choices:
+            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: use {near}")
+        return
+    kinds = get_args(setting.hint) or (setting.hint,)
+    if str in kinds or (text == "None" and type(None) in kinds):
+        return
+    wanted = float if float in kinds else int
+    if not _spells(text, wanted):
+        noun = "a number" if wanted is float else "an integer"
+        finite = _spells(text, float) and math.isfinite(float(text))
+        near_value = round(float(text)) if finite else setting.default
+        raise ValueError(f"{name} must be {noun}: got {text!r}: use {1 if near_value is None else near_value}")
+
+
+def _spells(text: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _flatten_box(box: str) -> str:
+    """One line from tyro's box: without title, frame and the pointer to --help."""
+    lines = [line.strip(" │|╭╮╰╯─-") for line in box.splitlines()]
+    kept = [line for line in lines if line and not line.startswith("For full helptext")]
+    return " ".join(kept[1:] or kept or ["the arguments must be legal: see --help"])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())

@@ -1,0 +1,92 @@
+"""The `tpengine` command: what can be asked and prepared without a GPU. Training is `tpengine.train`.
+
+Torch-free. Each subcommand is a parser and a function of its arguments; mistakes end in one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tpengine.plan import SCHEDULES, UNIT_DURATIONS, Kind, grid, simulate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args: argv: arguments without the program's name; default those of the process.
+    Returns: the exit code: 0, or 2 after a mistake of the user, said in one line on standard error.
+    Raises: SystemExit: `--help` was given.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"tpengine: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_schedule(args: argparse.Namespace) -> None:
+    """Print a pipeline schedule as a grid, then what it costs in time and memory."""
+    if args.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(args.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
+        choices = ", ".join(SCHEDULES)
+        raise ValueError(f"--schedule must be one of {choices}: got {args.schedule!r}: use {near}")
+    timeline = simulate(SCHEDULES[args.schedule](args.pp, args.micro_batches))
+    forward, backward = UNIT_DURATIONS[Kind.F], UNIT_DURATIONS[Kind.B]
+    print(grid(timeline))
+    print(f"makespan {timeline.makespan:.1f} (a forward takes {forward:g}, a backward {backward:g})")
+    print(f"bubble {timeline.bubble:.3f}")
+    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_live_activations)
+    print(f"peak live activations by rank: {peaks}")
+
+
+def write_data(args: argparse.Namespace) -> None:
+    """Turn the files of a directory into a token file, bytes as tokens."""
+    # numpy takes longer to import than the other subcommands to run.
+    from tpengine.data import bytes_of_directory, write_tokens
+
+    source = bytes_of_directory(args.source, args.pattern, skip=args.out)
+    count = write_tokens(args.out, source, vocab_size=256)
+    print(f"{args.out}: {count:,} tokens, vocabulary 256; train on it with --data.path {args.out}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}: see {self.prog} --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        near = 1 if text.removeprefix("-").isdecimal() else 4
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1: got {text!r}: use {near}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tpengine", description="Tools around training that need no GPU.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    schedule = commands.add_parser("schedule", help="print a pipeline schedule, its bubble and its memory")
+    schedule.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
+    schedule.add_argument("--pp", type=_count, default=4, help="pipeline stages (default 4)")
+    schedule.add_argument("--micro-batches", type=_count, default=8, help="micro-batches of a step (default 8)")
+    schedule.set_defaults(run=print_schedule)
+
+    data = commands.add_parser("data", help="write a token file from the bytes of a directory's files")
+    data.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="directory to read")
+    data.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write")
+    data.add_argument("--pattern", default="**/*", metavar="GLOB", help="which files (default '**/*')")
+    data.set_defaults(run=write_data)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""The configuration of a run: frozen dataclasses, their checks, their TOML form. No torch, no numpy.
+
+Every rule a user can break is checked in `validate`, before any process group exists, and answers in one line with
+the rule, the values and the nearest legal choice. Command-line parsing is in arguments.py, named runs in presets.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style transformer."""
+
+    hidden_size: int = 128
+    """Model width D."""
+    num_layers: int = 4
+    """Blocks L."""
+    num_heads: int = 4
+    """Query heads H; divides hidden_size into heads of even size."""
+    num_kv_heads: int = 4
+    """Key/value heads G; divides num_heads."""
+    ffn_size: int = 384
+    """Feed-forward width F of the SwiGLU network."""
+    vocab_size: int = 256
+    """Vocabulary V; 256 for bytes. Padded to a multiple of lcm(8, tp), the padding masked out of the loss."""
+    tie_embeddings: bool = False
+    """Use the token embedding as output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+
+    @property
+    def head_size(self) -> int:
+        """Width E of a head."""
+        return self.hidden_size // self.num_heads
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Vocabulary rounded up to a multiple of lcm(8, tp)."""
+        return _round_up(self.vocab_size, math.lcm(8, tp))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out; tp * pp * dp is the number of processes, and of three sizes one may be left out."""
+
+    tp: int | None = None
+    """Tensor-parallel size: ranks that share every matrix."""
+    pp: int | None = None
+    """Pipeline stages."""
+    dp: int | None = None
+    """Data-parallel replicas."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of forward and backward passes in the pipeline."""
+    bucket_bytes: int = 25_000_000
+    """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Size and length of the run."""
+
+    seq_len: int = 128
+    """Tokens of a sequence."""
+    micro_batch_size: int = 8
+    """Sequences of a micro-batch."""
+    num_micro_batches: int = 4
+    """Micro-batches of a step and data-parallel replica."""
+    steps: int = 250
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of initial weights and data order."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Dtype of weights and activations; gradients and moments are kept in at least float32."""
+    eval_micro_batches: int = 16
+    """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
+    sample_tokens: int = 200
+    """Tokens of generated text at the end; 0 leaves it out."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    path: str = "stdlib"
+    """Token file (see `tpengine data`), or "stdlib": the top-level *.py files of Python's standard library."""
+    held_out_fraction: float = 0.05
+    """Share of the tokens, the last ones, that is never trained on."""
+    ignore_token: int | None = None
+    """Targets equal to this token do not count in the loss (padding, say)."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with warm-up, cosine decay and clipping by global norm."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where there is one."""
+    run_dir: str = ""
+    """Where config.toml and metrics.jsonl go; empty means runs/<date>-<time>."""
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Fill in the sizes that were left out, so that tp * pp * dp is the number of processes.
+
+    Given any two the third follows. Of those left out besides, tp and then pp become 2 where what remains is even,
+    and dp takes the rest: 4 processes are tp 2, pp 2, dp 1.
+
+    Raises:
+        ValueError: no choice fills the processes; names the nearest layouts.
+    """
+    given = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
+    for axis, size in given.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{axis} must be at least 1: got {size}: use 1")
+    known = math.prod(size for size in given.values() if size is not None)
+    rest, remainder = divmod(world_size, known)
+    missing = [axis for axis, size in given.items() if size is None]
+    if remainder or (not missing and rest != 1):
+        raise ValueError(_layout_message(given, world_size, known))
+    for axis in missing:
+        is_last = axis == missing[-1]
+        given[axis] = rest if is_last else (2 if rest % 2 == 0 else 1)
+        rest //= given[axis]
+    return replace(parallel, **given)
+
+
+def _layout_message(given: Mapping[str, int | None], world_size: int, known: int) -> str:
+    sizes = " ".join(f"{axis} {size}" for axis, size in given.items() if size is not None)
+    default = resolve_layout(ParallelConfig(), world_size)
+    processes = _round_up(world_size, known) if None in given.values() else known
+    return (
+        f"tp*pp*dp must equal the number of processes: {sizes}, processes {world_size}: start {processes} "
+        f"processes, or use tp {default.tp} pp {default.pp} dp {default.dp}"
+    )
+
+
+def validate(config: Config, world_size: int) -> Config:
+    """Check everything a user can get wrong and resolve the layout.
+
+    Args:
+        world_size: number of processes.
+
+    Returns:
+        The configuration with tp, pp and dp set.
+
+    Raises:
+        ValueError: the rule, the values and the nearest legal choice, in one line.
+    """
+    _check_ranges(config)
+    _check_model(config.model)
+    config = replace(config, parallel=resolve_layout(config.parallel, world_size))
+    _check_layout(config)
+    return config
+
+
+# Smallest and largest legal value by key; None for no bound.
+_RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
+    {
+        "model.hidden_size": (1, None),
+        "model.num_layers": (1, None),
+        "model.num_heads": (1, None),
+        "model.num_kv_heads": (1, None),
+        "model.ffn_size": (1, None),
+        "model.vocab_size": (2, 2**32),
+        "model.rope_theta": (1, None),
+        "model.norm_eps": (0, None),
+        "parallel.bucket_bytes": (1, None),
+        "train.seq_len": (1, None),
+        "train.micro_batch_size": (1, None),
+        "train.num_micro_batches": (1, None),
+        "train.steps": (1, None),
+        "train.seed": (0, 2**63 - 1),
+        "train.eval_micro_batches": (0, None),
+        "train.sample_tokens": (0, None),
+        "data.held_out_fraction": (0, 0.9),
+        "optim.lr": (1e-12, None),
+        "optim.beta1": (0, 1 - 1e-9),
+        "optim.beta2": (0, 1 - 1e-9),
+        "optim.eps": (1e-300, None),
+        "optim.weight_decay": (0, None),
+        "optim.warmup_steps": (0, None),
+        "optim.min_lr_ratio": (0, 1),
+        "optim.clip_norm": (0, None),
+    }
+)
+
+
+def _check_ranges(config: Config) -> None:
+    for key, (low, high) in _RANGES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} must be finite: got {value}: use {low}")
+        if low is not None and value < low:
+            raise ValueError(f"{key} must be at least {low}: got {value}: use {low}")
+        if high is not None and value > high:
+            raise ValueError(f"{key} must be at most {high}: got {value}: use {high}")
+    for key, value, choices in (
+        ("parallel.schedule", config.parallel.schedule, ("1f1b", "gpipe")),
+        ("train.dtype", config.train.dtype, ("float64", "float32", "bfloat16")),
+        ("device", config.device, ("auto", "cpu", "cuda")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+    token, vocab = config.data.ignore_token, config.model.vocab_size
+    if token is not None and not 0 <= token < vocab:
+        raise ValueError(
+            f"data.ignore_token must be a token of the vocabulary: got {token}, vocab_size {vocab}: "
+            f"use 0 to {vocab - 1}"
+        )
+
+
+def _check_model(model: ModelConfig) -> None:
+    d, heads, kv = model.hidden_size, model.num_heads, model.num_kv_heads
+    if d % heads or model.head_size % 2:
+        raise ValueError(
+            f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
+            f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
+            f"{_nearest_where('num_heads', heads, lambda h: d % (2 * h) == 0, d)}"
+        )
+    if heads % kv:
+        raise ValueError(
+            f"num_heads must be divisible by num_kv_heads: num_heads {heads}, num_kv_heads {kv}: "
+            f"use {_nearest_where('num_kv_heads', kv, lambda g: heads % g == 0, heads)}"
+        )
+
+
+def _check_layout(config: Config) -> None:
+    model, train = config.model, config.train
+    tp, pp = config.parallel.tp, config.parallel.pp
+    assert tp is not None and pp is not None
+    if pp > model.num_layers:
+        raise ValueError(
+            f"every pipeline stage needs a layer: pp {pp}, num_layers {model.num_layers}: "
+            f"use pp {model.num_layers} or fewer, or num_layers {pp} or more"
+        )
+    for name, size in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size)):
+        if size % tp:
+            raise ValueError(
+                f"{name} must be divisible by tp: {name} {size}, tp {tp}: use "
+                f"{_nearest_where('tp', tp, partial(_divides, size), size)}, or "
+                f"{_nearest_multiples(name, size, tp)}"
+            )
+    kv = model.num_kv_heads
+    if kv % tp and tp % kv:
+        raise ValueError(
+            f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use "
+            f"{_nearest_where('num_kv_heads', kv, lambda g: g % tp == 0 or tp % g == 0, 2 * kv * tp)}"
+        )
+    tokens = train.micro_batch_size * train.seq_len
+    if tokens % tp:
+        raise ValueError(
+            f"the tokens of a micro-batch must be divisible by tp: micro_batch_size {train.micro_batch_size} * "
+            f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
+            f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
+        )
+
+
+def _divides(number: int, divisor: int) -> bool:
+    return number % divisor == 0
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _nearest_multiples(name: str, number: int, multiple: int) -> str:
+    """Say the multiples on both sides of `number`: "seq_len 126 or 128"."""
+    up = _round_up(number, multiple)
+    return f"{name} {up}" if up == multiple else f"{name} {up - multiple} or {up}"
+
+
+def _nearest_where(name: str, number: int, legal: Callable[[int], bool], largest: int) -> str:
+    """Say the nearest legal values on both sides of `number`, between 1 and `largest`."""
+    below = next((n for n in range(min(number, largest), 0, -1) if legal(n)), None)
+    above = next((n for n in range(number, largest + 1) if legal(n)), None)
+    return f"{name} {' or '.join(str(n) for n in (below, above) if n is not None)}"
+
+
+def dump_toml(config: Config) -> str:
+    """Write the configuration as TOML; what is None is left out. `load_toml` reads it back equal."""
+    values = {
+        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        for key, value in asdict(config).items()
+    }
+    return tomli_w.dumps(values)
+
+
+def load_toml(path: str | Path, base: Config) -> Config:
+    """Read a TOML file over `base`: sections model, parallel, train, data, optim; top-level device and run_dir.
+
+    Raises:
+        ValueError: no such file, malformed TOML, an unknown key (with the nearest), a value of the wrong type.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"--config needs a readable file: {path}: {error.strerror}: check the path") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config needs valid TOML: {path}: {error}: correct the file") from None
+    updated: Config = _updated(base, values, "", str(path))
+    return updated
+
+
+def _updated(base: Any, values: Mapping[str, Any], prefix: str, path: str) -> Any:
+    hints = typing.get_type_hints(type(base))
+    known = {f.name: getattr(base, f.name) for f in fields(base)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{path}: unknown key {key}: did you mean {prefix}{nearest}?")
+        if is_dataclass(known[name]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}: {key} must be a table: got {value!r}: write [{key}]")
+            changes[name] = _updated(known[name], value, key + ".", path)
+        else:
+            changes[name] = _typed(hints[name], value, key, path)
+    return replace(base, **changes)
+
+
+def _typed(hint: Any, value: Any, key: str, path: str) -> Any:
+    """Check a TOML value against a field's type; an integer is a float, a boolean is not an integer."""
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    if choices:
+        if value in choices:
+            return value
+        raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+    wanted = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
+    if float in wanted and type(value) is int:
+        return float(value)
+    if type(value) not in wanted:
+        names = " or ".join(t.__name__ for t in wanted)
+        raise ValueError(f"{path}: {key} must be of type {names}: got {value!r}: correct the value")
+    return value

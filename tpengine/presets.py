@@ -1,0 +1,44 @@
+"""Named runs: functions that return a `Config`, so that a preset is read, diffed and composed like code.
+
+Chosen by `--preset NAME`; a TOML file and flags come on top. Layouts stay open: they depend on the number of
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from tpengine.config import Config, ModelConfig, OptimConfig, TrainConfig
+
+
+def tiny() -> Config:
+    """The default: 918,656 parameters, for two CPU cores and a few minutes."""
+    return Config()
+
+
+def bench() -> Config:
+    """The CPU benchmark: 25,960,960 parameters, steps of 32 sequences of 256 bytes."""
+    return Config(
+        model=ModelConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=1408),
+        train=TrainConfig(seq_len=256, micro_batch_size=4, num_micro_batches=8),
+    )
+
+
+def llama_1b() -> Config:
+    """The shape of Llama 3.2 1B, vocabulary 32,768, head untied: 1,107,363,840 parameters in bfloat16."""
+    return Config(
+        model=ModelConfig(
+            hidden_size=2048,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            ffn_size=8192,
+            vocab_size=32768,
+        ),
+        train=TrainConfig(seq_len=2048, micro_batch_size=4, num_micro_batches=4, dtype="bfloat16"),
+        optim=OptimConfig(lr=3e-4),
+    )
+
+
+PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType({"tiny": tiny, "bench": bench, "llama_1b": llama_1b})
