@@ -1,0 +1,76 @@
+"""What parity tests share: a small configuration, its training on one rank, the comparison with one process."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
+from tpengine.data import open_corpus
+from tpengine.trainer import Trainer
+
+STEPS = 3
+Outcome = tuple[list[tuple[float, float]], dict[str, tuple[tuple[int, ...], torch.Tensor]]]
+
+
+def config_of(dp: int, tp: int, pp: int, *, tied: bool, kv_heads: int, schedule: str = "1f1b") -> Config:
+    """A small model; the global batch is 4 micro-batches whatever dp is."""
+    config = Config(
+        model=ModelConfig(
+            hidden_size=32,
+            num_layers=5,
+            num_heads=4,
+            num_kv_heads=kv_heads,
+            ffn_size=48,
+            vocab_size=250,
+            tie_embeddings=tied,
+        ),
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, schedule=schedule, bucket_bytes=40_000),  # type: ignore[arg-type]
+        train=TrainConfig(
+            seq_len=24, micro_batch_size=2, num_micro_batches=4 // dp, steps=STEPS, seed=5, dtype="float64"
+        ),
+        data=DataConfig(ignore_token=32),
+        optim=OptimConfig(clip_norm=0.5, warmup_steps=1),
+        device="cpu",
+    )
+    return validate(config, dp * tp * pp)
+
+
+def train(config: Config) -> Outcome:
+    """Train on this rank."""
+    return outcome_of(Trainer(config, open_corpus(config), torch.device("cpu")))
+
+
+def outcome_of(trainer: Trainer) -> Outcome:
+    """Run the steps; return (loss, norm) by step and name -> (block offset, local parameter)."""
+    numbers = []
+    for step in range(STEPS):
+        result = trainer.train_step(step)
+        numbers.append((result.loss, result.grad_norm))
+    at = trainer.mesh.at
+    parameters = {
+        name: (trainer.model.specs[name].block(trainer.mesh.shape.tp, at.tp)[0], parameter.detach().clone())
+        for name, parameter in trainer.model.named_parameters()
+    }
+    return numbers, parameters
+
+
+def assert_close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got - want).abs().max().item()
+    assert error <= 1e-9 * want.abs().max().item(), f"{name}: error {error}"
+
+
+def compare(outcomes: list[Outcome], reference: Outcome) -> None:
+    """Every rank's numbers and shards against the whole tensors of one process."""
+    want_numbers, want = reference
+    seen: dict[str, int] = {}
+    for numbers, parameters in outcomes:
+        for got_step, want_step in zip(numbers, want_numbers, strict=True):
+            for got_number, want_number in zip(got_step, want_step, strict=True):
+                assert abs(got_number - want_number) <= 1e-9 * abs(want_number), (numbers, want_numbers)
+        for name, (offset, local) in parameters.items():
+            whole = want[name][1]
+            cut = whole[tuple(slice(o, o + s) for o, s in zip(offset, local.shape, strict=True))]
+            assert_close(name, local, cut)
+            seen[name] = seen.get(name, 0) + local.numel()
+    for name, (_, whole) in want.items():
+        assert seen.get(name, 0) >= whole.numel(), f"{name}: not all of it was compared"

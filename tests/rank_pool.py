@@ -1,0 +1,129 @@
+"""A pool of worker processes that lives as long as the test session and runs functions as ranks of a process group.
+
+Starting a process that imports torch takes longer than most tests, so workers are kept. A function is named by its
+file and name, so that any test module can hold the programs its ranks run. Each task makes a process group of its
+own over a file store and destroys it; a task that fails or hangs costs the pool its workers, never the session.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TASK_SECONDS = 180
+GRACE_SECONDS = 3
+
+
+class RankError(AssertionError):
+    """A rank's function raised, or a rank did not answer in time; the message holds the traceback."""
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module_name = "rank_program_" + path.replace("/", "_").removesuffix(".py")
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None, path
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return getattr(sys.modules[module_name], name)
+
+
+def _work(connection: Connection, paths: list[str]) -> None:
+    sys.path[:0] = paths
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        path, name, rank, world, store, args = task
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            try:
+                connection.send((True, _load(path, name)(*args)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """Runs functions on `world` ranks, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+        self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._num_tasks = 0
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = TASK_SECONDS) -> list[Any]:
+        """Call `function(*args)` on every rank of a fresh gloo group; return the results by rank.
+
+        Raises:
+            RankError: a rank raised or did not answer within `seconds`.
+        """
+        self._grow(world)
+        self._num_tasks += 1
+        store = str(Path(self._stores.name) / f"store-{self._num_tasks}")
+        path = inspect.getsourcefile(function)
+        for rank in range(world):
+            self._workers[rank][1].send((path, function.__name__, rank, world, store, args))
+        results, errors = self._collect(world, time.monotonic() + seconds)
+        if errors:
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [results[rank] for rank in range(world)]
+
+    def _collect(self, world: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    errors.setdefault(rank, "no answer in time")
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    done, value = connection.recv()
+                except EOFError:
+                    done, value = False, "the process died"
+                if done:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    # The others may wait for this rank for ever.
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if waiting:
+            self.close()
+        return results, errors
+
+    def _grow(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        while len(self._workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, sys.path[:]), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """End all workers; the next `run` starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()

@@ -1,0 +1,100 @@
+"""Rung: pure. Records, files kept aside, and the flop count against a count by torch.
+
+MFU needs a GPU's name and is checked with one only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tpengine.collectives import Communicator
+from tpengine.config import Config, validate
+from tpengine.layers import vocab_parallel_cross_entropy
+from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_flops, step_record
+from tpengine.model import Transformer
+
+CONFIG = validate(
+    replace(Config(), train=replace(Config().train, micro_batch_size=2, num_micro_batches=1, seq_len=64)), 1
+)
+
+
+def test_step_flops_equal_what_torch_counts_in_forward() -> None:
+    """Forward only: backward is 2 forward by the convention, and our wgrad lies outside what torch can see."""
+    alone = Communicator(None)
+    model = Transformer(CONFIG.model, alone)
+    tokens = torch.zeros(128, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        vocab_parallel_cross_entropy(model(tokens, 64), tokens, 256, alone)
+    full, half = step_flops(CONFIG, causal_half=False), step_flops(CONFIG, causal_half=True)
+    # torch counts no flops for the CPU's attention kernel: forward and backward of 4 layers, 2 sequences, 4 heads,
+    # two products of 64 x 64 x 32
+    attention = 3 * 4 * 2 * 4 * 2 * (2 * 64 * 64 * 32)
+    assert full == 3 * counter.get_total_flops() + attention
+    assert half == full - attention // 2
+
+
+def test_a_record_has_every_field_unrounded() -> None:
+    record = step_record(
+        CONFIG,
+        torch.device("cpu"),
+        step=3,
+        loss=1.23456789012,
+        grad_norm=0.1,
+        lr=1e-3,
+        step_seconds=0.5,
+        peak_memory_bytes=7,
+    )
+    assert record["loss"] == 1.23456789012
+    assert record["tokens_per_second"] == 2 * 64 / 0.5
+    assert record["model_flops_per_second"] == step_flops(CONFIG, causal_half=False) / 0.5
+    assert set(record) == {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_seconds",
+        "tokens_per_second",
+        "model_flops_per_second",
+        "peak_memory_bytes",
+    }
+
+
+def test_the_writer_appends_lines_and_keeps_an_earlier_file(tmp_path: Path) -> None:
+    first = MetricsWriter(tmp_path)
+    first.write({"step": 0, "loss": 1.5})
+    first.write({"step": 1, "loss": 1.25})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: nothing is lost by a crash
+    assert [json.loads(line)["loss"] for line in lines] == [1.5, 1.25]
+    first.close()
+    second = MetricsWriter(tmp_path)
+    second.close()
+    assert second.kept == tmp_path / "metrics.1.jsonl"
+    assert (tmp_path / "metrics.1.jsonl").read_text().splitlines() == lines
+    assert first.tensorboard and list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_keep_aside_never_overwrites(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    assert keep_aside(path) is None
+    for number in (1, 2, 3):
+        path.write_text(str(number))
+        assert keep_aside(path) == tmp_path / f"config.{number}.toml"
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+def test_peak_memory_grows_with_what_is_held() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    held = torch.ones(before // 4 + 25_000_000)
+    assert peak_memory_bytes(torch.device("cpu")) >= before + 50_000_000, held.shape
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_flops_scale_with_the_batch(half: bool) -> None:
+    double = replace(CONFIG, train=replace(CONFIG.train, num_micro_batches=2))
+    assert step_flops(double, causal_half=half) == 2 * step_flops(CONFIG, causal_half=half)

@@ -1,0 +1,59 @@
+"""Rung: pure. Learning-rate schedule, clipping, and AdamW with and without masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tpengine.config import OptimConfig
+from tpengine.optim import AdamW, clip_, learning_rate, squared_norm
+
+
+def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:
+    config = OptimConfig(lr=2.0, warmup_steps=4, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(20)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0
+    assert rates[19] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert learning_rate(OptimConfig(lr=1.0, warmup_steps=0), 0, 1) == 1.0
+
+
+def test_clipping_matches_torch() -> None:
+    torch.manual_seed(0)
+    for max_norm in (0.1, 1e6, 0.0):
+        ours = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+        theirs = [Parameter(g.clone()) for g in ours]
+        for p in theirs:
+            p.grad = p.detach().clone()
+        norm = squared_norm(ours, torch.device("cpu")).sqrt()
+        clip_(ours, norm, max_norm)
+        want = torch.nn.utils.clip_grad_norm_(theirs, max_norm if max_norm else 1e300)
+        assert norm.item() == pytest.approx(want.item(), rel=1e-14)
+        for mine, other in zip(ours, theirs, strict=True):
+            # torch adds 1e-6 to the norm it divides by
+            torch.testing.assert_close(mine, other.grad, rtol=2e-6, atol=0)
+
+
+def test_masters_follow_float32_and_are_rounded_into_bfloat16() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(64).bfloat16()
+    narrow, wide = {"w": Parameter(start.clone())}, {"w": Parameter(start.float())}
+    gradients = {"w": torch.zeros(64)}
+    config = OptimConfig(lr=1e-3)
+    narrow_optim, wide_optim = (AdamW(p, gradients, ["w"], config) for p in (narrow, wide))
+    for _ in range(20):
+        gradients["w"].normal_()
+        narrow_optim.step(1e-3)
+        wide_optim.step(1e-3)
+    assert torch.equal(narrow["w"], wide["w"].bfloat16())
+    assert torch.equal(narrow_optim.masters["w"], wide["w"])
+
+
+def test_only_named_parameters_decay() -> None:
+    parameters = {name: Parameter(torch.ones(2)) for name in ("matrix", "norm")}
+    gradients = {name: torch.zeros(2) for name in parameters}
+    AdamW(parameters, gradients, ["matrix"], OptimConfig(weight_decay=0.5)).step(0.1)
+    assert parameters["norm"].tolist() == [1, 1]
+    torch.testing.assert_close(parameters["matrix"].detach(), torch.full((2,), 0.95))

@@ -1,0 +1,104 @@
+"""Rung: pure. The parameter table: blocks tile the tensors, counts add up, buckets hold everything once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpengine.config import ModelConfig
+from tpengine.parameters import (
+    bucket_layouts,
+    layer_specs,
+    num_matmul_parameters,
+    num_parameters,
+    stage_specs,
+)
+
+MODELS = st.builds(
+    ModelConfig,
+    hidden_size=st.just(48),
+    num_layers=st.integers(1, 5),
+    num_heads=st.just(12),
+    num_kv_heads=st.sampled_from([1, 2, 6, 12]),
+    ffn_size=st.just(60),
+    vocab_size=st.integers(2, 300),
+    tie_embeddings=st.booleans(),
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(MODELS, st.sampled_from([1, 2, 4, 6, 12]))
+def test_blocks_tile_every_tensor_replicas_times(model: ModelConfig, tp: int) -> None:
+    for spec in stage_specs(model, tp, 0, model.num_layers):
+        covered: dict[tuple[int, ...], int] = {}
+        for rank in range(tp):
+            offset, size = spec.block(tp, rank)
+            corner = tuple(offset)
+            covered[corner] = covered.get(corner, 0) + 1
+            assert all(o + s <= n for o, s, n in zip(offset, size, spec.shape, strict=True))
+        holders = tp if spec.shard_dim is None else spec.replicas
+        assert set(covered.values()) == {holders}
+        assert len(covered) * spec.local_numel(tp) == math.prod(spec.shape)
+
+
+@settings(deadline=None, derandomize=True)
+@given(MODELS, st.data())
+def test_stages_hold_every_parameter_once_but_tied_embeddings(model: ModelConfig, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, model.num_layers - 1))) if model.num_layers > 1 else [])
+    bounds = [0, *cuts, model.num_layers]
+    whole = [spec.name for spec in stage_specs(model, 2, 0, model.num_layers)]
+    staged = [s.name for first, last in itertools.pairwise(bounds) for s in stage_specs(model, 2, first, last)]
+    copies = ["embed_tokens.weight"] if model.tie_embeddings and len(bounds) > 2 else []
+    assert sorted(staged) == sorted(whole + copies)
+
+
+@settings(deadline=None, derandomize=True)
+@given(MODELS, st.sampled_from([1, 2, 4]), st.integers(1, 100_000))
+def test_buckets_hold_each_gradient_once_and_complete_in_order(model: ModelConfig, tp: int, limit: int) -> None:
+    specs = stage_specs(model, tp, 0, model.num_layers)
+    layouts = bucket_layouts(specs, tp, limit, 4)
+    names = [name for layout in layouts for name in layout.names]
+    assert sorted(names) == sorted(spec.name for spec in specs)
+    by_name = {spec.name: spec for spec in specs}
+    backward = [spec.name for spec in reversed(specs)]
+    completions = []
+    for layout in layouts:
+        assert {by_name[name].reduce_over for name in layout.names} == {layout.reduce_over}
+        assert list(layout.numels) == [by_name[name].local_numel(tp) for name in layout.names]
+        places = [backward.index(name) for name in layout.names]
+        assert places == sorted(places)
+        completions.append(places[-1])
+        # closed as soon as it is full: without its last parameter it was below the limit
+        assert 4 * sum(layout.numels[:-1]) < limit
+    assert completions == sorted(completions)
+
+
+def test_counts_of_a_model_known_by_hand() -> None:
+    model = ModelConfig(
+        hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=16, vocab_size=10, tie_embeddings=False
+    )
+    attention = 8 * 8 + 2 * (4 * 8) + 8 * 8
+    layer = attention + 3 * 8 * 16 + 2 * 8
+    assert num_parameters(model) == 2 * layer + 2 * (10 * 8) + 8
+    assert num_matmul_parameters(model) == 2 * (layer - 16) + 10 * 8
+    tied = ModelConfig(**{**model.__dict__, "tie_embeddings": True})
+    assert num_parameters(tied) == num_parameters(model) - 10 * 8
+    assert num_matmul_parameters(tied) == num_matmul_parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("input_layernorm.weight", "dp_tp"),
+        ("self_attn.q_proj.weight", "dp"),
+        ("self_attn.k_proj.weight", "dp_replica"),
+        ("mlp.down_proj.weight", "dp"),
+    ],
+)
+def test_axes_over_which_gradients_are_partial(name: str, axes: str) -> None:
+    specs = {spec.name: spec for spec in layer_specs(ModelConfig(num_kv_heads=2), 4, 3)}
+    assert specs[f"layers.3.{name}"].reduce_over == axes

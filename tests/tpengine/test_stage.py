@@ -1,0 +1,42 @@
+"""Rung: pure. A stage against autograd on the whole function, micro-batches in flight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpengine.stage import Stage
+
+
+def test_two_stages_in_one_process_match_the_whole_function() -> None:
+    torch.manual_seed(0)
+    w0, w1 = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    inputs = [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)]
+
+    def first_loss(y: Tensor, microbatch: int) -> Tensor:
+        return y.square().sum() * (microbatch + 1)
+
+    first = Stage(lambda x: torch.tanh(x @ w0), lambda mb: inputs[mb], None)
+    last = Stage(lambda x: torch.tanh(x @ w1), None, first_loss)
+    for mb in range(3):
+        first.forward(mb)
+        last.receive_input(mb, first.output(mb).clone())
+        last.forward(mb)
+    for mb in (0, 2, 1):
+        last.backward(mb)
+        first.receive_output_grad(mb, last.take_input_grad(mb))
+        first.backward(mb)
+    got = w0.grad, w1.grad
+    w0.grad = w1.grad = None
+    whole = [first_loss(torch.tanh(torch.tanh(x @ w0) @ w1), mb) for mb, x in enumerate(inputs)]
+    torch.stack(whole).sum().backward()
+    for a, b in zip(got, (w0.grad, w1.grad), strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+def test_forward_only_keeps_nothing() -> None:
+    stage = Stage(lambda x: x + 1, lambda mb: torch.full((2,), float(mb)), None)
+    stage.forward_only(5)
+    assert stage.take_output(5).tolist() == [6, 6]
+    assert not stage._outputs and not stage._inputs

@@ -1,0 +1,132 @@
+"""Rung: gloo ranks, through torchrun and `python -m tpengine.train` as a user starts them.
+
+What only a GPU checks: --device cuda.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpengine.config import Config, load_toml
+from tpengine.data import write_tokens
+
+SMALL = (
+    "--model.hidden-size 32 --model.num-heads 4 --model.ffn-size 48 --train.seq-len 32 --train.micro-batch-size 2 "
+    "--train.num-micro-batches 2 --train.steps 4 --train.eval-micro-batches 2 --train.sample-tokens 5 --device cpu"
+).split()
+
+
+def run(num_ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
+    environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "tpengine.train", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=170,
+    )
+
+
+def records(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num_ranks", [0, 4])
+def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int) -> None:
+    done = run(num_ranks, *SMALL, "--run-dir", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    layout = "tp 2 x pp 2 x dp 1" if num_ranks else "tp 1 x pp 1 x dp 1"
+    for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample:"):
+        assert text in done.stdout, done.stdout
+    assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
+    assert done.stdout.count("MB a rank") == (2 if num_ranks else 1)
+
+    steps = records(tmp_path / "out")
+    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    assert {"loss", "grad_norm", "lr", "step_seconds", "tokens_per_second", "peak_memory_bytes"} <= set(steps[0])
+    resolved = load_toml(tmp_path / "out" / "config.toml", Config())
+    sizes = resolved.parallel.tp, resolved.parallel.pp, resolved.parallel.dp
+    assert sizes == ((2, 2, 1) if num_ranks else (1, 1, 1))
+    assert resolved.device == "cpu" and resolved.train.steps == 4
+
+
+def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path) -> None:
+    first = run(0, *SMALL, "--train.dtype", "float64", "--run-dir", "one", cwd=tmp_path)
+    again = run(
+        2, "--config", "one/config.toml", "--parallel.tp", "1", "--parallel.pp", "2", "--run-dir", "two", cwd=tmp_path
+    )
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    for a, b in zip(records(tmp_path / "one"), records(tmp_path / "two"), strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
+
+
+def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        done = run(0, *SMALL, "--run-dir", ".", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "metrics.1.jsonl" in done.stderr
+    assert len(records(tmp_path)) == 4
+    assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 4
+    assert tomllib.loads((tmp_path / "config.1.toml").read_text())["train"]["steps"] == 4
+
+
+def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:
+    done = run(0, *SMALL, "--train.steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert len(records(run_dir)) == 1
+
+
+def test_other_tokens_than_bytes(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.bin", np.arange(20000) % 997, vocab_size=1000)
+    done = run(
+        2, *SMALL, "--data.path", "tokens.bin", "--model.vocab-size", "1001", "--data.ignore-token", "5", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    sampled = done.stdout.split("sample:")[1].split()
+    assert len(sampled) == 16 + 5 and all(0 <= int(token) < 1001 for token in sampled)
+
+
+def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if "tpengine: error:" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parallel.tp", "3"), "tp*pp*dp must equal the number of processes"),
+        (("--data.path", "absent.bin"), "absent.bin"),
+        (("--data.path", "damaged.bin"), "damaged.bin"),
+        (("--device", "cuda"), "--device cuda needs a CUDA device"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, str], message: str) -> None:
+    (tmp_path / "damaged.bin").write_bytes(b"TPTOKENS" + bytes(100))
+    done = run(0, *SMALL, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
+    done = run(2, *SMALL, "--model.num-heads", "5", cwd=tmp_path)
+    assert done.returncode != 0
+    assert len(error_lines(done)) == 1 and "hidden_size" in error_lines(done)[0]
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_help_ends_well(tmp_path: Path) -> None:
+    done = run(0, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for flag in ("--preset", "--config", "--model.hidden-size", "--parallel.tp", "--run-dir"):
+        assert flag in done.stdout

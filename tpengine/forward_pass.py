@@ -1,0 +1,139 @@
+"""Held-out loss and sampling: the trained model run through a forward-only plan, on the engine's own executor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tpkernels.random import uniform
+
+from tpengine.execute import Executor
+from tpengine.layers import IGNORED, vocab_parallel_cross_entropy
+from tpengine.plan import Action, Kind
+from tpengine.stage import Stage
+from tpengine.step_plan import forward_plan
+from tpengine.trainer import Trainer, to_device
+from tpengine.transfers import Transfers
+
+
+class ForwardPass:
+    """Runs the trainer's model forward over given micro-batches, pipelined.
+
+    Args:
+        trainer: whose model and mesh are used.
+        num_micro_batches, micro_batch_size: of one replica and pass.
+    """
+
+    def __init__(self, trainer: Trainer, num_micro_batches: int, micro_batch_size: int) -> None:
+        self._trainer = trainer
+        self._plan = forward_plan(trainer.config, trainer.layout, num_micro_batches, micro_batch_size)
+
+    def run(self, first_input: Callable[[int], Tensor], on_logits: Callable[[Tensor, int], None]) -> None:
+        """Run one pass; collective over all ranks.
+
+        Args:
+            first_input: micro-batch -> tokens[T]; called on the first stage.
+            on_logits: (logits[T, V/tp], micro-batch) -> None; called on the last stage.
+        """
+        mesh = self._trainer.mesh
+        at = mesh.at.pp
+
+        def take_logits(logits: Tensor, microbatch: int) -> Tensor:
+            on_logits(logits, microbatch)
+            return logits
+
+        stage = Stage(
+            self._trainer.forward,
+            first_input if at == 0 else None,
+            take_logits if at == mesh.shape.pp - 1 else None,
+        )
+        transfers = Transfers(
+            self._plan,
+            at,
+            mesh.pp,
+            fetch=lambda action: stage.take_output(action.piece[1]),
+            deliver=lambda action, tensor: stage.receive_input(action.piece[1], tensor),
+            device=self._trainer.device,
+        )
+
+        def wait(action: Action) -> None:
+            for transfer in action.subs:
+                transfers.wait(transfer)
+
+        handlers = {
+            Kind.F: lambda action: stage.forward_only(action.piece[1]),
+            Kind.SEND_F: transfers.post,
+            Kind.RECV_F: transfers.post,
+            Kind.EXCHANGE: transfers.post,
+            Kind.WAIT: wait,
+        }
+        Executor(dist.get_rank(), handlers).run(self._plan.actions[at])
+
+
+def held_out_loss(trainer: Trainer) -> float:
+    """Mean loss over the valid targets of the first held-out samples, in nats, equal on all ranks and for all layouts.
+
+    Each replica takes `eval_micro_batches` micro-batches in total over replicas: dp shares them as evenly as it can.
+    """
+    config, mesh = trainer.config, trainer.mesh
+    num, size = config.train.eval_micro_batches, config.train.micro_batch_size
+    # Every replica runs equally many micro-batches; those beyond the last one count nothing.
+    each = -(-num // mesh.shape.dp)
+    arrays = trainer.corpus.held_out.batch(mesh.at.dp * each * size, each * size)
+    tokens, labels = (torch.from_numpy(a).view(each, -1) for a in arrays)
+    labels[max(num - mesh.at.dp * each, 0) :] = IGNORED
+    device_tokens, device_labels = to_device(tokens, trainer.device), to_device(labels, trainer.device)
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+
+    def add_loss(logits: Tensor, microbatch: int) -> None:
+        target = device_labels[microbatch]
+        total[0] += vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
+        total[1] += (target != IGNORED).sum()
+
+    ForwardPass(trainer, each, size).run(lambda mb: device_tokens[mb], add_loss)
+    trainer.comms.dp.all_reduce_(total)
+    trainer.comms.pp.all_reduce_(total)  # stages before the last add zero
+    return float(total[0] / total[1])
+
+
+def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
+    """Continue `prompt` by `num_tokens` tokens drawn from the model; the same text in every layout.
+
+        next = argmax over v of logits[v] / temperature + Gumbel noise(seed, position, v)
+
+    Adding Gumbel noise and taking the maximum draws from the softmax, so the shards need to agree on a maximum
+    only and no rank sees the whole row of logits. Source: Gumbel-max trick, Maddison et al., NeurIPS 2014, section 2.
+
+    Args:
+        prompt: at least one token.
+        num_tokens: how many to add; each is one forward pass over a window of the last seq_len tokens.
+        temperature: below 1 sharpens.
+    """
+    config, tp = trainer.config, trainer.comms.tp
+    seq = config.train.seq_len
+    batch = trainer.layout.tp // math.gcd(trainer.layout.tp, seq)
+    forward = ForwardPass(trainer, 1, batch)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        window = tokens[-seq:]
+        place = len(window) - 1
+        padded = torch.tensor([window + [0] * (seq - len(window))] * batch).view(-1)
+        drawn = torch.full((1,), -1, dtype=torch.int64, device=trainer.device)
+
+        def draw(logits: Tensor, _: int, place: int = place, drawn: Tensor = drawn) -> None:
+            row = logits[place].double() / temperature
+            column = torch.arange(len(row), device=row.device) + tp.rank * len(row)
+            noise = uniform(config.train.seed, f"sample/{len(tokens)}", column)
+            score = (row - (-noise.log()).log()).masked_fill(column >= config.model.vocab_size, -torch.inf)
+            best = score.max(0)
+            candidate = torch.stack([best.values, column[best.indices].double()])
+            candidates = tp.all_gather(candidate[None])
+            drawn[0] = candidates[candidates[:, 0].argmax(), 1].long()
+
+        forward.run(lambda _, padded=padded: to_device(padded, trainer.device), draw)  # type: ignore[misc]
+        trainer.comms.pp.all_reduce_max_(drawn)
+        tokens.append(int(drawn))
+    return tokens

@@ -1,0 +1,115 @@
+"""Where weight gradients go: the sink protocol, and the sink for models outside the engine.
+
+Matmul Functions return dx only; their backward hands (param, x, dy) to a sink, which decides when and where the
+weight gradient is computed. Two consequences: gradients are accumulated by the GEMM itself, straight into an fp32
+buffer and without an intermediate tensor, and a pipeline schedule may compute them later than dx.
+
+`ParamGradSink` puts them into `param.grad` at once, as torch would; it is the default of every layer, so that the
+layers work in anybody's model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: promote_types(dtype, float32), so float64 stays float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class GradientSink(Protocol):
+    """Takes the weight gradients of one backward pass.
+
+    `partial` names the ranks that hold the same parameter and each only a part of its gradient's sum (norm weights:
+    tp; replicated KV weights: the replicas). Whoever owns the sink sees that the sum over them is taken, now or
+    later.
+    """
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n (rows may repeat)."""
+
+
+class ParamGradSink:
+    """Accumulate into `param.grad` at once, in the parameter's dtype; partial sums are all-reduced at once too.
+
+    Cost: one all-reduce a norm weight and micro-batch over `partial`; the engine's own sink defers it to a bucket.
+    """
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        self.add(param, dy.T @ x, partial)
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        if partial is not None and partial.size > 1:
+            grad = partial.all_reduce_(grad.contiguous())
+        _gradient_of(param).add_(grad)
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        _gradient_of(param).index_add_(0, rows, grad.to(param.dtype))
+
+
+class BufferSink:
+    """Accumulate into given buffers; tell a listener of each contribution.
+
+    Args:
+        on_contribution: called with the parameter after each contribution has been added.
+
+    Deferred partial sums: `partial` is ignored here; the bucket that holds the parameter is summed over those ranks
+    together with data parallelism (parameters.ParameterSpec.reduce_over).
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Parameter, Tensor] = {}
+        self._listener: Callable[[Parameter], None] | None = None
+
+    def attach(self, buffers: Mapping[Parameter, Tensor], listener: Callable[[Parameter], None]) -> None:
+        """Say where each parameter's gradient goes and who is told of contributions.
+
+        Args:
+            buffers: parameter -> tensor of its shape in the accumulation dtype, zeroed by its owner.
+            listener: called with the parameter after each contribution.
+        """
+        self._buffers, self._listener = dict(buffers), listener
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        buffer = self._buffers[param]
+        if x.dtype == buffer.dtype:
+            buffer.addmm_(dy.T, x)
+        elif x.is_cuda:
+            buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
+        else:
+            # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding a micro-batch.
+            buffer.add_(dy.T @ x)
+        self._contributed(param)
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        self._buffers[param].add_(grad)
+        self._contributed(param)
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        buffer = self._buffers[param]
+        buffer.index_add_(0, rows, grad.to(buffer.dtype))
+        self._contributed(param)
+
+    def _contributed(self, param: Parameter) -> None:
+        if self._listener is not None:
+            self._listener(param)
+
+
+def _gradient_of(param: Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad

@@ -1,0 +1,20 @@
+"""Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model."""
+
+from tpengine.layers.attention import Attention
+from tpengine.layers.embedding import VocabParallelEmbedding
+from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+from tpengine.layers.loss import IGNORED, vocab_parallel_cross_entropy
+from tpengine.layers.mlp import SwiGLU
+from tpengine.layers.norm import RMSNorm
+
+__all__ = [
+    "IGNORED",
+    "Attention",
+    "ColumnParallelLinear",
+    "PackedWeights",
+    "RMSNorm",
+    "RowParallelLinear",
+    "SwiGLU",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,97 @@
+"""Grouped-query self-attention, its heads cut over tp, with rotary position embedding."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from tpengine.collectives import Communicator
+from tpengine.gradients import GradientSink, accumulation_dtype
+from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+
+
+@functools.lru_cache(maxsize=16)
+def rope_tables(
+    seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cos[S, E/2] and sin[S, E/2] of position * theta^(-2i/E), computed in float64."""
+    frequency = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angle = torch.arange(seq, dtype=torch.float64)[:, None] * frequency
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x[B, H, S, E] by its position, half-split convention (as Hugging Face's Llama).
+
+        y[.., i] = x[.., i] cos - x[.., i+E/2] sin;  y[.., i+E/2] = x[.., i+E/2] cos + x[.., i] sin
+
+    Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.
+    """
+    low, high = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over H query heads and G key/value heads.
+
+        q, k, v = all_gather_tp(x[T/tp, D]) @ (wq, wk, wv).T       one gather, one GEMM
+        y[T/tp, D] = reduce_scatter_tp(softmax(q k.T / sqrt(E), causal) v @ wo.T)
+
+    Args:
+        hidden_size, num_heads, num_kv_heads: D, H, G, global; H divisible by G and by tp.
+        comm: the tp ranks.
+        replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
+        rope_theta: base of the rotary frequencies.
+        sink, dtype, device: as ColumnParallelLinear.
+
+    Raises:
+        ValueError: heads that do not divide.
+
+    Shape: x [T/tp, D] with T = batch * seq, batch first. Positions start at 0 in every sequence.
+    Cost: keeps gathered x, q, k, v and the attention output for backward.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        comm: Communicator,
+        *,
+        replicas: Communicator | None = None,
+        rope_theta: float = 10000.0,
+        sink: GradientSink | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads or num_heads % num_kv_heads or num_heads % comm.size:
+            raise ValueError(
+                f"hidden_size must be divisible by num_heads, num_heads by num_kv_heads and by tp: "
+                f"{hidden_size}, {num_heads}, {num_kv_heads}, tp {comm.size}: use num_heads a multiple of both"
+            )
+        self.head_size = hidden_size // num_heads
+        self.rope_theta = rope_theta
+        kv_size = num_kv_heads * self.head_size
+        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
+        self.k_proj = ColumnParallelLinear(
+            hidden_size, kv_size, comm, sink=sink, replicas=replicas, dtype=dtype, device=device
+        )
+        self.v_proj = ColumnParallelLinear(
+            hidden_size, kv_size, comm, sink=sink, replicas=replicas, dtype=dtype, device=device
+        )
+        self.o_proj = RowParallelLinear(hidden_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
+        self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
+
+    def forward(self, x: Tensor, seq: int) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences."""
+        q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=self.head_size) for t in self._qkv.forward(x))
+        tables = rope_tables(seq, self.head_size, self.rope_theta, accumulation_dtype(x.dtype), x.device)
+        q, k = rope(q, *tables), rope(k, *tables)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y: Tensor = self.o_proj(rearrange(mixed, "b h s e -> (b s) (h e)"))
+        return y

@@ -1,0 +1,85 @@
+"""Token embedding with its rows cut over tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+from tpengine.gradients import GradientSink, ParamGradSink
+
+
+class _VocabParallelEmbedding(torch.autograd.Function):
+    """Local shapes: tokens[T] (all of them on every rank), w[V/tp, D], y[T/tp, D].
+
+    forward:  y = reduce_scatter(rows of w for tokens of this rank's range, zero for others)
+    wgrad:    dw[token] += all_gather(dy)[t] for the tokens of this rank's range, into the sink
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
+        rows = tokens - comm.rank * weight.shape[0]
+        mine = (rows >= 0) & (rows < weight.shape[0])
+        ctx.save_for_backward(rows, mine)
+        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
+        if comm.size == 1:
+            return weight[rows]
+        partial = weight[rows.clamp(0, weight.shape[0] - 1)].masked_fill_(~mine[:, None], 0)
+        return comm.reduce_scatter(partial)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        rows, mine = ctx.saved_tensors
+        full = ctx.comm.all_gather(dy)
+        if ctx.parameter.requires_grad:
+            ctx.sink.add_rows(ctx.parameter, rows[mine], full[mine])
+        return None, None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Look tokens up in a table whose rows are cut over tp.
+
+        y[T/tp, D] = reduce_scatter_tp(w[V/tp, D][tokens[T]])
+
+    Args:
+        num_embeddings, embedding_dim: V (a multiple of tp) and D, global.
+        comm: the tp ranks.
+        sink: where the weight gradient goes; default `weight.grad`.
+        dtype, device: of the weight, as torch.
+
+    Shape: tokens [T] int64, equal on every tp rank, 0 <= token < V; y [T/tp, D].
+
+    Raises:
+        ValueError: V is not divisible by tp.
+
+    Cost: (tp-1)/tp*T*D elements sent.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        comm: Communicator,
+        *,
+        sink: GradientSink | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_embeddings % comm.size:
+            up = -(-num_embeddings // comm.size) * comm.size
+            raise ValueError(
+                f"the vocabulary must be divisible by tp: {num_embeddings} rows, tp {comm.size}: pad to {up}"
+            )
+        self.comm = comm
+        self.sink: GradientSink = sink or ParamGradSink()
+        self.weight = Parameter(torch.empty(num_embeddings // comm.size, embedding_dim, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens[T] -> y[T/tp, D]."""
+        y: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.comm, self.sink)
+        return y

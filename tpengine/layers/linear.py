@@ -1,0 +1,228 @@
+"""Column- and row-parallel linear layers on token-major, sequence-sharded activations.
+
+    column:  y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T
+    row:     y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T)
+
+Each is the other's dual: the backward of the gather is a reduce-scatter and the reverse. Several column-parallel
+weights share one gather and one GEMM when their storage is packed (`PackedWeights`), and are separate parameters
+all the same: a fused [q; k; v] shard read at another tp would be permuted with right shapes and no error.
+
+No bias (Llama has none). Weight gradients go to a sink (gradients.py), never through autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+from tpengine.gradients import GradientSink, ParamGradSink
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Local shapes: x[T/tp, D], w_i[F_i/tp, D], y_i[T, F_i/tp].
+
+    forward:  X = all_gather(x);  y_i = X @ w_i.T      one gather, one GEMM on the packed weights
+    dgrad:    dx = reduce_scatter(sum_i dy_i @ w_i)    one GEMM, one reduce-scatter
+    wgrad:    dw_i = dy_i.T @ X                        into the sink
+
+    X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        layers: Sequence[ColumnParallelLinear],
+        comm: Communicator,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        full = comm.all_gather(x)
+        ctx.save_for_backward(full, packed)
+        ctx.layers, ctx.comm = layers, comm
+        return (full @ packed.T).split([w.shape[0] for w in weights], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        full, packed = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
+            dx = ctx.comm.reduce_scatter(dy @ packed)
+        for layer, dy in zip(ctx.layers, dys, strict=True):
+            if layer.weight.requires_grad:
+                layer.sink.weight_grad(layer.weight, full, dy, layer.replicas)
+        return (dx, None, None, None) + (None,) * len(dys)
+
+
+class _RowParallel(torch.autograd.Function):
+    """Local shapes: x[T, F/tp], w[D, F/tp], y[T/tp, D].
+
+    forward:  y = reduce_scatter(x @ w.T)
+    dgrad:    dx = DY @ w  with DY = all_gather(dy)
+    wgrad:    dw = DY.T @ x                            into the sink
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
+        return comm.reduce_scatter(x @ weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        full = ctx.comm.all_gather(dy)
+        dx = full @ weight if ctx.needs_input_grad[0] else None
+        if ctx.parameter.requires_grad:
+            ctx.sink.weight_grad(ctx.parameter, x, full)
+        return dx, None, None, None
+
+
+def _check_divides(what: str, size: int, shards: int) -> int:
+    if size % shards:
+        down, up = size // shards * shards, (size // shards + 1) * shards
+        nearest = f"{down} or {up}" if down else str(up)
+        raise ValueError(f"{what} {size} is not divisible by {shards} shards: use {nearest}")
+    return size // shards
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layer whose output features are cut over tp.
+
+        y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T
+        dx[T/tp, D] = reduce_scatter_tp(dy @ w);  dw = dy.T @ all_gather(x)
+
+    Args:
+        in_features, out_features: D and F, global.
+        comm: the tp ranks.
+        sink: where the weight gradient goes; default `weight.grad`.
+        replicas: communicator of consecutive tp ranks that hold the same shard and each only a part of its gradient
+            (KV heads fewer than tp); default none.
+        dtype, device: of the weight, as torch.
+
+    Shape: x [T/tp, D] contiguous rows of the rank, y [T, F/tp * replicas.size].
+
+    Raises:
+        ValueError: F is not divisible by the number of shards.
+
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements received; keeps T*D elements for backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        *,
+        sink: GradientSink | None = None,
+        replicas: Communicator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        shards = comm.size // (replicas.size if replicas else 1)
+        rows = _check_divides("column-parallel out_features", out_features, shards)
+        self.comm, self.replicas = comm, replicas
+        self.sink: GradientSink = sink or ParamGradSink()
+        self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T, F/tp]."""
+        (y,) = _ColumnParallel.apply(x, self.weight.detach(), (self,), self.comm, self.weight)
+        return y
+
+
+class PackedWeights:
+    """Keeps the weights of several column-parallel layers in one contiguous storage, read by one GEMM.
+
+    The layers' parameters are views of the storage and stay parameters of their own. Whatever replaces their memory
+    (`module.to`, `load_state_dict(assign=True)`, `copy.deepcopy`) is noticed at the next forward, by address, and
+    mended by packing again.
+
+    Args:
+        layers: column-parallel layers of one input size and one communicator.
+    """
+
+    def __init__(self, *layers: ColumnParallelLinear) -> None:
+        self.layers = layers
+        self._storage = self._pack()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x[T/tp, D] -> (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
+        weights = [layer.weight for layer in self.layers]
+        if not self._is_packed(weights):
+            self._storage = self._pack()
+        outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
+            x, self._storage, self.layers, self.layers[0].comm, *weights
+        )
+        return outputs
+
+    def _is_packed(self, weights: Sequence[Tensor]) -> bool:
+        address = self._storage.data_ptr()
+        for weight in weights:
+            if weight.data_ptr() != address or weight.dtype != self._storage.dtype:
+                return False
+            address += weight.numel() * weight.element_size()
+        return True
+
+    @torch.no_grad()
+    def _pack(self) -> Tensor:
+        storage = torch.cat([layer.weight.detach() for layer in self.layers])
+        pieces = storage.split([layer.weight.shape[0] for layer in self.layers])
+        for layer, piece in zip(self.layers, pieces, strict=True):
+            layer.weight.data = piece
+        return storage
+
+
+class RowParallelLinear(nn.Module):
+    """Linear layer whose input features are cut over tp.
+
+        y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T)
+        dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather(dy).T @ x
+
+    Args:
+        in_features, out_features: F and D, global.
+        comm, sink, dtype, device: as ColumnParallelLinear.
+
+    Shape: x [T, F/tp], y [T/tp, D]; T must be divisible by tp.
+
+    Raises:
+        ValueError: F is not divisible by tp.
+
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in the working dtype, in
+    rank order over gloo.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        *,
+        sink: GradientSink | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        columns = _check_divides("row-parallel in_features", in_features, comm.size)
+        self.comm = comm
+        self.sink: GradientSink = sink or ParamGradSink()
+        self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T, F/tp] -> y[T/tp, D]."""
+        if x.shape[0] % self.comm.size:
+            raise ValueError(
+                f"the number of tokens must be divisible by tp: {x.shape[0]} tokens, tp {self.comm.size}: "
+                f"pad to {-(-x.shape[0] // self.comm.size) * self.comm.size}"
+            )
+        y: Tensor = _RowParallel.apply(x, self.weight, self.comm, self.sink)
+        return y

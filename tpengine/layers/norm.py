@@ -1,0 +1,82 @@
+"""RMSNorm on sequence-sharded tokens, its weight whole on every tp rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+from tpengine.gradients import GradientSink, ParamGradSink, accumulation_dtype
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Local shapes: x[T/tp, D], w[D], y[T/tp, D]; h = x * rstd is the normalised input.
+
+    forward:  rstd = (mean(x^2) + eps)^(-1/2);  y = x * rstd * w
+    dgrad:    dx = rstd * (dy*w - h * mean(dy*w*h))
+    wgrad:    dw = sum over this rank's tokens of dy*h   partial(tp), into the sink
+
+    x is kept, h is recomputed: one tensor instead of two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
+        wide = x.to(accumulation_dtype(x.dtype))
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
+        return (wide * rstd * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        wide_dy = dy.to(rstd.dtype)
+        normalised = x.to(rstd.dtype) * rstd
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weighted = wide_dy * weight
+            slope = (weighted * normalised).mean(-1, keepdim=True)
+            dx = weighted.sub_(normalised * slope).mul_(rstd).to(x.dtype)
+        if ctx.parameter.requires_grad:
+            ctx.sink.add(ctx.parameter, normalised.mul_(wide_dy).sum(0), ctx.comm)
+        return dx, None, None, None, None
+
+
+class RMSNorm(nn.Module):
+    """Scale each token to unit root mean square.
+
+        y[T/tp, D] = x / sqrt(mean(x^2) + eps) * w[D]
+
+    Args:
+        hidden_size: D.
+        comm: the tp ranks, which hold other tokens of the same batch.
+        eps: added to the mean square.
+        sink: where the weight gradient goes; default `weight.grad`, summed over tp at once.
+        dtype, device: of the weight, as torch.
+
+    Numerics: statistics in promote_types(dtype, float32).
+    Source: Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        comm: Communicator,
+        *,
+        eps: float = 1e-5,
+        sink: GradientSink | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm, self.eps = comm, eps
+        self.sink: GradientSink = sink or ParamGradSink()
+        self.weight = Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.comm, self.sink)
+        return y

@@ -1,0 +1,112 @@
+"""Optimizer: torch's AdamW over the flat gradients, the learning-rate schedule, and the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tpengine.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at the last step.
+
+        step < w:  lr (step+1)/w          else  lr (r + (1-r) (1 + cos(pi (step-w)/(n-1-w))) / 2)
+
+    Args:
+        step: 0-based.
+        num_steps: n, length of the run.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(1, num_steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of the given gradients, a float64 scalar tensor.
+
+    The caller passes each element of the global gradient once over all ranks (replicated parameters on one of their
+    holders only) and sums over ranks.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient).double().square()
+    return total
+
+
+def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients by min(1, max_norm / norm), in place; max_norm 0 leaves them. No host synchronisation."""
+    if max_norm == 0:
+        return
+    scale = max_norm / norm.clamp_min(max_norm)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+
+
+class AdamW:
+    """torch.optim.AdamW (fused) on masters in the accumulation dtype.
+
+    Parameters in float32 and float64 are their own masters. Below that each has a master copy, which the optimizer
+    updates and which is rounded into the parameter after the step.
+
+    Args:
+        parameters: by name.
+        gradients: by name, the parameters' shapes, in the accumulation dtype; read at every step.
+        decayed: names of the parameters weight decay applies to.
+        config: learning rate, betas, eps, weight decay.
+
+    Memory: two moments, and a master where the dtype is narrower, each in the accumulation dtype.
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        gradients: Mapping[str, Tensor],
+        decayed: Sequence[str],
+        config: OptimConfig,
+    ) -> None:
+        self._copies: list[tuple[Parameter, Tensor]] = []
+        masters: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            gradient = gradients[name]
+            if parameter.dtype == gradient.dtype:
+                master: Tensor = parameter
+            else:
+                master = parameter.detach().to(gradient.dtype)
+                self._copies.append((parameter, master))
+            master.grad = gradient
+            masters[name] = master
+        self.masters = masters
+        groups = [
+            {"params": [masters[n] for n in masters if n in decayed], "weight_decay": config.weight_decay},
+            {"params": [masters[n] for n in masters if n not in decayed], "weight_decay": 0.0},
+        ]
+        self.torch = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    @staticmethod
+    def states_per_element(master_is_parameter: bool) -> int:
+        """Tensors in the accumulation dtype besides the parameter: gradient, two moments, master where needed."""
+        return 3 if master_is_parameter else 4
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter with the gradients as they are."""
+        for group in self.torch.param_groups:
+            group["lr"] = lr
+        self.torch.step()
+        for parameter, master in self._copies:
+            parameter.copy_(master)

@@ -1,0 +1,117 @@
+"""What a training run shows a person: the plan before it starts, one progress line, the result. Rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from tpengine.config import Config
+from tpengine.optim import AdamW
+from tpengine.parameters import num_parameters, stage_specs
+from tpengine.plan import Plan, simulate
+from tpengine.step_plan import Layout, dtype_bytes, gradient_bytes
+
+_PLAIN_LINES = 40
+
+
+def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
+    """For each stage (parameters, bytes) of one rank: weights, gradients, two moments, and masters below float32."""
+    wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
+    element = narrow + wide * AdamW.states_per_element(narrow == wide)
+    stages = []
+    for first, last in layout.layers:
+        numel = sum(s.local_numel(layout.tp) for s in stage_specs(config.model, layout.tp, first, last))
+        stages.append((numel, numel * element))
+    return stages
+
+
+def show_plan(
+    console: Console, config: Config, layout: Layout, plan: Plan, device: torch.device, run_dir: Path
+) -> None:
+    """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes."""
+    train, model = config.train, config.model
+    tokens = train.micro_batch_size * train.seq_len
+    lines = [
+        ("model", f"{num_parameters(model):,} parameters, {model.num_layers} layers, hidden {model.hidden_size}"),
+        ("layout", f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}"),
+        (
+            "step",
+            f"{train.num_micro_batches} micro-batches of {tokens:,} tokens x dp {layout.dp} = "
+            f"{tokens * train.num_micro_batches * layout.dp:,} tokens; {train.steps} steps",
+        ),
+    ]
+    for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
+        first, last = layout.layers[stage]
+        what = f"layers {first} to {last - 1}, {numel:,} parameters and {num_bytes / 1e6:.1f} MB a rank"
+        lines.append((f"stage {stage}", f"{what} (weights, gradients, AdamW)"))
+    bubble = simulate(plan).bubble
+    lines.append(("pipeline", f"{plan.schedule}, bubble {bubble:.1%} of the step (backward = 2 forward)"))
+    lines.append(("output", str(run_dir)))
+    for name, text in lines:
+        console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+class ProgressLine:
+    """One line that updates in place, or plain lines now and then where output is no terminal.
+
+    Args:
+        console: where to write.
+        num_steps: length of the run.
+    """
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console, self._num_steps = console, num_steps
+        self._every = max(1, num_steps // _PLAIN_LINES)
+        self._begin = time.perf_counter()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("train", total=num_steps, figures="")
+
+    def __enter__(self) -> ProgressLine:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show a finished step; `record` as metrics.step_record."""
+        figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        done = record["step"] + 1
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, figures=figures)
+        elif done % self._every == 0 or done in (1, self._num_steps):
+            left = (time.perf_counter() - self._begin) / done * (self._num_steps - done)
+            self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
+
+
+def show_result(console: Console, held_out: float | None, tokens: list[int], vocab_size: int) -> None:
+    """Print the held-out loss and the sampled text (token numbers where tokens are not bytes)."""
+    if held_out is not None:
+        console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
+    if tokens:
+        text = bytes(tokens).decode("utf-8", "replace") if vocab_size <= 256 else " ".join(map(str, tokens))
+        console.print("sample:")
+        console.print(text, markup=False, highlight=False)
+
+
+def console_for(rank: int) -> Console:
+    """A console on standard output for rank 0, silent on the others."""
+    return Console(file=sys.stdout, quiet=rank != 0, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""One training run from start to finish: directory, plan shown, steps, held-out loss, sample. Used by train.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from tpengine.config import Config, dump_toml
+from tpengine.data import Corpus
+from tpengine.distributed import Process, max_over_ranks, start
+from tpengine.forward_pass import held_out_loss, sample
+from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_record
+from tpengine.report import ProgressLine, console_for, show_plan, show_result
+from tpengine.trainer import Trainer
+
+_PROMPT_TOKENS = 16
+
+
+def train(config: Config, corpus: Corpus, process: Process, device: torch.device) -> None:
+    """Train, evaluate and sample; collective over all ranks.
+
+    Args:
+        config: validated configuration.
+        corpus: its text.
+        process, device: this rank and where it computes; no process group may exist yet.
+
+    Rank 0 writes config.toml, metrics.jsonl and TensorBoard events into the run directory.
+    """
+    start(device, process)
+    try:
+        console = console_for(process.rank)
+        trainer = Trainer(config, corpus, device)
+        writer = _open_run_dir(config, trainer, console) if process.rank == 0 else None
+        _steps(trainer, console, writer)
+        held_out = held_out_loss(trainer) if config.train.eval_micro_batches else None
+        tokens: list[int] = []
+        if config.train.sample_tokens:
+            prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
+            tokens = sample(trainer, prompt, config.train.sample_tokens)
+        show_result(console, held_out, tokens, config.model.vocab_size)
+        if writer is not None:
+            writer.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _open_run_dir(config: Config, trainer: Trainer, console: Console) -> MetricsWriter:
+    """Create the run directory, say what will happen, and write the resolved configuration."""
+    run_dir = Path(config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    show_plan(console, config, trainer.layout, trainer.plan, trainer.device, run_dir)
+    keep_aside(run_dir / "config.toml")
+    (run_dir / "config.toml").write_text(
+        dump_toml(replace(config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu"))
+    )
+    writer = MetricsWriter(run_dir)
+    if writer.kept is not None:
+        print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
+    if not writer.tensorboard:
+        console.print("TensorBoard events are off: pip install 'tpengine\\[tensorboard]' turns them on")
+    return writer
+
+
+def _steps(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:
+    config, device = trainer.config, trainer.device
+    with ProgressLine(console, config.train.steps) as progress:
+        for step in range(config.train.steps):
+            clock = StepClock(device)
+            result = trainer.train_step(step)
+            seconds, memory = max_over_ranks([clock.seconds(), float(peak_memory_bytes(device))], device)
+            record = step_record(
+                config,
+                device,
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                step_seconds=seconds,
+                peak_memory_bytes=int(memory),
+            )
+            if writer is not None:
+                writer.write(record)
+            progress.update(record)
+
+
+class StepClock:
+    """Times one step: CUDA events on a GPU, the process's clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._begin = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def seconds(self) -> float:
+        """Seconds since construction; on a GPU waits for the work issued so far."""
+        if self._event is None:
+            return time.perf_counter() - self._begin
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        return self._event.elapsed_time(end) * 1e-3

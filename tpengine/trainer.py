@@ -1,0 +1,326 @@
+"""The trainer: builds every part from a configuration and runs steps. The only file that knows all parts.
+
+Data flow of a step: the batch is a function of the step and this rank's place; the executor runs the verified plan;
+handlers connect its actions to stage, transfers, buckets and optimizer; the loss and the norm come back as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpengine.collectives import Communicator
+from tpengine.config import Config
+from tpengine.data import Corpus, first_sample_index
+from tpengine.data_parallel import GradientBuckets
+from tpengine.distributed import all_equal, max_over_ranks
+from tpengine.execute import Executor, Handler, Trace
+from tpengine.gradients import BufferSink, accumulation_dtype
+from tpengine.layers import IGNORED, vocab_parallel_cross_entropy
+from tpengine.mesh import Mesh, Shape, build_mesh
+from tpengine.model import Transformer
+from tpengine.optim import AdamW, clip_, learning_rate, squared_norm
+from tpengine.parameters import EMBEDDING, kv_replicas
+from tpengine.plan import Action, Kind, verify_loss_weights
+from tpengine.stage import Stage
+from tpengine.step_plan import Layout, layout_of, training_plan
+from tpengine.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured, equal on all ranks.
+
+    Attributes:
+        loss: nats per valid target of the global step.
+        grad_norm: of the global gradient, before clipping.
+        lr: learning rate used.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The mesh's groups as the parts use them."""
+
+    tp: Communicator
+    pp: Communicator
+    dp: Communicator
+    replica: Communicator | None
+    dp_tp: Communicator
+    dp_replica: Communicator
+    ends: Communicator
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Communicators:
+        """Wrap each group."""
+        return cls(
+            tp=Communicator(mesh.tp),
+            pp=Communicator(mesh.pp),
+            dp=Communicator(mesh.dp),
+            replica=None if mesh.replica is None else Communicator(mesh.replica),
+            dp_tp=Communicator(mesh.dp_tp),
+            dp_replica=Communicator(mesh.dp_replica),
+            ends=Communicator(mesh.ends),
+        )
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        config: validated configuration (config.validate), equal on all ranks.
+        corpus: the text, equal on all ranks.
+        device: where this rank computes.
+        trace: records what the executor runs; None records nothing.
+
+    Attributes:
+        model: this rank's slice, in this rank's shards.
+        plan, layout, mesh, comms: see their types.
+
+    Raises:
+        ValueError: the plan fails verification (a bug of a schedule, named).
+        RuntimeError: ranks have built different plans.
+
+    The constructor is collective; the default process group must exist.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device, trace: Trace | None = None) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.layout: Layout = layout_of(config)
+        self.plan = training_plan(config, self.layout)
+        shape = Shape.of(config.parallel)
+        self.mesh = build_mesh(shape, device.type, kv_replicas(config.model, shape.tp))
+        self.comms = Communicators.of(self.mesh)
+        self._check_same_plan()
+
+        self._sink = BufferSink()
+        self.model = Transformer(
+            config.model,
+            self.comms.tp,
+            layers=self.layout.layers[self.mesh.at.pp],
+            replicas=self.comms.replica,
+            sink=self._sink,
+            dtype=getattr(torch, config.train.dtype),
+            device=device,
+        )
+        self.model.initialise(config.train.seed)
+        self.buckets = self._build_buckets()
+        parameters = dict(self.model.named_parameters())
+        self.optimizer = AdamW(
+            parameters,
+            self.buckets.gradients,
+            [name for name, spec in self.model.specs.items() if spec.decays],
+            config.optim,
+        )
+        self._batch = StepBatch(torch.empty(0), torch.empty(0), 0.0)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._lr = 0.0
+        at = self.mesh.at.pp
+        self.stage = Stage(
+            self.forward,
+            (lambda mb: self._batch.tokens[mb]) if at == 0 else None,
+            self._weighted_loss if at == shape.pp - 1 else None,
+        )
+        self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device)
+        self._trace = trace
+        self.executor = Executor(dist.get_rank(), self._handlers(), trace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's slice of the model, on a micro-batch."""
+        y: Tensor = self.model(x, self.config.train.seq_len)
+        return y
+
+    def train_step(self, step: int) -> StepResult:
+        """Run one step of the plan.
+
+        Args:
+            step: 0-based; decides the data and the learning rate.
+
+        Returns:
+            Loss, gradient norm and learning rate.
+
+        Raises:
+            ValueError: no target of the global step is valid.
+            FloatingPointError: loss or gradient norm is not finite.
+        """
+        self._batch = self._load(step)
+        self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        self._loss_sum.zero_()
+        self.buckets.zero()
+        self.executor.run(self.plan.actions[self.mesh.at.pp])
+        return self._result(step)
+
+    def _load(self, step: int) -> StepBatch:
+        train, at = self.config.train, self.mesh.at
+        first = first_sample_index(
+            step,
+            at.dp,
+            self.mesh.shape.dp,
+            0,
+            num_micro_batches=train.num_micro_batches,
+            micro_batch_size=train.micro_batch_size,
+        )
+        arrays = self.corpus.train.batch(first, train.num_micro_batches * train.micro_batch_size)
+        tokens, labels = (torch.from_numpy(a).view(train.num_micro_batches, -1) for a in arrays)
+        return StepBatch(
+            to_device(tokens, self.device), to_device(labels, self.device), 1.0 / self._num_targets(labels, step)
+        )
+
+    def _num_targets(self, labels: Tensor, step: int) -> int:
+        """Count the valid targets of the global step, and check that the micro-batches' shares sum to one."""
+        mine = (labels != IGNORED).sum(1)
+        counts = self.comms.dp.all_gather(mine.to(self._link_device)).view(self.mesh.shape.dp, -1).tolist()
+        total = sum(map(sum, counts))
+        if total == 0:
+            raise ValueError(
+                f"a step needs at least one valid target: all labels of step {step} are ignored: "
+                "change --data.ignore-token"
+            )
+        verify_loss_weights([[Fraction(count, total) for count in replica] for replica in counts])
+        return int(total)
+
+    @property
+    def _link_device(self) -> torch.device:
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    def _weighted_loss(self, logits: Tensor, microbatch: int) -> Tensor:
+        loss = vocab_parallel_cross_entropy(
+            logits, self._batch.labels[microbatch], self.config.model.vocab_size, self.comms.tp
+        )
+        self._loss_sum += loss.detach()
+        return loss * self._batch.loss_scale
+
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {
+            Kind.F: lambda action: self.stage.forward(action.piece[1]),
+            Kind.B: self._backward,
+            Kind.SEND_F: self._transfers.post,
+            Kind.RECV_F: self._transfers.post,
+            Kind.SEND_B: self._transfers.post,
+            Kind.RECV_B: self._transfers.post,
+            Kind.EXCHANGE: self._transfers.post,
+            Kind.WAIT: self._wait,
+            Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
+            Kind.CLIP: lambda _: self._clip(),
+            Kind.STEP: lambda _: self.optimizer.step(self._lr),
+        }
+
+    def _backward(self, action: Action) -> None:
+        starts = {sub.index: sub for sub in action.reduces}
+
+        def on_start(index: int) -> None:
+            if self._trace is not None:
+                self._trace.mark(starts[index])
+
+        self.buckets.arm([index for index in starts if index is not None], on_start)
+        self.stage.backward(action.piece[1])
+        self.buckets.disarm()
+
+    def _wait(self, action: Action) -> None:
+        for started in action.subs:
+            if started.kind is Kind.REDUCE:
+                assert started.index is not None
+                self.buckets.wait(started.index)
+            else:
+                self._transfers.wait(started)
+
+    def _fetch(self, action: Action) -> Tensor:
+        _, microbatch = action.piece
+        if action.kind is Kind.SEND_F:
+            return self.stage.output(microbatch)
+        return self.stage.take_input_grad(microbatch)
+
+    def _deliver(self, action: Action, tensor: Tensor) -> None:
+        _, microbatch = action.piece
+        if action.kind is Kind.RECV_F:
+            self.stage.receive_input(microbatch, tensor)
+        else:
+            self.stage.receive_output_grad(microbatch, tensor)
+
+    def _sum_tied_embeddings(self) -> None:
+        self.comms.ends.all_reduce_(self.buckets.gradients[EMBEDDING])
+
+    def _clip(self) -> None:
+        total = squared_norm(self._owned_gradients(), self.device)
+        self.comms.tp.all_reduce_(total)
+        self.comms.pp.all_reduce_(total)
+        self._grad_norm = total.sqrt()
+        clip_(self.buckets.flat.values(), self._grad_norm, self.config.optim.clip_norm)
+
+    def _owned_gradients(self) -> Iterator[Tensor]:
+        """Gradients this rank answers for in the global norm: each element of the model once over tp and pp."""
+        at = self.mesh.at
+        for name, spec in self.model.specs.items():
+            holders = self.mesh.shape.tp if spec.shard_dim is None else spec.replicas
+            copied_from_first_stage = name == EMBEDDING and at.pp > 0
+            if at.tp % holders == 0 and not copied_from_first_stage:
+                yield self.buckets.gradients[name]
+
+    def _result(self, step: int) -> StepResult:
+        loss = -math.inf
+        if self.mesh.at.pp == self.mesh.shape.pp - 1:
+            loss = float(self.comms.dp.all_reduce_(self._loss_sum)) * self._batch.loss_scale
+        norm = float(self._grad_norm)
+        # max() would hide a NaN of another rank, which the norm, summed over all of them, shows.
+        (loss,) = max_over_ranks([loss], self.device)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"loss and gradient norm must be finite: step {step} has loss {loss}, gradient norm {norm}: "
+                "lower --optim.lr or lengthen --optim.warmup-steps"
+            )
+        return StepResult(loss, norm, self._lr)
+
+    def _build_buckets(self) -> GradientBuckets:
+        over = {"dp": self.comms.dp, "dp_tp": self.comms.dp_tp, "dp_replica": self.comms.dp_replica}
+        layouts = self.layout.buckets[self.mesh.at.pp]
+        buckets = GradientBuckets(
+            layouts,
+            dict(self.model.named_parameters()),
+            self.model.contributions(),
+            reduce=lambda index, flat: over[layouts[index].reduce_over].start_all_reduce(flat),
+            dtype=accumulation_dtype(getattr(torch, self.config.train.dtype)),
+            device=self.device,
+        )
+        gradients = {p: buckets.gradients[name] for name, p in self.model.named_parameters()}
+        self._sink.attach(gradients, buckets.contributed)
+        return buckets
+
+    def _check_same_plan(self) -> None:
+        differing = all_equal(self.plan.digest(), self.device)
+        if differing:
+            raise RuntimeError(
+                f"all ranks must build the same plan: rank 0 has {self.plan.digest()[:12]}, ranks {differing} differ: "
+                "start every rank with the same version and configuration"
+            )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The micro-batches of one replica and step, on the device.
+
+    Attributes:
+        tokens, labels: int64 [micro-batches, T].
+        loss_scale: 1 / valid targets of the global step.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_scale: float
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, through pinned memory and without waiting on CUDA."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
