@@ -149,6 +149,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     Raises:
         ValueError: no choice fills the processes; names the nearest layouts.
     """
+    if world_size < 1:
+        raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
     given = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
     for axis, size in given.items():
         if size is not None and size < 1:
@@ -194,6 +196,9 @@ def validate(config: Config, world_size: int) -> Config:
     return config
 
 
+# Open bounds, as the closed bounds next to them.
+_POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
+
 # Smallest and largest legal value by key; None for no bound.
 _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
     {
@@ -214,10 +219,10 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.eval_micro_batches": (0, None),
         "train.sample_tokens": (0, None),
         "data.held_out_fraction": (0, 0.9),
-        "optim.lr": (1e-12, None),
-        "optim.beta1": (0, 1 - 1e-9),
-        "optim.beta2": (0, 1 - 1e-9),
-        "optim.eps": (1e-300, None),
+        "optim.lr": (_POSITIVE, None),
+        "optim.beta1": (0, _BELOW_ONE),
+        "optim.beta2": (0, _BELOW_ONE),
+        "optim.eps": (_POSITIVE, None),
         "optim.weight_decay": (0, None),
         "optim.warmup_steps": (0, None),
         "optim.min_lr_ratio": (0, 1),
@@ -230,12 +235,15 @@ def _check_ranges(config: Config) -> None:
     for key, (low, high) in _RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
+        default = getattr(getattr(Config(), section), name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{key} must be finite: got {value}: use {low}")
+            raise ValueError(f"{key} must be finite: got {value}: use {default}")
         if low is not None and value < low:
-            raise ValueError(f"{key} must be at least {low}: got {value}: use {low}")
+            rule, nearest = ("positive", default) if low == _POSITIVE else (f"at least {low}", low)
+            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
         if high is not None and value > high:
-            raise ValueError(f"{key} must be at most {high}: got {value}: use {high}")
+            rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
+            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
     for key, value, choices in (
         ("parallel.schedule", config.parallel.schedule, ("1f1b", "gpipe")),
         ("train.dtype", config.train.dtype, ("float64", "float32", "bfloat16")),
@@ -257,7 +265,7 @@ def _check_model(model: ModelConfig) -> None:
         raise ValueError(
             f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
             f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
-            f"{_nearest_where('num_heads', heads, lambda h: d % (2 * h) == 0, d)}"
+            f"{_nearest_where('num_heads', heads, lambda h: d % (2 * h) == 0 and h % kv == 0, d)}"
         )
     if heads % kv:
         raise ValueError(
@@ -268,8 +276,9 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_layout(config: Config) -> None:
     model, train = config.model, config.train
-    tp, pp = config.parallel.tp, config.parallel.pp
-    assert tp is not None and pp is not None
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    assert tp is not None and pp is not None and dp is not None
+    world_size = tp * pp * dp
     if pp > model.num_layers:
         raise ValueError(
             f"every pipeline stage needs a layer: pp {pp}, num_layers {model.num_layers}: "
@@ -279,7 +288,7 @@ def _check_layout(config: Config) -> None:
         if size % tp:
             raise ValueError(
                 f"{name} must be divisible by tp: {name} {size}, tp {tp}: use "
-                f"{_nearest_where('tp', tp, partial(_divides, size), size)}, or "
+                f"{_nearest_where('tp', tp, partial(_divides, math.gcd(size, world_size)), size)}, or "
                 f"{_nearest_multiples(name, size, tp)}"
             )
     kv = model.num_kv_heads
@@ -315,7 +324,8 @@ def _nearest_where(name: str, number: int, legal: Callable[[int], bool], largest
     """Say the nearest legal values on both sides of `number`, between 1 and `largest`."""
     below = next((n for n in range(min(number, largest), 0, -1) if legal(n)), None)
     above = next((n for n in range(number, largest + 1) if legal(n)), None)
-    return f"{name} {' or '.join(str(n) for n in (below, above) if n is not None)}"
+    found = [str(n) for n in (below, above) if n is not None]
+    return f"{name} {' or '.join(found)}" if found else f"another {name}"
 
 
 def dump_toml(config: Config) -> str:
@@ -371,7 +381,7 @@ def _typed(hint: Any, value: Any, key: str, path: str) -> Any:
             return value
         raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
     wanted = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
-    if float in wanted and type(value) is int:
+    if float in wanted and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) not in wanted:
         names = " or ".join(t.__name__ for t in wanted)

@@ -14,9 +14,8 @@ from tpengine.data import open_corpus
 
 def main() -> None:
     """Parse, check, train."""
-    with exit_on_user_error(os.environ):
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        config = parse_config(sys.argv[1:], world_size)
+    with exit_on_user_error(os.environ) as launch:
+        config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
         from tpengine.distributed import Process, choose_device
 

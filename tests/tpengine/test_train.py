@@ -19,9 +19,10 @@ from tpengine.config import Config, load_toml
 from tpengine.data import write_tokens
 
 SMALL = (
-    "--model.hidden-size 32 --model.num-heads 4 --model.ffn-size 48 --train.seq-len 32 --train.micro-batch-size 2 "
-    "--train.num-micro-batches 2 --train.steps 4 --train.eval-micro-batches 2 --train.sample-tokens 5 --device cpu"
-).split()
+    *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
+    *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2"),
+    *("--train.steps", "4", "--train.eval-micro-batches", "2", "--train.sample-tokens", "5", "--device", "cpu"),
+)
 
 
 def run(num_ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,118 @@
+"""Token files: written atomically, validated before they are mapped.
+
+A token file is a 64-byte little-endian header (magic, version, dtype code, vocabulary, count, zeros), then the
+tokens as uint8, uint16 or uint32. It is memory-mapped, so opening costs nothing and ranks share its pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+_MAGIC, _VERSION = b"TPTOKENS", 1
+_HEADER = struct.Struct("<8sIIQQ")
+_HEADER_BYTES = 64
+_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+class TokenFile(NamedTuple):
+    """Tokens, read-only, and the number of values they can take."""
+
+    tokens: Tokens
+    vocab_size: int
+
+
+def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int) -> int:
+    """Write a token file, atomically: readers see the old file or the whole new one.
+
+    Args:
+        path: the file; its directory exists.
+        tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one at a time is held.
+        vocab_size: decides the dtype: the smallest that holds vocab_size - 1.
+    Returns: number of tokens written.
+    Raises: ValueError: a token outside the vocabulary, no tokens, a vocabulary beyond uint32, no such directory.
+    """
+    path = Path(path)
+    if not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"vocab_size must be at least 1 and at most 2**32: got {vocab_size}: use 256 for bytes")
+    if not path.parent.is_dir():
+        raise ValueError(f"the token file's directory must exist: {path.parent}: create it first")
+    dtype = next(d for code, d in _DTYPES.items() if vocab_size <= 256**code)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(bytes(_HEADER_BYTES))
+            count = 0
+            for piece in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+                check_tokens(piece, vocab_size, "vocab_size")
+                file.write(np.ascontiguousarray(piece, dtype=dtype).data)
+                count += piece.size
+            if not count:
+                raise ValueError(f"a token file must hold at least 1 token: got none for {path}: check the source")
+            file.seek(0)
+            file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, vocab_size, count))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            beside.unlink()
+    return count
+
+
+def open_tokens(path: str | Path) -> TokenFile:
+    """Map a token file after checking its header and size.
+
+    Raises: ValueError: no such file, or not a whole token file; one line with path, values and remedy.
+    """
+    path = Path(path)
+    remedy = f"write it with: tpengine data --from DIR --out {path}"
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ValueError(f"a token file must be readable: {path}: {error.strerror}: {remedy}") from None
+    if len(header) < _HEADER_BYTES:
+        raise ValueError(f"a token file has at least {_HEADER_BYTES} bytes: {path} has {len(header)}: {remedy}")
+    magic, version, code, vocab_size, count = _HEADER.unpack_from(header)
+    if magic != _MAGIC:
+        raise ValueError(f"a token file starts with {_MAGIC!r}: {path} starts with {magic!r}: {remedy}")
+    if version != _VERSION:
+        raise ValueError(f"token file version must be {_VERSION}: {path} has {version}: {remedy}")
+    if code not in _DTYPES:
+        raise ValueError(f"token dtype code must be 1, 2 or 4 (bytes): {path} has {code}: {remedy}")
+    if not 1 <= vocab_size <= 256**code:
+        raise ValueError(
+            f"the vocabulary must be 1 to {256**code} for {code}-byte tokens: {path} has {vocab_size}: {remedy}"
+        )
+    if not count:
+        raise ValueError(f"a token file must hold at least 1 token: {path} has 0: {remedy}")
+    expected = _HEADER_BYTES + count * code
+    if size != expected:
+        raise ValueError(
+            f"a token file of {count} {code}-byte tokens has {expected} bytes: {path} has {size}, "
+            f"{'cut short' if size < expected else 'too long'}: {remedy}"
+        )
+    return TokenFile(np.memmap(path, _DTYPES[code], "r", _HEADER_BYTES, (count,)), vocab_size)
+
+
+def check_tokens(tokens: NDArray[Any], vocab_size: int, name: str) -> None:
+    """Raise ValueError unless all tokens are integers in [0, vocab_size); `name` is the vocabulary's in messages."""
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens must be integers: got dtype {tokens.dtype}: use uint8, uint16 or uint32")
+    for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"tokens must be at least 0 and below {name}: got {token}, {name} {vocab_size}: "
+                f"use {name} {max(token, 0) + 1} or other text"
+            )
