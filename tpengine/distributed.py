@@ -64,6 +64,8 @@ def start(device: torch.device, process: Process) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # A DeviceMesh would otherwise initialise CUDA itself, on the card numbered LOCAL_RANK.
+        torch.cuda.init()
     elif process.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
     crowded = device.type == "cuda" and process.local_world_size > torch.cuda.device_count()
@@ -88,7 +90,7 @@ def all_equal(text: str, device: torch.device) -> list[int]:
         The ranks whose digest differs from rank 0's; empty if all agree.
     """
     words = [int(text[i : i + 15], 16) for i in range(0, 60, 15)]
-    mine = torch.tensor(words, dtype=torch.int64, device=_link_device(device))
+    mine = torch.tensor(words, dtype=torch.int64, device=link_device(device))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, everyone[0])]
@@ -98,10 +100,11 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The elementwise maximum over all ranks, in float64."""
     if dist.get_world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=_link_device(device))
+    tensor = torch.tensor(values, dtype=torch.float64, device=link_device(device))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
 
 
-def _link_device(device: torch.device) -> torch.device:
+def link_device(device: torch.device) -> torch.device:
+    """Where tensors must lie that the default group moves: on the GPU for NCCL, else on the host."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

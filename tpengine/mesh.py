@@ -92,7 +92,7 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1) -> Mesh:
 
     Args:
         shape: sizes of the axes; their product is the world size.
-        device_type: "cpu" or "cuda".
+        device_type: "cuda" if the groups are NCCL's, else "cpu".
         kv_replicas: consecutive tp ranks that share one KV head; divides tp.
 
     Returns:

@@ -19,7 +19,7 @@ from tpengine.collectives import Communicator
 from tpengine.config import Config
 from tpengine.data import Corpus, first_sample_index
 from tpengine.data_parallel import GradientBuckets
-from tpengine.distributed import all_equal, max_over_ranks
+from tpengine.distributed import all_equal, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import IGNORED, vocab_parallel_cross_entropy
@@ -99,7 +99,7 @@ class Trainer:
         self.layout: Layout = layout_of(config)
         self.plan = training_plan(config, self.layout)
         shape = Shape.of(config.parallel)
-        self.mesh = build_mesh(shape, device.type, kv_replicas(config.model, shape.tp))
+        self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp))
         self.comms = Communicators.of(self.mesh)
         self._check_same_plan()
 
@@ -180,7 +180,7 @@ class Trainer:
     def _num_targets(self, labels: Tensor, step: int) -> int:
         """Count the valid targets of the global step, and check that the micro-batches' shares sum to one."""
         mine = (labels != IGNORED).sum(1)
-        counts = self.comms.dp.all_gather(mine.to(self._link_device)).view(self.mesh.shape.dp, -1).tolist()
+        counts = self.comms.dp.all_gather(mine.to(link_device(self.device))).view(self.mesh.shape.dp, -1).tolist()
         total = sum(map(sum, counts))
         if total == 0:
             raise ValueError(
@@ -189,10 +189,6 @@ class Trainer:
             )
         verify_loss_weights([[Fraction(count, total) for count in replica] for replica in counts])
         return int(total)
-
-    @property
-    def _link_device(self) -> torch.device:
-        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def _weighted_loss(self, logits: Tensor, microbatch: int) -> Tensor:
         loss = vocab_parallel_cross_entropy(
