@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,49 +25,69 @@ from tpengine.trainer import Trainer
 _PROMPT_TOKENS = 16
 
 
-def train(config: Config, corpus: Corpus, process: Process, device: torch.device) -> None:
+def create_run_dir(config: Config) -> Path:
+    """Create the run directory of rank 0: config.run_dir, or runs/<date>-<time>.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
+    run_dir = Path(config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--run-dir must be a directory that can be written to: {run_dir}: {error.strerror}: use another directory"
+        ) from None
+    return run_dir
+
+
+def train(config: Config, corpus: Corpus, process: Process, device: torch.device, run_dir: Path | None) -> None:
     """Train, evaluate and sample; collective over all ranks.
 
     Args:
         config: validated configuration.
         corpus: its text.
         process, device: this rank and where it computes; no process group may exist yet.
-
-    Rank 0 writes config.toml, metrics.jsonl and TensorBoard events into the run directory.
+        run_dir: existing directory for config.toml, metrics.jsonl and TensorBoard events, on rank 0; None elsewhere.
     """
     start(device, process)
     try:
         console = console_for(process.rank)
         trainer = Trainer(config, corpus, device)
-        writer = _open_run_dir(config, trainer, console) if process.rank == 0 else None
-        _steps(trainer, console, writer)
+        with _open_writer(trainer, run_dir, console) as writer:
+            _steps(trainer, console, writer)
         held_out = held_out_loss(trainer) if config.train.eval_micro_batches else None
         tokens: list[int] = []
         if config.train.sample_tokens:
             prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
             tokens = sample(trainer, prompt, config.train.sample_tokens)
         show_result(console, held_out, tokens, config.model.vocab_size)
-        if writer is not None:
-            writer.close()
     finally:
         dist.destroy_process_group()
 
 
-def _open_run_dir(config: Config, trainer: Trainer, console: Console) -> MetricsWriter:
-    """Create the run directory, say what will happen, and write the resolved configuration."""
-    run_dir = Path(config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    show_plan(console, config, trainer.layout, trainer.plan, trainer.device, run_dir)
+@contextlib.contextmanager
+def _open_writer(trainer: Trainer, run_dir: Path | None, console: Console) -> Iterator[MetricsWriter | None]:
+    """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
+    if run_dir is None:
+        yield None
+        return
+    config, device = trainer.config, trainer.device
+    show_plan(console, config, trainer.layout, trainer.plan, device, run_dir)
     keep_aside(run_dir / "config.toml")
-    (run_dir / "config.toml").write_text(
-        dump_toml(replace(config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu"))
-    )
+    resolved = replace(config, run_dir=str(run_dir), device="cuda" if device.type == "cuda" else "cpu")
+    (run_dir / "config.toml").write_text(dump_toml(resolved))
     writer = MetricsWriter(run_dir)
     if writer.kept is not None:
         print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
-        console.print("TensorBoard events are off: pip install 'tpengine\\[tensorboard]' turns them on")
-    return writer
+        console.print("TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on", markup=False)
+    try:
+        yield writer
+    finally:
+        writer.close()
 
 
 def _steps(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:

@@ -18,12 +18,12 @@ def main() -> None:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
         from tpengine.distributed import Process, choose_device
+        from tpengine.run import create_run_dir, train
 
         process = Process.from_environment()
         device = choose_device(config.device, process)
-    from tpengine import run
-
-    run.train(config, corpus, process, device)
+        run_dir = create_run_dir(config) if launch.rank == 0 else None
+    train(config, corpus, process, device, run_dir)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (("--data.path", "absent.bin"), "absent.bin"),
         (("--data.path", "damaged.bin"), "damaged.bin"),
         (("--device", "cuda"), "--device cuda needs a CUDA device"),
+        (("--run-dir", "damaged.bin"), "--run-dir must be a directory that can be written to: damaged.bin"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, str], message: str) -> None:
