@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -9,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group as a default argument. Imported later (the optimizer does), they would keep
+# that group, and its threads, alive beyond `stop`.
+import torch.distributed.nn.functional
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,16 @@ def start(device: torch.device, process: Process) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
         dist.init_process_group(backend)
+
+
+def stop() -> None:
+    """Destroy the process groups and end their threads.
+
+    Call it when whatever holds a group has gone out of scope. A thread that is still letting go of a tensor when the
+    interpreter ends would abort the process.
+    """
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def all_equal(text: str, device: torch.device) -> list[int]:

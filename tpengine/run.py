@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus
-from tpengine.distributed import Process, max_over_ranks, start
+from tpengine.distributed import Process, max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_record
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
@@ -54,18 +53,22 @@ def train(config: Config, corpus: Corpus, process: Process, device: torch.device
     """
     start(device, process)
     try:
-        console = console_for(process.rank)
-        trainer = Trainer(config, corpus, device)
-        with _open_writer(trainer, run_dir, console) as writer:
-            _steps(trainer, console, writer)
-        held_out = held_out_loss(trainer) if config.train.eval_micro_batches else None
-        tokens: list[int] = []
-        if config.train.sample_tokens:
-            prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
-            tokens = sample(trainer, prompt, config.train.sample_tokens)
-        show_result(console, held_out, tokens, config.model.vocab_size)
+        _train(config, corpus, process, device, run_dir)
     finally:
-        dist.destroy_process_group()
+        stop()
+
+
+def _train(config: Config, corpus: Corpus, process: Process, device: torch.device, run_dir: Path | None) -> None:
+    console = console_for(process.rank)
+    trainer = Trainer(config, corpus, device)
+    with _open_writer(trainer, run_dir, console) as writer:
+        _steps(trainer, console, writer)
+    held_out = held_out_loss(trainer) if config.train.eval_micro_batches else None
+    tokens: list[int] = []
+    if config.train.sample_tokens:
+        prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
+        tokens = sample(trainer, prompt, config.train.sample_tokens)
+    show_result(console, held_out, tokens, config.model.vocab_size)
 
 
 @contextlib.contextmanager

@@ -25,11 +25,13 @@ SMALL = (
 )
 
 
-def run(num_ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    num_ranks: int, *arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "tpengine.train")
+) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "tpengine.train", *arguments],
+        [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -96,6 +98,23 @@ def test_other_tokens_than_bytes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     sampled = done.stdout.split("sample:")[1].split()
     assert len(sampled) == 16 + 5 and all(0 <= int(token) < 1001 for token in sampled)
+
+
+THREADS_LEFT = """
+import pathlib, sys
+from tpengine.train import main
+main()
+print("threads", sorted(p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
+    """A gloo thread that lets go of a tensor while the interpreter ends aborts the process (once in 100 runs)."""
+    (tmp_path / "script.py").write_text(THREADS_LEFT)
+    done = run(2, *SMALL, "--run-dir", "out", cwd=tmp_path, program=("script.py",))
+    assert done.returncode == 0, done.stderr
+    threads = [line for line in done.stdout.splitlines() if line.startswith("threads")]
+    assert len(threads) == 2 and not any("gloo" in line for line in threads), threads
 
 
 def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
