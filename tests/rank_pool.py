@@ -45,10 +45,10 @@ def _work(connection: Connection, paths: list[str]) -> None:
 
     torch.set_num_threads(1)
     while True:
-        task = connection.recv()
-        if task is None:
+        try:
+            path, name, rank, world, store, args = connection.recv()
+        except EOFError:  # the session is over
             return
-        path, name, rank, world, store, args = task
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
             try:

@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
 from tpengine.config import Config, load_toml, validate
+from tpengine.launch import Launch
 from tpengine.presets import PRESETS
 
 PROGRAM = "python -m tpengine.train"
@@ -38,28 +39,6 @@ class ConfigError(ValueError):
 
 class HelpRequested(Exception):
     """`--help` was given; the text is the only argument."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Which of how many processes this is, as torchrun says in the environment."""
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Launch:
-        """Read RANK and WORLD_SIZE; without them there is one process.
-
-        Raises: ConfigError: not integers, or not 0 <= RANK < WORLD_SIZE.
-        """
-        rank, world_size = environ.get("RANK", "0"), environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-            raise ConfigError(
-                "the environment must have integers 0 <= RANK < WORLD_SIZE: "
-                f"RANK {rank!r}, WORLD_SIZE {world_size!r}: start with torchrun, or unset both"
-            )
-        return cls(int(rank), int(world_size))
 
 
 def parse_config(argv: Sequence[str], world_size: int) -> Config:
@@ -83,45 +62,42 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         raise ConfigError(_one_line(str(error))) from None
 
 
-def parse_or_exit(argv: Sequence[str], environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Config:
-    """Build the configuration of this process, or end it: see `exit_on_user_error`.
-
-    Args:
-        argv: arguments without the program's name.
-        environ: RANK and WORLD_SIZE are read.
-        wait_seconds: as `exit_on_user_error`.
-    """
-    with exit_on_user_error(environ, wait_seconds=wait_seconds) as launch:
-        return parse_config(argv, launch.world_size)
-
-
 @contextlib.contextmanager
 def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Iterator[Launch]:
     """End the process if the block raises ValueError: exit code 2 on every rank, one line on rank 0.
 
-    Help is printed on rank 0 and ends every rank with 0.
+    Help is printed on rank 0 and ends every rank with 0. A malformed environment is said on every rank, since none
+    can know that it is rank 0.
 
     Args:
-        environ: RANK and WORLD_SIZE are read and given to the block.
-        wait_seconds: how long ranks other than 0 wait before they leave. torchrun ends all processes as soon as
-            one has failed: a rank that left first would have rank 0 killed before it has printed.
+        environ: read by `Launch.of`, which is given to the block.
+        wait_seconds: as `leave`.
     Raises: SystemExit.
     """
-    speaks = environ.get("RANK", "0") == "0"
+    launch = None
     try:
         launch = Launch.of(environ)
-        speaks = launch.rank == 0
         yield launch
     except HelpRequested as request:
-        if speaks:
+        if launch is None or launch.rank == 0:
             print(request)
         raise SystemExit(0) from None
     except ValueError as error:
-        if speaks:
-            print(f"tpengine: error: {_one_line(str(error))}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(wait_seconds)
-        raise SystemExit(2) from None
+        leave(str(error), speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
+
+
+def leave(message: str, *, speaks: bool, wait_seconds: float = 10.0) -> NoReturn:
+    """Leave with exit code 2; the rank that speaks prints the message in one line first.
+
+    Args:
+        wait_seconds: how long ranks other than 0 wait before they leave. torchrun ends all processes as soon as
+            one has failed: a rank that left first would have rank 0 killed before it has printed.
+    """
+    if speaks:
+        print(f"tpengine: error: {_one_line(message)}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(wait_seconds)
+    raise SystemExit(2)
 
 
 def _take_base(argv: Sequence[str]) -> tuple[str, str | None, list[str]]:
@@ -141,7 +117,8 @@ def _take_base(argv: Sequence[str]) -> tuple[str, str | None, list[str]]:
     return taken.get("--preset", "tiny"), taken.get("--config"), flags
 
 
-def _preset(name: str) -> Config:
+def _preset(spelling: str) -> Config:
+    name = spelling.replace("-", "_")
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: use {near}")

@@ -1,7 +1,8 @@
 """The seam between layers and communication: one process group seen as gather, reduce-scatter and all-reduce.
 
 Layers and buckets call a `Communicator` and nothing else, so that how bytes travel is decided here. A communicator
-of one rank does nothing and copies nothing.
+of one rank does nothing and copies nothing. The differentiable pairs at the end (gather and reduce_scatter, all_reduce
+and copy) are for layers of your own; ours fuse their collectives with the matmul's Function.
 
 The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
 not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.3 ms instead of 0.7 (gather) and 0.5 ms
@@ -55,7 +56,7 @@ class Communicator:
         rank, size: this rank's place in the group and the number of ranks.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
-        in the same order. Numerics: sums over gloo are taken in rank order; a sum is the same on every run.
+        in the same order. Numerics: reduce-scatter over gloo adds in rank order.
         Where the group is gloo's and tensors live on a GPU (several ranks on one card), data is staged through
         the host.
     """
@@ -118,6 +119,15 @@ class Communicator:
     def all_reduce_max_(self, x: Tensor) -> Tensor:
         """Take the elementwise maximum over the ranks in place. Returns x."""
         self._start(x, dist.ReduceOp.MAX).wait()
+        return x
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """Overwrite the ranks' tensors with that of the group's rank 0. Returns x."""
+        if self.size > 1:
+            host = x.cpu() if self._gloo and x.is_cuda else x
+            dist.broadcast(host, group=self.group, group_src=0)
+            if host is not x:
+                x.copy_(host)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:

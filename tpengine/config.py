@@ -202,22 +202,22 @@ _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
 # Smallest and largest legal value by key; None for no bound.
 _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
     {
-        "model.hidden_size": (1, None),
-        "model.num_layers": (1, None),
-        "model.num_heads": (1, None),
-        "model.num_kv_heads": (1, None),
-        "model.ffn_size": (1, None),
+        "model.hidden_size": (1, 2**20),
+        "model.num_layers": (1, 2**14),
+        "model.num_heads": (1, 2**16),
+        "model.num_kv_heads": (1, 2**16),
+        "model.ffn_size": (1, 2**22),
         "model.vocab_size": (2, 2**32),
         "model.rope_theta": (1, None),
         "model.norm_eps": (0, None),
         "parallel.bucket_bytes": (1, None),
-        "train.seq_len": (1, None),
-        "train.micro_batch_size": (1, None),
-        "train.num_micro_batches": (1, None),
-        "train.steps": (1, None),
+        "train.seq_len": (1, 2**24),
+        "train.micro_batch_size": (1, 2**16),
+        "train.num_micro_batches": (1, 2**14),
+        "train.steps": (1, 2**40),
         "train.seed": (0, 2**63 - 1),
-        "train.eval_micro_batches": (0, None),
-        "train.sample_tokens": (0, None),
+        "train.eval_micro_batches": (0, 2**14),
+        "train.sample_tokens": (0, 2**20),
         "data.held_out_fraction": (0, 0.9),
         "optim.lr": (_POSITIVE, None),
         "optim.beta1": (0, _BELOW_ONE),
@@ -265,7 +265,7 @@ def _check_model(model: ModelConfig) -> None:
         raise ValueError(
             f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
             f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
-            f"{_nearest_where('num_heads', heads, lambda h: d % (2 * h) == 0 and h % kv == 0, d)}"
+            f"{_nearest_where('num_heads', heads, partial(_can_have_heads, d, kv, 1), d)}"
         )
     if heads % kv:
         raise ValueError(
@@ -284,13 +284,19 @@ def _check_layout(config: Config) -> None:
             f"every pipeline stage needs a layer: pp {pp}, num_layers {model.num_layers}: "
             f"use pp {model.num_layers} or fewer, or num_layers {pp} or more"
         )
-    for name, size in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size)):
-        if size % tp:
-            raise ValueError(
-                f"{name} must be divisible by tp: {name} {size}, tp {tp}: use "
-                f"{_nearest_where('tp', tp, partial(_divides, math.gcd(size, world_size)), size)}, or "
-                f"{_nearest_multiples(name, size, tp)}"
-            )
+    if model.num_heads % tp:
+        legal_heads = partial(_can_have_heads, model.hidden_size, model.num_kv_heads, tp)
+        raise ValueError(
+            f"num_heads must be divisible by tp: num_heads {model.num_heads}, tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.num_heads, world_size)), world_size)}, or "
+            f"{_nearest_where('num_heads', model.num_heads, legal_heads, model.hidden_size)}"
+        )
+    if model.ffn_size % tp:
+        raise ValueError(
+            f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.ffn_size, world_size)), world_size)}, or "
+            f"{_nearest_multiples('ffn_size', model.ffn_size, tp)}"
+        )
     kv = model.num_kv_heads
     if kv % tp and tp % kv:
         raise ValueError(
@@ -304,6 +310,10 @@ def _check_layout(config: Config) -> None:
             f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
             f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
         )
+
+
+def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:
+    return hidden_size % (2 * num_heads) == 0 and num_heads % num_kv_heads == 0 and num_heads % tp == 0
 
 
 def _divides(number: int, divisor: int) -> bool:
@@ -344,7 +354,9 @@ def load_toml(path: str | Path, base: Config) -> Config:
         ValueError: no such file, malformed TOML, an unknown key (with the nearest), a value of the wrong type.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"--config needs a TOML file in UTF-8: {path}: some bytes are not: check the path") from None
     except OSError as error:
         raise ValueError(f"--config needs a readable file: {path}: {error.strerror}: check the path") from None
     try:

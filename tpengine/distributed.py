@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,42 +14,19 @@ import torch.distributed as dist
 # Its functions have the default group as a default argument. Imported later (the optimizer does), they would keep
 # that group, and its threads, alive beyond `stop`.
 import torch.distributed.nn.functional
+from torch.distributed.rendezvous import rendezvous
+
+from tpengine.launch import Launch
 
 
-@dataclass(frozen=True)
-class Process:
-    """This process's place, as torchrun describes it (one process if it does not).
-
-    Attributes:
-        rank, world_size: over all nodes.
-        local_rank, local_world_size: on this node.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Process:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
-        world_size = int(environ.get("WORLD_SIZE", "1"))
-        return cls(
-            int(environ.get("RANK", "0")),
-            world_size,
-            int(environ.get("LOCAL_RANK", "0")),
-            int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
-        )
-
-
-def choose_device(wanted: str, process: Process) -> torch.device:
+def choose_device(wanted: str, launch: Launch) -> torch.device:
     """Choose where this process computes.
 
     Args:
         wanted: "cpu", "cuda" or "auto" (cuda where there is one).
 
     Returns:
-        cuda:LOCAL_RANK, or with fewer cards than local processes cuda:(LOCAL_RANK mod cards), else cpu.
+        cuda:LOCAL_RANK, or with fewer visible cards than local processes cuda:(LOCAL_RANK mod cards), else cpu.
 
     Raises:
         ValueError: cuda is wanted and there is none.
@@ -58,34 +35,45 @@ def choose_device(wanted: str, process: Process) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f"--device cuda needs a CUDA device: torch {torch.__version__} sees none: use --device cpu")
-    return torch.device("cuda", process.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
-def start(device: torch.device, process: Process) -> None:
+def start(device: torch.device, launch: Launch) -> None:
     """Create the default process group: NCCL where every process has a card of its own, else gloo.
 
-    Several processes on one card cannot use NCCL; their data is staged through the host, which is said once.
+    Several processes on one card cannot use NCCL; their data is staged through the host, which is said once. The
+    choice is made from the cards' identities on all nodes, so that it is the same on every rank.
     A process without torchrun makes a group of one and opens no port.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # A DeviceMesh would otherwise initialise CUDA itself, on the card numbered LOCAL_RANK.
         torch.cuda.init()
-    elif process.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
-    crowded = device.type == "cuda" and process.local_world_size > torch.cuda.device_count()
-    if crowded and process.rank == 0:
-        print(
-            f"tpengine: {process.local_world_size} processes share {torch.cuda.device_count()} GPU(s): "
-            "communication goes through the host (gloo), not NCCL",
-            file=sys.stderr,
-        )
-    backend = "nccl" if device.type == "cuda" and not crowded else "gloo"
-    if process.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    elif launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    if launch.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend)
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+    backend = "gloo"
+    if device.type == "cuda":
+        num_cards = len(_cards_of_all_ranks(store, device, launch))
+        backend = "nccl" if num_cards == launch.world_size else "gloo"
+        if backend == "gloo" and launch.rank == 0:
+            print(
+                f"tpengine: {launch.world_size} processes share {num_cards} GPU(s): communication goes through the "
+                "host (gloo), not NCCL",
+                file=sys.stderr,
+            )
+    groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=groups, rank=launch.rank, world_size=launch.world_size)
+
+
+def _cards_of_all_ranks(store: Any, device: torch.device, launch: Launch) -> set[bytes]:
+    """Tell every rank which cards there are, by host and UUID: a visible card's number says nothing about sharing."""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    store.set(f"card/{launch.rank}", f"{socket.gethostname()}/{uuid}")
+    return {store.get(f"card/{rank}") for rank in range(launch.world_size)}
 
 
 def stop() -> None:

@@ -62,6 +62,16 @@ class Executor:
         self.rank, self.handlers, self.trace = rank, handlers, trace
         self.current: Action | None = None
 
+    def check(self, actions: Sequence[Action]) -> None:
+        """Refuse, before the first action, a list that has an action without a handler.
+
+        Raises:
+            ValueError: names the kinds.
+        """
+        missing = sorted({action.kind.name for action in actions if action.kind not in self.handlers})
+        if missing:
+            raise ValueError(f"every action needs a handler: none for {', '.join(missing)}: use another schedule")
+
     def run(self, actions: Sequence[Action]) -> None:
         """Run `actions` in order.
 

@@ -73,30 +73,35 @@ class ForwardPass:
         Executor(dist.get_rank(), handlers).run(self._plan.actions[at])
 
 
-def held_out_loss(trainer: Trainer) -> float:
+def held_out_loss(trainer: Trainer) -> float | None:
     """Mean loss over the valid targets of the first held-out samples, in nats, equal on all ranks and for all layouts.
 
-    Each replica takes `eval_micro_batches` micro-batches in total over replicas: dp shares them as evenly as it can.
+    `eval_micro_batches` counts over all replicas, which share them as evenly as they can. No sample counts twice, so a
+    short held-out text gives fewer.
+
+    Returns:
+        The mean; None if no target is valid.
     """
     config, mesh = trainer.config, trainer.mesh
-    num, size = config.train.eval_micro_batches, config.train.micro_batch_size
-    # Every replica runs equally many micro-batches; those beyond the last one count nothing.
-    each = -(-num // mesh.shape.dp)
-    arrays = trainer.corpus.held_out.batch(mesh.at.dp * each * size, each * size)
-    tokens, labels = (torch.from_numpy(a).view(each, -1) for a in arrays)
-    labels[max(num - mesh.at.dp * each, 0) :] = IGNORED
-    device_tokens, device_labels = to_device(tokens, trainer.device), to_device(labels, trainer.device)
+    samples, size = trainer.corpus.held_out, config.train.micro_batch_size
+    # Every replica runs equally many micro-batches; samples beyond the last one count nothing.
+    each = -(-config.train.eval_micro_batches // mesh.shape.dp)
+    first = mesh.at.dp * each * size
+    arrays = samples.batch(first, each * size)
+    last = min(config.train.eval_micro_batches * size, samples.num_windows)
+    arrays[1][max(last - first, 0) :] = IGNORED
+    tokens, labels = (to_device(torch.from_numpy(a).view(each, -1), trainer.device) for a in arrays)
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
-        target = device_labels[microbatch]
+        target = labels[microbatch]
         total[0] += vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
         total[1] += (target != IGNORED).sum()
 
-    ForwardPass(trainer, each, size).run(lambda mb: device_tokens[mb], add_loss)
+    ForwardPass(trainer, each, size).run(lambda mb: tokens[mb], add_loss)
     trainer.comms.dp.all_reduce_(total)
     trainer.comms.pp.all_reduce_(total)  # stages before the last add zero
-    return float(total[0] / total[1])
+    return float(total[0] / total[1]) if total[1] else None
 
 
 def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:

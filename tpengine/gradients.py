@@ -1,8 +1,9 @@
 """Where weight gradients go: the sink protocol, and the sink for models outside the engine.
 
 Matmul Functions return dx only; their backward hands (param, x, dy) to a sink, which decides when and where the
-weight gradient is computed. Two consequences: gradients are accumulated by the GEMM itself, straight into an fp32
-buffer and without an intermediate tensor, and a pipeline schedule may compute them later than dx.
+weight gradient is computed. Two consequences: where dtypes agree the GEMM itself accumulates into the buffer, without
+an intermediate tensor, and a pipeline schedule may compute weight gradients later than dx. One price: they exist only
+as a side effect of backward, so `torch.autograd.grad` cannot return them (it returns dx, and accumulates them too).
 
 `ParamGradSink` puts them into `param.grad` at once, as torch would; it is the default of every layer, so that the
 layers work in anybody's model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine.

@@ -7,8 +7,10 @@ causal model needs only half. Both are written, and on a device whose peak is un
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +21,16 @@ from tpkernels.work import attention_work
 from tpengine.config import Config
 from tpengine.parameters import num_matmul_parameters
 
-# Dense tensor-core peaks in FLOP/s from the vendor's data sheets (bfloat16; float32 as TF32 is not used by default).
-_PEAK_BF16_FLOPS_PER_S = MappingProxyType(
-    {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12}
+# Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
+# float32 without TF32, which torch leaves off by default.
+_PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        r"\bB200\b": {"bfloat16": 2250e12, "float32": 75e12, "float64": 37e12},
+        r"\bH200\b|\bH100\b(?!.*PCIe|.*NVL)": {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12},
+        r"\bH100\b.*PCIe": {"bfloat16": 756e12, "float32": 51e12, "float64": 51e12},
+        r"\bA100\b": {"bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        r"\bMI300X\b": {"bfloat16": 1307e12, "float32": 163e12, "float64": 163e12},
+    }
 )
 
 
@@ -45,12 +54,12 @@ def step_flops(config: Config, *, causal_half: bool) -> int:
     return 3 * (matmuls + attention * model.num_layers)
 
 
-def peak_flops_per_second(device: torch.device, dtype: str) -> float | None:
-    """The device's dense peak for bfloat16 training, or None where the data sheet does not tell (CPU, other dtypes)."""
-    if device.type != "cuda" or dtype != "bfloat16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in _PEAK_BF16_FLOPS_PER_S.items() if key in name), None)
+def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
+    """The dense peak of a GPU by torch's name of it, or None where it is not in our table."""
+    for pattern, peaks in _PEAK_FLOPS_PER_S.items():
+        if re.search(pattern, device_name):
+            return peaks.get(dtype)
+    return None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -82,10 +91,12 @@ def step_record(
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
-        mfu_attention_full and mfu_attention_causal.
+        mfu_attention_full and mfu_attention_causal (where its peak is known).
     """
-    train, world_size = config.train, (config.parallel.tp or 1) * (config.parallel.pp or 1) * (config.parallel.dp or 1)
-    tokens = train.micro_batch_size * train.seq_len * train.num_micro_batches * (config.parallel.dp or 1)
+    train, parallel = config.train, config.parallel
+    assert parallel.tp and parallel.pp and parallel.dp, "resolve the layout first: config.validate"
+    world_size = parallel.tp * parallel.pp * parallel.dp
+    tokens = train.micro_batch_size * train.seq_len * train.num_micro_batches * parallel.dp
     record: dict[str, Any] = {
         "step": step,
         "loss": loss,
@@ -96,10 +107,11 @@ def step_record(
         "model_flops_per_second": step_flops(config, causal_half=False) / step_seconds,
         "peak_memory_bytes": peak_memory_bytes,
     }
-    peak = peak_flops_per_second(device, train.dtype)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = peak_flops_per_second(name, train.dtype)
     if peak is not None:
-        for name, half in (("mfu_attention_full", False), ("mfu_attention_causal", True)):
-            record[name] = step_flops(config, causal_half=half) / step_seconds / (peak * world_size)
+        for field, half in (("mfu_attention_full", False), ("mfu_attention_causal", True)):
+            record[field] = step_flops(config, causal_half=half) / step_seconds / (peak * world_size)
     return record
 
 

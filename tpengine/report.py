@@ -107,9 +107,16 @@ def show_result(console: Console, held_out: float | None, tokens: list[int], voc
     if held_out is not None:
         console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
     if tokens:
-        text = bytes(tokens).decode("utf-8", "replace") if vocab_size <= 256 else " ".join(map(str, tokens))
         console.print("sample:")
-        console.print(text, markup=False, highlight=False)
+        console.print(_readable(tokens, vocab_size), markup=False, highlight=False)
+
+
+def _readable(tokens: list[int], vocab_size: int) -> str:
+    """Bytes as text, without what would steer a terminal; other tokens as numbers."""
+    if vocab_size > 256:
+        return " ".join(map(str, tokens))
+    text = bytes(tokens).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def console_for(rank: int) -> Console:

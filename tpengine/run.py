@@ -6,6 +6,7 @@ import contextlib
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from rich.console import Console
 
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus
-from tpengine.distributed import Process, max_over_ranks, start, stop
+from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
+from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_record
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
-from tpengine.trainer import Trainer
+from tpengine.trainer import RunError, Trainer
 
 _PROMPT_TOKENS = 16
 
@@ -42,28 +44,39 @@ def create_run_dir(config: Config) -> Path:
     return run_dir
 
 
-def train(config: Config, corpus: Corpus, process: Process, device: torch.device, run_dir: Path | None) -> None:
+def train(config: Config, corpus: Corpus, launch: Launch, device: torch.device, run_dir: Path | None) -> None:
     """Train, evaluate and sample; collective over all ranks.
 
     Args:
         config: validated configuration.
         corpus: its text.
-        process, device: this rank and where it computes; no process group may exist yet.
+        launch, device: this rank and where it computes; no process group may exist yet.
         run_dir: existing directory for config.toml, metrics.jsonl and TensorBoard events, on rank 0; None elsewhere.
+
+    Raises:
+        RunError: what the user can mend, raised on all ranks alike.
     """
-    start(device, process)
+    start(device, launch)
     try:
-        _train(config, corpus, process, device, run_dir)
-    finally:
+        _train(config, corpus, launch, device, run_dir)
+    except RunError as error:
+        # All ranks are here. What the traceback keeps alive holds process groups.
+        traceback.clear_frames(error.__traceback__)
         stop()
+        raise
+    stop()
 
 
-def _train(config: Config, corpus: Corpus, process: Process, device: torch.device, run_dir: Path | None) -> None:
-    console = console_for(process.rank)
+def _train(config: Config, corpus: Corpus, launch: Launch, device: torch.device, run_dir: Path | None) -> None:
+    console = console_for(launch.rank)
     trainer = Trainer(config, corpus, device)
     with _open_writer(trainer, run_dir, console) as writer:
         _steps(trainer, console, writer)
-    held_out = held_out_loss(trainer) if config.train.eval_micro_batches else None
+    held_out = None
+    if config.train.eval_micro_batches:
+        held_out = held_out_loss(trainer)
+        if held_out is None:
+            console.print("held-out loss: no valid target in the held-out text")
     tokens: list[int] = []
     if config.train.sample_tokens:
         prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()

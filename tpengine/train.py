@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tpengine.arguments import exit_on_user_error, parse_config
+from tpengine.arguments import exit_on_user_error, leave, parse_config
 from tpengine.data import open_corpus
 
 
@@ -17,13 +17,16 @@ def main() -> None:
     with exit_on_user_error(os.environ) as launch:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
-        from tpengine.distributed import Process, choose_device
+        from tpengine.distributed import choose_device
         from tpengine.run import create_run_dir, train
+        from tpengine.trainer import RunError
 
-        process = Process.from_environment()
-        device = choose_device(config.device, process)
+        device = choose_device(config.device, launch)
         run_dir = create_run_dir(config) if launch.rank == 0 else None
-    train(config, corpus, process, device, run_dir)
+    try:
+        train(config, corpus, launch, device, run_dir)
+    except RunError as error:
+        leave(str(error), speaks=launch.rank == 0)
 
 
 if __name__ == "__main__":

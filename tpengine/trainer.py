@@ -6,9 +6,10 @@ handlers connect its actions to stage, transfers, buckets and optimizer; the los
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.collectives import Communicator
-from tpengine.config import Config
+from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed import all_equal, link_device, max_over_ranks
@@ -31,6 +32,10 @@ from tpengine.plan import Action, Kind, verify_loss_weights
 from tpengine.stage import Stage
 from tpengine.step_plan import Layout, layout_of, training_plan
 from tpengine.transfers import Transfers
+
+
+class RunError(RuntimeError):
+    """What a user can mend and only training can find; raised on all ranks alike: the rule, the values, the remedy."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,16 @@ class Communicators:
             ends=Communicator(mesh.ends),
         )
 
+    def connect(self, device: torch.device) -> None:
+        """Move one number over every group, in the same order on all ranks.
+
+        NCCL asks that all members take part in a group's first call, which a pipeline's first transfer is not; and what
+        cannot connect fails here, not in the middle of a step.
+        """
+        for comm in (self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends):
+            if comm is not None:
+                comm.all_reduce_(torch.zeros(1, device=device))
+
 
 class Trainer:
     """One rank of a training run.
@@ -89,7 +104,7 @@ class Trainer:
 
     Raises:
         ValueError: the plan fails verification (a bug of a schedule, named).
-        RuntimeError: ranks have built different plans.
+        RunError: ranks differ in plan, configuration or text.
 
     The constructor is collective; the default process group must exist.
     """
@@ -101,7 +116,8 @@ class Trainer:
         shape = Shape.of(config.parallel)
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp))
         self.comms = Communicators.of(self.mesh)
-        self._check_same_plan()
+        self.comms.connect(link_device(device))
+        self._check_same_run()
 
         self._sink = BufferSink()
         self.model = Transformer(
@@ -135,6 +151,7 @@ class Trainer:
         self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device)
         self._trace = trace
         self.executor = Executor(dist.get_rank(), self._handlers(), trace)
+        self.executor.check(self.plan.actions[at])
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's slice of the model, on a micro-batch."""
@@ -151,8 +168,8 @@ class Trainer:
             Loss, gradient norm and learning rate.
 
         Raises:
-            ValueError: no target of the global step is valid.
-            FloatingPointError: loss or gradient norm is not finite.
+            RunError: no target of the global step is valid, a token lies outside the vocabulary, or loss or gradient
+                norm are not finite.
         """
         self._batch = self._load(step)
         self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
@@ -171,19 +188,31 @@ class Trainer:
             num_micro_batches=train.num_micro_batches,
             micro_batch_size=train.micro_batch_size,
         )
-        arrays = self.corpus.train.batch(first, train.num_micro_batches * train.micro_batch_size)
+        try:
+            arrays = self.corpus.train.batch(first, train.num_micro_batches * train.micro_batch_size)
+        except ValueError as error:
+            self._num_targets(None, step, str(error))  # raises on every rank
+            raise
         tokens, labels = (torch.from_numpy(a).view(train.num_micro_batches, -1) for a in arrays)
-        return StepBatch(
-            to_device(tokens, self.device), to_device(labels, self.device), 1.0 / self._num_targets(labels, step)
-        )
+        scale = 1.0 / self._num_targets(labels, step)
+        return StepBatch(to_device(tokens, self.device), to_device(labels, self.device), scale)
 
-    def _num_targets(self, labels: Tensor, step: int) -> int:
-        """Count the valid targets of the global step, and check that the micro-batches' shares sum to one."""
-        mine = (labels != IGNORED).sum(1)
-        counts = self.comms.dp.all_gather(mine.to(link_device(self.device))).view(self.mesh.shape.dp, -1).tolist()
+    def _num_targets(self, labels: Tensor | None, step: int, error: str = "") -> int:
+        """Count the valid targets of the global step, and check that the micro-batches' shares sum to one.
+
+        A replica that cannot read its data passes None and the error: then every rank raises.
+        """
+        num = self.config.train.num_micro_batches
+        mine = torch.full((num,), -1) if labels is None else (labels != IGNORED).sum(1)
+        counts = self.comms.dp.all_gather(mine.to(link_device(self.device))).view(self.mesh.shape.dp, num).tolist()
+        unreadable = [replica for replica, row in enumerate(counts) if row[0] < 0]
+        if unreadable:
+            raise RunError(
+                error or f"all replicas must read their data: replicas {unreadable} could not in step {step}"
+            )
         total = sum(map(sum, counts))
         if total == 0:
-            raise ValueError(
+            raise RunError(
                 f"a step needs at least one valid target: all labels of step {step} are ignored: "
                 "change --data.ignore-token"
             )
@@ -271,7 +300,7 @@ class Trainer:
         # max() would hide a NaN of another rank, which the norm, summed over all of them, shows.
         (loss,) = max_over_ranks([loss], self.device)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
+            raise RunError(
                 f"loss and gradient norm must be finite: step {step} has loss {loss}, gradient norm {norm}: "
                 "lower --optim.lr or lengthen --optim.warmup-steps"
             )
@@ -292,13 +321,17 @@ class Trainer:
         self._sink.attach(gradients, buckets.contributed)
         return buckets
 
-    def _check_same_plan(self) -> None:
-        differing = all_equal(self.plan.digest(), self.device)
-        if differing:
-            raise RuntimeError(
-                f"all ranks must build the same plan: rank 0 has {self.plan.digest()[:12]}, ranks {differing} differ: "
-                "start every rank with the same version and configuration"
-            )
+    def _check_same_run(self) -> None:
+        """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
+        mine = (self.plan.digest(), dump_toml(replace(self.config, run_dir="")), self.corpus.fingerprint())
+        names = ("plan", "configuration", "text")
+        for name, value in zip(names, mine, strict=True):
+            differing = all_equal(hashlib.sha256(value.encode()).hexdigest(), self.device)
+            if differing:
+                raise RunError(
+                    f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
+                    "the same version, command line and data"
+                )
 
 
 @dataclass(frozen=True)

@@ -56,5 +56,7 @@ def test_an_error_names_rank_action_and_place() -> None:
 
 
 def test_an_action_without_handler_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"needs a handler: none for B, CLIP, F, STEP, WAIT"):
+        Executor(0, {}).check(ACTIONS)
     with pytest.raises(ActionError, match="KeyError"):
         Executor(0, {}).run(ACTIONS)

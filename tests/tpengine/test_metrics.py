@@ -1,7 +1,4 @@
-"""Rung: pure. Records, files kept aside, and the flop count against a count by torch.
-
-MFU needs a GPU's name and is checked with one only.
-"""
+"""Rung: pure. Records, files kept aside, and the flop count against a count by torch. MFU itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from tpengine.collectives import Communicator
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_flops, step_record
+from tpengine.metrics import (
+    MetricsWriter,
+    keep_aside,
+    peak_flops_per_second,
+    peak_memory_bytes,
+    step_flops,
+    step_record,
+)
 from tpengine.model import Transformer
 
 CONFIG = validate(
@@ -63,6 +67,25 @@ def test_a_record_has_every_field_unrounded() -> None:
         "model_flops_per_second",
         "peak_memory_bytes",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 67e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "float64", 19.5e12),
+        ("NVIDIA B200", "bfloat16", 2250e12),
+        ("NVIDIA GB200", "bfloat16", None),
+        ("NVIDIA H100 NVL", "bfloat16", None),
+        ("NVIDIA T4", "float32", None),
+        ("", "float32", None),
+    ],
+)
+def test_peaks_are_told_by_the_devices_name(name: str, dtype: str, peak: float | None) -> None:
+    assert peak_flops_per_second(name, dtype) == peak
 
 
 def test_the_writer_appends_lines_and_keeps_an_earlier_file(tmp_path: Path) -> None:

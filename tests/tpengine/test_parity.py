@@ -46,6 +46,14 @@ def test_parity_of_gpipe(ranks: RankPool, references: dict[tuple[bool, int], Out
     compare(outcomes, references[True, 1])
 
 
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 3, 1), (2, 3, 1), (1, 6, 1), (1, 3, 2)])
+def test_parity_where_padding_differs(ranks: RankPool, dp: int, tp: int, pp: int) -> None:
+    """tp 3 and 6 pad the vocabulary of 250 to 264, one process to 256; 3 KV heads are shared by pairs at tp 6."""
+    shape = {"tied": pp == 2, "kv_heads": 3, "heads": 6}
+    (reference,) = ranks.run(train, 1, config_of(1, 1, 1, **shape))  # type: ignore[arg-type]
+    compare(ranks.run(train, dp * tp * pp, config_of(dp, tp, pp, **shape)), reference)  # type: ignore[arg-type]
+
+
 def test_three_ranks(ranks: RankPool, references: dict[tuple[bool, int], Outcome]) -> None:
     """A pipeline of 3, which divides neither the 5 layers nor the 4 micro-batches."""
     outcomes = ranks.run(train, 3, config_of(1, 1, 3, tied=True, kv_heads=2))

@@ -26,7 +26,11 @@ SMALL = (
 
 
 def run(
-    num_ranks: int, *arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "tpengine.train")
+    num_ranks: int,
+    *arguments: str,
+    cwd: Path,
+    program: tuple[str, ...] = ("-m", "tpengine.train"),
+    seconds: float = 170,
 ) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
@@ -36,7 +40,7 @@ def run(
         text=True,
         cwd=cwd,
         env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=170,
+        timeout=seconds,
     )
 
 
@@ -137,6 +141,26 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: 
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0 and message in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_only_training_finds_is_one_line_too(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "sevens", np.full(90000, 7), vocab_size=8)
+    done = run(2, *SMALL, "--data.path", "sevens", "--data.ignore-token", "7", cwd=tmp_path)
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr
+    assert len(error_lines(done)) == 1 and "at least one valid target" in error_lines(done)[0]
+    done = run(0, *SMALL, "--optim.lr", "1e30", "--optim.clip-norm", "0", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert len(error_lines(done)) == 1 and "--optim.lr" in error_lines(done)[0]
+
+
+def test_the_default_run_of_four_ranks_learns(tmp_path: Path) -> None:
+    """The README's first command, whole: the mean training loss of the last 20 steps is below 1.9 nats."""
+    done = run(4, "--device", "cpu", "--run-dir", "out", cwd=tmp_path, seconds=600)
+    assert done.returncode == 0, done.stderr
+    losses = [record["loss"] for record in records(tmp_path / "out")]
+    assert sum(losses[-20:]) / 20 < 1.9
+    held_out = float(done.stdout.split("held-out loss")[1].split()[0])
+    assert held_out < 1.9
 
 
 def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:

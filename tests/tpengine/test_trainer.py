@@ -20,7 +20,7 @@ from tpengine.data import open_corpus, write_tokens
 from tpengine.execute import Trace
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.plan import parse_action
-from tpengine.trainer import Trainer
+from tpengine.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 4, 2), (2, 2, 1)]
@@ -44,18 +44,48 @@ def test_the_executed_list_is_the_verified_list(ranks: RankPool) -> None:
         assert [name for name, _, _ in ran if name not in subs] == verified
 
 
+def overlapped_step(config: Config) -> tuple[list[str], list[str]]:
+    """Train one step; return the reductions in the plan's order, and contributions and reductions as they came."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    events: list[str] = []
+    contributed, reduce = trainer.buckets.contributed, trainer.buckets._reduce
+
+    def record_contribution(parameter: torch.nn.Parameter) -> None:
+        events.append("contribution")
+        contributed(parameter)
+
+    def record_reduction(index: int, flat: torch.Tensor) -> object:
+        events.append(f"r{index}")
+        return reduce(index, flat)
+
+    trainer._sink._listener = record_contribution
+    trainer.buckets._reduce = record_reduction  # type: ignore[assignment]
+    trainer.train_step(0)
+    actions = trainer.plan.actions[trainer.mesh.at.pp]
+    return [str(sub) for action in actions for sub in action.reduces], events
+
+
 def test_reductions_start_inside_the_last_backward_in_the_plans_order(ranks: RankPool) -> None:
-    """Overlap proved by order: with buckets of 40 kB, a reduction starts before the last backward ends."""
+    """Overlap proved by order, not by a stopwatch: backward goes on contributing after the first reductions began."""
+    config = config_of(2, 1, 2, tied=False, kv_heads=2)
+    for planned, events in ranks.run(overlapped_step, 4, config):
+        started = [event for event in events if event != "contribution"]
+        assert started == planned and len(planned) >= 3
+        before = events[: events.index(started[0])].count("contribution")
+        after = events[events.index(started[0]) :].count("contribution")
+        each_pass = (before + after) // config.train.num_micro_batches
+        assert before >= each_pass * (config.train.num_micro_batches - 1), "a reduction before the last micro-batch"
+        assert after > each_pass // 2, "the first reduction waited for the end of backward"
+
+
+def test_the_trace_has_reductions_inside_the_action_that_starts_them(ranks: RankPool) -> None:
     for verified, ran, _ in ranks.run(traced_step, 4, config_of(2, 1, 2, tied=False, kv_heads=2)):
         (last,) = [text for text in verified if parse_action(text).reduces]
-        wanted = [str(sub) for sub in parse_action(last).reduces]
-        assert len(wanted) >= 3
         begin, end = next((b, e) for name, b, e in ran if name == last)
+        wanted = [str(sub) for sub in parse_action(last).reduces]
         starts = [(name, at) for name, at, _ in ran if name in wanted]
         assert [name for name, _ in starts] == wanted
         assert all(begin < at < end for _, at in starts)
-        # the first starts while most of the backward pass is still to come, not at its end
-        assert starts[0][1] - begin < 0.5 * (end - begin)
 
 
 def test_receive_buffers_are_as_many_as_the_plan_needs(ranks: RankPool) -> None:
@@ -98,8 +128,40 @@ def different_plans(configs: list[Config]) -> None:
 def test_ranks_with_different_plans_stop(ranks: RankPool) -> None:
     config = config_of(1, 1, 2, tied=False, kv_heads=2)
     other = replace(config, parallel=replace(config.parallel, schedule="gpipe"))
-    with pytest.raises(RankError, match=r"must build the same plan: rank 0 has .* ranks \[1\] differ"):
+    with pytest.raises(RankError, match=r"must have the same plan: ranks \[1\] differ"):
         ranks.run(different_plans, 2, [config, other])
+
+
+def test_ranks_with_different_configurations_or_texts_stop(ranks: RankPool, tmp_path: Path) -> None:
+    config = config_of(1, 1, 2, tied=False, kv_heads=2)
+    other = replace(config, optim=replace(config.optim, lr=1e-4))
+    with pytest.raises(RankError, match=r"must have the same configuration: ranks \[1\] differ"):
+        ranks.run(different_plans, 2, [config, other])
+    with pytest.raises(RankError, match=r"must have the same text: ranks \[1\] differ"):
+        ranks.run(different_texts, 2, config, str(tmp_path / "tokens"))
+
+
+def different_texts(config: Config, path: str) -> None:
+    """The same path holds another text on another node."""
+    mine = f"{path}-{dist.get_rank()}"
+    write_tokens(mine, np.arange(9000) % (100 + dist.get_rank()), vocab_size=200)
+    corpus = open_corpus(replace(config, data=DataConfig(path=mine)))
+    Trainer(config, corpus, CPU)
+
+
+def test_a_token_beyond_the_vocabulary_stops_every_replica(ranks: RankPool, tmp_path: Path) -> None:
+    """The header lies, and only one replica reads the token."""
+    write_tokens(tmp_path / "tokens", np.arange(9000) % 200, vocab_size=200)
+    config = config_of(2, 1, 1, tied=False, kv_heads=2)
+    config = replace(config, data=DataConfig(path=str(tmp_path / "tokens")))
+    second_replica = config.train.num_micro_batches * config.train.micro_batch_size
+    window = int(open_corpus(config).train._windows(second_replica, 1)[0])
+    raw = bytearray((tmp_path / "tokens").read_bytes())
+    raw[64 + window * config.train.seq_len + 5] = 255
+    (tmp_path / "tokens").write_bytes(raw)
+    messages = ranks.run(first_step_error, 2, config)
+    assert "replicas [1] could not" in messages[0]
+    assert "got 255" in messages[1]
 
 
 def losses(config: Config, steps: int) -> list[float]:
@@ -122,7 +184,7 @@ def first_step_error(config: Config) -> str:
     trainer = Trainer(config, open_corpus(config), CPU)
     try:
         trainer.train_step(0)
-    except ValueError as error:
+    except RunError as error:
         return str(error)
     return "no error"
 
@@ -135,6 +197,22 @@ def test_a_step_without_any_target_is_refused(ranks: RankPool, tmp_path: Path) -
         assert "at least one valid target" in message
 
 
+def held_out(config: Config) -> float | None:
+    return held_out_loss(Trainer(config, open_corpus(config), CPU))
+
+
+def test_held_out_samples_count_once_and_valid_targets_only(ranks: RankPool, tmp_path: Path) -> None:
+    """A held-out text of two windows gives the same loss for two samples asked and for two hundred."""
+    write_tokens(tmp_path / "tokens", np.arange(1000) % 50, vocab_size=50)
+    config = config_of(2, 1, 1, tied=False, kv_heads=2)
+    config = replace(config, data=DataConfig(path=str(tmp_path / "tokens"), held_out_fraction=0.06))
+    few, many = (replace(config, train=replace(config.train, eval_micro_batches=n)) for n in (1, 100))
+    assert ranks.run(held_out, 2, few) == ranks.run(held_out, 2, many)
+    write_tokens(tmp_path / "tokens", np.r_[np.arange(900) % 50, np.full(100, 7)], vocab_size=50)
+    ignoring = replace(config, data=replace(config.data, ignore_token=7))
+    assert ranks.run(held_out, 2, ignoring) == [None, None]
+
+
 def exploding(config: Config) -> str:
     trainer = Trainer(config, open_corpus(config), CPU)
     with torch.no_grad():
@@ -142,7 +220,7 @@ def exploding(config: Config) -> str:
             parameter.fill_(torch.inf)
     try:
         trainer.train_step(0)
-    except FloatingPointError as error:
+    except RunError as error:
         return str(error)
     return "no error"
 

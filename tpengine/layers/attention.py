@@ -74,6 +74,15 @@ class Attention(nn.Module):
                 f"hidden_size must be divisible by num_heads, num_heads by num_kv_heads and by tp: "
                 f"{hidden_size}, {num_heads}, {num_kv_heads}, tp {comm.size}: use num_heads a multiple of both"
             )
+        share = comm.size // num_kv_heads
+        if (replicas.size if replicas else 1) != max(1, share) or (
+            comm.size % num_kv_heads and num_kv_heads % comm.size
+        ):
+            raise ValueError(
+                "num_kv_heads must be divisible by tp, or tp by it and replicas be the tp/num_kv_heads ranks of one "
+                f"head: num_kv_heads {num_kv_heads}, tp {comm.size}, replicas {replicas.size if replicas else None}: "
+                f"use num_kv_heads {comm.size}, or replicas of {max(1, share)} consecutive ranks"
+            )
         self.head_size = hidden_size // num_heads
         self.rope_theta = rope_theta
         kv_size = num_kv_heads * self.head_size
@@ -89,6 +98,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences."""
+        num_tokens = x.shape[0] * self.o_proj.comm.size
+        if num_tokens % seq:
+            raise ValueError(
+                f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
+                f"{-(-num_tokens // seq) * seq} tokens"
+            )
         q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=self.head_size) for t in self._qkv.forward(x))
         tables = rope_tables(seq, self.head_size, self.rope_theta, accumulation_dtype(x.dtype), x.device)
         q, k = rope(q, *tables), rope(k, *tables)

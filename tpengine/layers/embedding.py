@@ -10,6 +10,8 @@ from torch.nn import Parameter
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
+from tpengine.layers.linear import check_tokens
+from tpengine.layers.loss import check_range
 
 
 class _VocabParallelEmbedding(torch.autograd.Function):
@@ -53,7 +55,8 @@ class VocabParallelEmbedding(nn.Module):
     Shape: tokens [T] int64, equal on every tp rank, 0 <= token < V; y [T/tp, D].
 
     Raises:
-        ValueError: V is not divisible by tp.
+        ValueError: V or T is not divisible by tp; on a CPU a token outside the table (on a GPU the check would wait
+            for the device: such a token gives a row of zeros).
 
     Cost: (tp-1)/tp*T*D elements sent.
     """
@@ -81,5 +84,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""
+        check_tokens(len(tokens), self.comm)
+        check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
         y: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.comm, self.sink)
         return y

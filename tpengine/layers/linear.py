@@ -84,6 +84,15 @@ class _RowParallel(torch.autograd.Function):
         return dx, None, None, None
 
 
+def check_tokens(num_tokens: int, comm: Communicator) -> None:
+    """Raise ValueError unless the tokens can be cut over the ranks."""
+    if num_tokens % comm.size:
+        raise ValueError(
+            f"the number of tokens must be divisible by tp: {num_tokens} tokens, tp {comm.size}: "
+            f"pad to {-(-num_tokens // comm.size) * comm.size}"
+        )
+
+
 def _check_divides(what: str, size: int, shards: int) -> int:
     if size % shards:
         down, up = size // shards * shards, (size // shards + 1) * shards
@@ -103,7 +112,7 @@ class ColumnParallelLinear(nn.Module):
         comm: the tp ranks.
         sink: where the weight gradient goes; default `weight.grad`.
         replicas: communicator of consecutive tp ranks that hold the same shard and each only a part of its gradient
-            (KV heads fewer than tp); default none.
+            (KV heads fewer than tp); default none. Construction is then collective: the first one's weight is used.
         dtype, device: of the weight, as torch.
 
     Shape: x [T/tp, D] contiguous rows of the rank, y [T, F/tp * replicas.size].
@@ -132,6 +141,9 @@ class ColumnParallelLinear(nn.Module):
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
+        if replicas is not None:
+            # Their gradients are summed, so they must start equal, whatever each rank's generator drew.
+            replicas.broadcast_(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
@@ -219,10 +231,6 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T, F/tp] -> y[T/tp, D]."""
-        if x.shape[0] % self.comm.size:
-            raise ValueError(
-                f"the number of tokens must be divisible by tp: {x.shape[0]} tokens, tp {self.comm.size}: "
-                f"pad to {-(-x.shape[0] // self.comm.size) * self.comm.size}"
-            )
+        check_tokens(x.shape[0], self.comm)
         y: Tensor = _RowParallel.apply(x, self.weight, self.comm, self.sink)
         return y

@@ -79,9 +79,24 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
         Scalar in promote_types(dtype, float32), equal on every rank. A sum, not a mean: dividing by the number of
         valid targets of the global step is the caller's, who alone knows it.
 
+    Raises:
+        ValueError: on a CPU, a label outside the vocabulary (on a GPU the check would wait for the device).
+
     Cost: one gather of 3*T numbers; keeps T*V/tp exponentials for backward.
     Numerics: in promote_types(dtype, float32); ranks are added in rank order. Source: Shoeybi et al., "Megatron-LM"
     (arXiv 1909.08053), section 3, who all-reduce three times.
     """
+    check_range("labels", labels.masked_fill(labels == IGNORED, 0), vocab_size)
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, comm)
     return loss
+
+
+def check_range(what: str, indices: Tensor, size: int) -> None:
+    """Raise ValueError for an index outside [0, size); on CPU tensors only, where looking costs no synchronisation."""
+    if indices.device.type != "cpu" or not len(indices):
+        return
+    low, high = (int(bound) for bound in indices.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} must lie in the vocabulary: got {low} to {high}, vocabulary {size}: use 0 to {size - 1}"
+        )

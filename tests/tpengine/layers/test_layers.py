@@ -264,6 +264,13 @@ def check_attention(num_kv_heads: int) -> None:
     attention(world(), num_kv_heads)
 
 
+def check_replicas_start_equal() -> None:
+    comm = world()
+    torch.manual_seed(comm.rank)
+    layer = ColumnParallelLinear(8, 6, comm, replicas=comm)
+    assert torch.equal(comm.all_gather(layer.weight.detach()[None]), layer.weight.detach().expand(comm.size, -1, -1))
+
+
 def check_frozen() -> None:
     """A frozen weight gets no gradient, and a frozen input needs none."""
     comm = world()
@@ -289,6 +296,10 @@ def test_grouped_query_attention(ranks: RankPool, tp: int, num_kv_heads: int) ->
     ranks.run(check_attention, tp, num_kv_heads)
 
 
+def test_replicas_start_equal_whatever_each_rank_draws(ranks: RankPool) -> None:
+    ranks.run(check_replicas_start_equal, 2)
+
+
 def test_frozen_parameters(ranks: RankPool) -> None:
     ranks.run(check_frozen, 2)
 
@@ -300,6 +311,20 @@ def test_frozen_parameters(ranks: RankPool) -> None:
         (lambda c: RowParallelLinear(7, 8, c), r"in_features 7 is not divisible by 2 shards: use 6 or 8"),
         (lambda c: VocabParallelEmbedding(7, 8, c), r"7 rows, tp 2: pad to 8"),
         (lambda c: Attention(24, 3, 3, c), r"num_heads .* tp 2"),
+        (
+            lambda c: Attention(24, 6, 1, c),
+            r"num_kv_heads 1, tp 2, replicas None: use num_kv_heads 2, or replicas of 2",
+        ),
+        (lambda c: VocabParallelEmbedding(8, 8, c)(torch.zeros(5, dtype=torch.int64)), r"5 tokens, tp 2: pad to 6"),
+        (
+            lambda c: VocabParallelEmbedding(8, 8, c)(torch.full((2,), 8)),
+            r"tokens must lie .* got 8 to 8, vocabulary 8",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([IGNORED, 7]), 7, c),
+            r"labels must lie in the vocabulary: got 0 to 7, vocabulary 7: use 0 to 6",
+        ),
+        (lambda c: Attention(24, 6, 2, c)(torch.zeros(5, 24), 4), r"10 tokens over all ranks, seq 4: use 12 tokens"),
         (lambda c: RowParallelLinear(8, 8, c)(torch.zeros(5, 4)), r"5 tokens, tp 2: pad to 6"),
     ],
 )
