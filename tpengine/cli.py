@@ -14,6 +14,10 @@ from typing import NoReturn
 
 from tpengine.plan import SCHEDULES, UNIT_DURATIONS, Kind, grid, simulate
 
+# Drawing this many takes 20 to 50 s of one core, and gives 20 to 30 MB of text.
+_MAX_STAGES = 1_000
+_MAX_CELLS = 1_000_000
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
@@ -37,6 +41,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         near = difflib.get_close_matches(args.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
         choices = ", ".join(SCHEDULES)
         raise ValueError(f"--schedule must be one of {choices}: got {args.schedule!r}: use {near}")
+    _check_size(args.pp, args.micro_batches)
     timeline = simulate(SCHEDULES[args.schedule](args.pp, args.micro_batches))
     forward, backward = UNIT_DURATIONS[Kind.F], UNIT_DURATIONS[Kind.B]
     print(grid(timeline))
@@ -44,6 +49,17 @@ def print_schedule(args: argparse.Namespace) -> None:
     print(f"bubble {timeline.bubble:.3f}")
     peaks = " ".join(f"{peak:g}" for peak in timeline.peak_live_activations)
     print(f"peak live activations by rank: {peaks}")
+
+
+def _check_size(pp: int, micro_batches: int) -> None:
+    # The grid is as wide as stages and micro-batches together, so the product alone does not bound it.
+    if pp > _MAX_STAGES:
+        raise ValueError(f"--pp must be at most {_MAX_STAGES} to be drawn: got {pp}: use --pp {_MAX_STAGES}")
+    if pp * micro_batches > _MAX_CELLS:
+        raise ValueError(
+            f"--pp times --micro-batches must be at most {_MAX_CELLS} to be drawn: got {pp} times {micro_batches}, "
+            f"{pp * micro_batches}: use --micro-batches {_MAX_CELLS // pp}"
+        )
 
 
 def write_data(args: argparse.Namespace) -> None:

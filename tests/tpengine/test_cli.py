@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tpengine.cli import main
 from tpengine.data import open_tokens
+from tpengine.plan import Timeline
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,14 @@ def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.Cap
         (["schedule", "--schedule", "1f1"], ["--schedule must be one of", "'1f1'", "use 1f1b"]),
         (["schedule", "--pp", "0"], ["--pp", "at least 1", "'0'", "use 1"]),
         (["schedule", "--micro-batches", "many"], ["--micro-batches", "an integer", "'many'"]),
+        (
+            ["schedule", "--pp", "1001", "--micro-batches", "1"],
+            ["--pp must be at most 1000", "got 1001", "use --pp 1000"],
+        ),
+        (
+            ["schedule", "--pp", "7", "--micro-batches", "142858"],
+            ["--pp times --micro-batches must be at most 1000000", "7 times 142858, 1000006", "--micro-batches 142857"],
+        ),
         (["schedule", "--stages", "4"], ["--stages", "--help"]),
         (["data", "--out", "x"], ["--from", "--help"]),
         (["data", "--from", "/nowhere/at/all", "--out", "x"], ["--from must be a directory", "/nowhere/at/all"]),
@@ -82,6 +92,47 @@ def test_output_directory_must_exist(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "a").write_bytes(b"a")
     assert main(["data", "--from", str(tmp_path), "--out", str(tmp_path / "no" / "out")]) == 2
     assert "directory must exist" in capsys.readouterr().err
+
+
+def test_the_largest_schedule_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def simulate_nothing(lists: object) -> Timeline:
+        drawn.append(lists)
+        return Timeline(((),))
+
+    monkeypatch.setattr("tpengine.cli.simulate", simulate_nothing)
+    monkeypatch.setattr("tpengine.cli.SCHEDULES", {"1f1b": lambda pp, micro_batches: (pp, micro_batches)})
+    for pp, micro_batches in ((1000, 1000), (7, 142857), (1, 1000000)):
+        assert main(["schedule", "--pp", str(pp), "--micro-batches", str(micro_batches)]) == 0
+    assert drawn == [(1000, 1000), (7, 142857), (1, 1000000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "folder",
+            ["must be a regular file", "folder: is a directory", "choose a file, such as", "folder/text.tokens"],
+        ),
+        ("pipe", ["must be a regular file", "pipe: is a device or pipe", "choose another file"]),
+        # Legal, but the temporary file beside it is not; then not legal itself.
+        ("x" * 254, ["must be writable", f"/{'x' * 254}: File name too long", "choose another file"]),
+        ("x" * 300, ["must be writable", f"/{'x' * 300}: File name too long", "choose another file"]),
+    ],
+)
+def test_what_cannot_be_the_output_is_refused_in_one_line(
+    name: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["data", "--from", str(tmp_path), "--out", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for part in ["a token file", str(tmp_path), *parts]:
+        assert part in err
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "folder", "pipe"}
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["schedule", "--help"], ["data", "--help"]])

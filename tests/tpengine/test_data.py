@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +86,39 @@ def test_what_cannot_be_written_leaves_the_old_file(
         assert part in str(error.value)
     assert open_tokens(path).tokens.tolist() == [1, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_disk_is_one_line_and_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "t"
+    write_tokens(path, np.array([1, 2]), 3)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".t.temporary")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+        patch.setattr(os, call, fail)
+        write_tokens(path, np.array([2, 2]), 3)
+    assert str(error.value) == (
+        f"a token file must be writable: {path}: No space left on device: mend that or choose another file"
+    )
+    assert open_tokens(path).tokens.tolist() == [1, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_source_that_fails_is_not_taken_for_the_output(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"text")
+    source = bytes_of_directory(tmp_path)
+    (tmp_path / "b").unlink()
+    with pytest.raises(ValueError) as error:
+        write_tokens(tmp_path / "t", source, 256)
+    assert str(error.value) == (
+        f"the text must be readable: {tmp_path / 'b'}: No such file or directory: mend that or leave it out"
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 GOOD = HEADER.pack(b"TPTOKENS", 1, 2, 300, 5).ljust(64, b"\0") + bytes(10)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,20 +39,42 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
         tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one at a time is held.
         vocab_size: decides the dtype: the smallest that holds vocab_size - 1.
     Returns: number of tokens written.
-    Raises: ValueError: a token outside the vocabulary, no tokens, a vocabulary beyond uint32, no such directory.
+    Raises: ValueError: a token outside the vocabulary, no tokens, a vocabulary beyond uint32, no such directory, a path
+        that is no regular file or cannot be written, pieces that cannot be read; one line.
     """
     path = Path(path)
     if not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size must be at least 1 and at most 2**32: got {vocab_size}: use 256 for bytes")
+    try:
+        _check_place(path)
+        return _write_beside(path, tokens, vocab_size)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"a token file must be writable: {path}: {reason}: mend that or choose another file") from None
+
+
+def _check_place(path: Path) -> None:
+    """Raise before anything is read; also for a device, which the new file would replace."""
     if not path.parent.is_dir():
         raise ValueError(f"the token file's directory must exist: {path.parent}: create it first")
+    if path.is_dir():
+        inside = path / "text.tokens"
+        raise ValueError(
+            f"a token file must be a regular file: {path}: is a directory: choose a file, such as {inside}"
+        )
+    if path.exists() and not path.is_file():
+        raise ValueError(f"a token file must be a regular file: {path}: is a device or pipe: choose another file")
+
+
+def _write_beside(path: Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int) -> int:
+    """Write a temporary file and rename it. An OSError is the target's."""
     dtype = next(d for code, d in _DTYPES.items() if vocab_size <= 256**code)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
             file.write(bytes(_HEADER_BYTES))
             count = 0
-            for piece in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+            for piece in _pieces(tokens):
                 check_tokens(piece, vocab_size, "vocab_size")
                 file.write(np.ascontiguousarray(piece, dtype=dtype).data)
                 count += piece.size
@@ -64,9 +86,19 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
             os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        # Gone after the rename; where it could not be made, it cannot be removed either.
+        with contextlib.suppress(OSError):
             beside.unlink()
     return count
+
+
+def _pieces(tokens: NDArray[Any] | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """Yield the arrays, and tell the failures of who reads them from those of the file that is written."""
+    try:
+        yield from [tokens] if isinstance(tokens, np.ndarray) else tokens
+    except OSError as error:
+        name, reason = error.filename or "its source", error.strerror or error
+        raise ValueError(f"the text must be readable: {name}: {reason}: mend that or leave it out") from None
 
 
 def open_tokens(path: str | Path) -> TokenFile:

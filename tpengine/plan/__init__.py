@@ -12,6 +12,7 @@ from tpengine.plan.plan import Bucket, Chunk, Plan, TensorSpec, Tie
 from tpengine.plan.schedules import SCHEDULES, ComputeLists, Generator, forward_only, gpipe, one_f_one_b
 from tpengine.plan.simulate import UNIT_DURATIONS, Span, Timeline, simulate
 from tpengine.plan.slots import ReceiveSlots, receive_slots
+from tpengine.plan.text import parse_plan
 from tpengine.plan.verify import verify, verify_loss_weights
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "one_f_one_b",
     "parse_action",
     "parse_actions",
+    "parse_plan",
     "partition_layers",
     "receive_slots",
     "simulate",

@@ -200,19 +200,20 @@ _WORD = re.compile(
 
 
 def _split(text: str) -> list[str]:
-    """Split at white space outside brackets."""
+    """Split at white space outside brackets, which are never inside each other."""
     words: list[str] = []
     depth, start = 0, 0
     for end, character in enumerate(text + " "):
         depth += (character == "[") - (character == "]")
-        if depth < 0:
+        if not 0 <= depth <= 1:
             break
         if character.isspace() and depth == 0:
             if start < end:
                 words.append(text[start:end])
             start = end + 1
     if depth:
-        raise ValueError(f"brackets must be balanced: got {text!r}")
+        # A rank's list is long: the end of what was read is enough.
+        raise ValueError(f"brackets must be balanced and not nested: got {text[: end + 1][-60:]!r}")
     return words
 
 

@@ -1,7 +1,8 @@
 """The plan of one step: what every pipeline rank does, in order. Pure data, printable, hashable.
 
 Every rank builds the whole plan and compares digests at start, so that what was verified is what runs.
-Building it is elsewhere (schedules.py, lower.py), and so is checking it (verify.py): a Plan may be wrong.
+Building it is elsewhere (schedules.py, lower.py), parsing its text (text.py) and checking it (verify.py): a Plan may
+be wrong.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Plan:
         return tuple(self.chunks[chunk].rank for chunk in tie.chunks)
 
     def text(self) -> str:
-        """Return the complete plan as text: equal texts are equal plans."""
+        """Return the complete plan as text: equal texts are equal plans, and `parse_plan` gives the plan back."""
         mode = "training" if self.training else "forward"
         lines = [f"plan {self.schedule} {mode} microbatches {self.num_microbatches} layers {self.num_layers}"]
         for index, chunk in enumerate(self.chunks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
@@ -11,12 +11,15 @@ import pytest
 
 from tpengine.plan import (
     SCHEDULES,
+    Action,
     Bucket,
+    Chunk,
     Plan,
     PlanError,
     TensorSpec,
     Tie,
     format_actions,
+    lower,
     parse_actions,
     receive_slots,
     verify,
@@ -26,6 +29,7 @@ from tpengine.plan.checks.progress import check_blocking, check_channels
 from tpengine.plan.checks.receives import check_slots
 
 BuildPlan = Callable[..., Plan]
+ActionLists = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,26 @@ def chunk(index: int, **fields: object) -> Callable[[Plan], Plan]:
     return edit
 
 
+def boundary(index: int, tensor: TensorSpec) -> Callable[[Plan], Plan]:
+    """Change the tensor before a chunk on both sides."""
+    return Both(chunk(index - 1, output=tensor), chunk(index, input=tensor))
+
+
+def move(word: str, before: str, *ranks: int) -> Callable[[Plan], Plan]:
+    """Move a word of the ranks' lists to the place before another."""
+
+    def edit(plan: Plan) -> Plan:
+        for rank in ranks:
+            plan = Edit(rank, f"{before} ", f"{word} {before} ")(Edit(rank, f" {word}", "")(plan))
+        return plan
+
+    return edit
+
+
+def lists(edit: Callable[[ActionLists], ActionLists]) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, actions=edit(plan.actions))
+
+
 def fields(**values: object) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, **values)  # type: ignore[arg-type]
 
@@ -91,6 +115,13 @@ DEADLOCK = "no deadlock under blocking rendezvous"
 ENDING = "a training plan ends with one CLIP and one STEP"
 LAYERS = "the chunks hold layers 0 to 4, each once and in order"
 AGREE = "sender and receiver agree on shape and dtype"
+LAST = "a bucket is reduced after its last contribution"
+OWN_BACKWARD = "a bucket is reduced inside its own chunk's backward"
+TIE_LAST = "a tie is reduced after its last contribution"
+POSITIVE = "a tensor's dimensions are at least 1"
+DTYPE = "a tensor's dtype is one of float64, float32, bfloat16, float16"
+HOLDS = "every rank holds a chunk"
+EXISTS = "chunks live on ranks 0 to 3"
 
 # Of 1f1b over 4 ranks and 4 micro-batches; conftest.py says which model.
 MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
@@ -149,7 +180,13 @@ MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a reduce doubled": (Edit(1, "[r3 r2]", "[r3 r2 r3]"), "every bucket is reduced exactly once"),
     "a reduce before its last contribution": (
         Both(Edit(1, "1B3[r3 r2]", "1B3[r2]"), Edit(1, "1B2", "1B2[r3]")),
-        "a bucket is reduced after its last contribution",
+        LAST,
+    ),
+    "a reduce on its own after its last contribution": (Edit(1, "1B3[r3 r2]", "1B3[r3] r2"), OWN_BACKWARD),
+    "a reduce on its own before its last contribution": (Edit(1, "1B3[r3 r2]", "r3 1B3[r2]"), OWN_BACKWARD),
+    "a reduce inside a forward": (
+        Both(Edit(1, "1B3[r3 r2]", "1B3[r2]"), Edit(1, "1F3", "1F3[r3]")),
+        OWN_BACKWARD,
     ),
     "two reduces swapped": (
         Edit(1, "[r3 r2]", "[r2 r3]"),
@@ -203,19 +240,110 @@ MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a layer between chunks": (chunk(1, layers=(2, 3)), LAYERS),
     "a layer twice": (chunk(2, layers=(1, 3)), LAYERS),
     "the last layer forgotten": (fields(num_layers=6), "layers 0 to 5, each once and in order"),
-    "a chunk on a rank that is not there": (chunk(3, rank=4), "chunks live on ranks 0 to 3"),
+    "a chunk on a rank that is not there": (chunk(3, rank=4), EXISTS),
+    "a chunk on a negative rank": (chunk(3, rank=-1), EXISTS),
+    "a rank that holds no chunk": (lists(lambda ranks: (*ranks, parse_actions("CLIP STEP"))), HOLDS),
+    "a rank whose chunk is another's": (chunk(3, rank=2), HOLDS),
+    "no chunks": (fields(chunks=()), "a plan has at least one chunk"),
+    "nothing at all": (
+        fields(chunks=(), num_layers=0, buckets=(), ties=(), actions=(parse_actions("CLIP STEP"),)),
+        "a plan has at least one chunk",
+    ),
+    "no ranks": (fields(actions=()), "a plan has at least one rank"),
+    "a dimension of 0": (boundary(1, TensorSpec((128, 0), "float32")), POSITIVE),
+    "a negative dimension": (boundary(3, TensorSpec((-1, 64), "float32")), POSITIVE),
+    "an integer dtype": (boundary(1, TensorSpec((128, 64), "int64")), DTYPE),
+    "a dtype by its qualified name": (boundary(2, TensorSpec((128, 64), "torch.float32")), DTYPE),
     "a boundary without a tensor": (chunk(1, input=None), "the first chunk alone lacks an input"),
     "a bucket listed twice": (fields(buckets=(Bucket(0, 0), Bucket(0, 1))), "each bucket has its own index"),
+    "a tie listed twice": (fields(ties=(Tie(0, (0, 3)), Tie(0, (1, 3)))), "each tie has its own index"),
     "a bucket of no chunk": (fields(buckets=(Bucket(0, 7),)), "chunks are 0 to 3"),
     "no micro-batches": (fields(num_microbatches=0), "a plan has at least one micro-batch"),
 }
 
 
+# The same plan without buckets: no reduction holds a tie back.
+WITHOUT_BUCKETS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "a tie at the front on all members": (lists(lambda ranks: move_to_front("t0", ranks, 0, 3)), TIE_LAST),
+    "all ties at the front": (
+        lists(lambda ranks: move_to_front("t0", move_to_front("t1", ranks, 1, 2, 3), 0, 3)),
+        TIE_LAST,
+    ),
+    "a tie before the last backward on all members": (
+        Both(move("t0", "0B3", 0), move("t0", "3B3", 3)),
+        TIE_LAST,
+    ),
+    "a tie before the last backward on its last member": (move("t0", "3B3", 3), TIE_LAST),
+    "a tie after CLIP": (Edit(0, "t0 CLIP", "CLIP t0"), "ties are reduced before CLIP"),
+    "a reduce of a bucket that is not there": (
+        Edit(1, "1B3", "1B3[r0]"),
+        "a rank reduces its own chunks' buckets",
+    ),
+}
+
+# Of 2 ranks with 2 chunks each, split backwards and 2 micro-batches; bucket k is that of chunk k.
+TWO_CHUNKS_A_RANK: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "a reduce in a later backward of another chunk": (
+        Both(Edit(0, "2W1[r2]", "2W1"), Edit(0, "0W1[r0]", "0W1[r2 r0]")),
+        OWN_BACKWARD,
+    ),
+    "a reduce in an earlier backward of another chunk": (
+        Both(Edit(0, "2W1[r2]", "2W1[r2 r0]"), Edit(0, "0W1[r0]", "0W1")),
+        OWN_BACKWARD,
+    ),
+    "a reduce in the input half": (
+        Both(Edit(1, "1I1", "1I1[r1]"), Edit(1, "1W1[r1]", "1W1")),
+        LAST,
+    ),
+    "a reduce on its own": (Edit(1, "3W1[r3]", "3W1 r3"), OWN_BACKWARD),
+    "a tie between the halves": (move("t0", "0W1[r0]", 0), "reductions end before ties and CLIP"),
+}
+
+TWO_CHUNKS_WITHOUT_BUCKETS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "a tie between the halves": (move("t0", "0W1", 0), TIE_LAST),
+    "a tie between the halves on all members": (Both(move("t0", "0W1", 0), move("t0", "3W1", 1)), TIE_LAST),
+    "a tie after another chunk's last backward": (move("t0", "0I0", 0), TIE_LAST),
+}
+
+
+def move_to_front(word: str, ranks: ActionLists, *members: int) -> ActionLists:
+    moved = list(ranks)
+    for rank in members:
+        rest = [action for action in ranks[rank] if str(action) != word]
+        assert len(rest) == len(ranks[rank]) - 1
+        moved[rank] = (*parse_actions(word), *rest)
+    return tuple(moved)
+
+
+def two_chunks_a_rank(has_buckets: bool) -> Plan:
+    layers = [(chunk, chunk + 1) for chunk in range(4)]
+    tensors = [None, *[TensorSpec((4, 2), "float32")] * 3, None]
+    chunks = [Chunk(index % 2, layers[index], tensors[index], tensors[index + 1]) for index in range(4)]
+    compute = (
+        parse_actions("0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1"),
+        parse_actions("1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1"),
+    )
+    buckets = [Bucket(k, k) for k in range(4)] if has_buckets else []
+    return lower("two", compute, chunks, buckets, [Tie(0, (0, 3))], 2, 4, training=True)
+
+
 def test_every_mutation_is_killed(build_plan: BuildPlan) -> None:
-    plan = build_plan("1f1b", 4, 4)
+    kill_all(build_plan("1f1b", 4, 4), MUTATIONS)
+
+
+def test_every_mutation_without_buckets_is_killed(build_plan: BuildPlan) -> None:
+    kill_all(build_plan("1f1b", 4, 4, has_buckets=False), WITHOUT_BUCKETS)
+
+
+def test_every_mutation_of_two_chunks_a_rank_is_killed() -> None:
+    kill_all(two_chunks_a_rank(has_buckets=True), TWO_CHUNKS_A_RANK)
+    kill_all(two_chunks_a_rank(has_buckets=False), TWO_CHUNKS_WITHOUT_BUCKETS)
+
+
+def kill_all(plan: Plan, mutations: Mapping[str, tuple[Callable[[Plan], Plan], str]]) -> None:
     verify(plan)
     survivors = {}
-    for name, (mutate, rule) in MUTATIONS.items():
+    for name, (mutate, rule) in mutations.items():
         try:
             verify(mutate(plan))
             survivors[name] = "accepted"
@@ -223,7 +351,7 @@ def test_every_mutation_is_killed(build_plan: BuildPlan) -> None:
             if rule not in str(error):
                 survivors[name] = str(error)
             assert "\n" not in str(error)
-    print(f"mutations killed / tried: {len(MUTATIONS) - len(survivors)} / {len(MUTATIONS)}")
+    print(f"mutations killed / tried: {len(mutations) - len(survivors)} / {len(mutations)}")
     assert not survivors
 
 

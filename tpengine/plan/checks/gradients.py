@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tpengine.plan.actions import BACKWARD, Action, Kind
 from tpengine.plan.checks.fault import fault
 from tpengine.plan.plan import Bucket, Plan, Tie
 
 _Placed = tuple[int, Action]
+# Where each chunk's gradients are complete: the position of its last B or W, by chunk.
+_LastBackward = Mapping[int, int]
 _UPDATE = (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP)
 
 
@@ -18,9 +20,10 @@ def check_gradients(plan: Plan) -> None:
         placed = list(_with_subs(actions))
         _refuse_unknown(plan, rank, placed)
         if plan.training:
-            _check_buckets(plan, rank, placed)
+            last_backward = _last_backward(actions)
+            _check_buckets(plan, rank, placed, last_backward)
             _check_bucket_order(plan, rank, placed)
-            _check_ties(plan, rank, placed)
+            _check_ties(plan, rank, placed, last_backward)
             _check_ending(plan, rank)
 
 
@@ -36,6 +39,10 @@ def _positions(placed: Sequence[_Placed], kind: Kind, index: int) -> list[int]:
     return [position for position, action in placed if action.kind is kind and action.index == index]
 
 
+def _last_backward(actions: Sequence[Action]) -> _LastBackward:
+    return {action.piece[0]: position for position, action in enumerate(actions) if action.kind in BACKWARD}
+
+
 def _refuse_unknown(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
     for position, action in placed:
         if action.kind in (Kind.GATHER, Kind.FREE):
@@ -44,28 +51,31 @@ def _refuse_unknown(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
             raise fault(plan, "only a training plan updates weights", f"found {action}", rank, position)
 
 
-def _check_buckets(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
+def _check_buckets(plan: Plan, rank: int, placed: Sequence[_Placed], last_backward: _LastBackward) -> None:
     own = {bucket.index: bucket for bucket in plan.buckets if plan.chunks[bucket.chunk].rank == rank}
     for position, action in placed:
         if action.kind is Kind.REDUCE and action.index not in own:
             values = f"{action} on rank {rank}, whose buckets are {list(own)}"
             raise fault(plan, "a rank reduces its own chunks' buckets", values, rank, position)
     for bucket in own.values():
-        _check_bucket(plan, rank, placed, bucket)
+        _check_bucket(plan, rank, placed, bucket, last_backward[bucket.chunk])
 
 
-def _check_bucket(plan: Plan, rank: int, placed: Sequence[_Placed], bucket: Bucket) -> None:
+def _check_bucket(plan: Plan, rank: int, placed: Sequence[_Placed], bucket: Bucket, last: int) -> None:
     actions = plan.actions[rank]
     found = _positions(placed, Kind.REDUCE, bucket.index)
     if len(found) != 1:
         values = f"bucket {bucket.index} of chunk {bucket.chunk} {len(found)} times"
-        place = found[1] if found else len(actions)
-        raise fault(plan, "every bucket is reduced exactly once", values, rank, place)
-    last = max(
-        position for position, action in enumerate(actions) if action.kind in BACKWARD and action.chunk == bucket.chunk
-    )
+        position = found[1] if found else len(actions)
+        raise fault(plan, "every bucket is reduced exactly once", values, rank, position)
+    start = actions[found[0]]
+    # The executor starts reductions from inside a backward, which is also what lets them overlap it.
+    if start.kind not in BACKWARD or start.chunk != bucket.chunk:
+        place = "stands alone" if start.kind is Kind.REDUCE else f"starts in {start}"
+        values = f"r{bucket.index} of chunk {bucket.chunk} {place}"
+        raise fault(plan, "a bucket is reduced inside its own chunk's backward", values, rank, found[0])
     if found[0] < last:
-        values = f"r{bucket.index} starts in {actions[found[0]]}, {actions[last]} still adds to it"
+        values = f"r{bucket.index} starts in {start}, {actions[last]} still adds to it"
         raise fault(plan, "a bucket is reduced after its last contribution", values, rank, found[0])
     update = next((position for position, action in placed if action.kind in _UPDATE), len(actions))
     for position in range(update, len(actions)):
@@ -75,7 +85,7 @@ def _check_bucket(plan: Plan, rank: int, placed: Sequence[_Placed], bucket: Buck
 
 
 def _check_bucket_order(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
-    for chunk in range(len(plan.chunks)):
+    for chunk in (index for index, chunk in enumerate(plan.chunks) if chunk.rank == rank):
         listed = [bucket.index for bucket in plan.buckets if bucket.chunk == chunk]
         issued = [
             (position, action.index)
@@ -88,7 +98,7 @@ def _check_bucket_order(plan: Plan, rank: int, placed: Sequence[_Placed]) -> Non
                 raise fault(plan, "a chunk's buckets are reduced in listed order", values, rank, position)
 
 
-def _check_ties(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
+def _check_ties(plan: Plan, rank: int, placed: Sequence[_Placed], last_backward: _LastBackward) -> None:
     own = [tie for tie in plan.ties if rank in plan.tie_ranks(tie)]
     found = [(position, action) for position, action in placed if action.kind is Kind.TIE_REDUCE]
     for position, action in found:
@@ -96,20 +106,24 @@ def _check_ties(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
             values = f"{action} on rank {rank}, whose ties are {[tie.index for tie in own]}"
             raise fault(plan, "a rank reduces the ties it is a member of", values, rank, position)
     for tie in own:
-        _check_tie(plan, rank, placed, tie)
+        last = max(last_backward[chunk] for chunk in tie.chunks if plan.chunks[chunk].rank == rank)
+        _check_tie(plan, rank, placed, tie, last)
     for tie, (position, action) in zip(own, found, strict=True):
         if action.index != tie.index:
             values = f"{action} where t{tie.index} is next"
             raise fault(plan, "ties are reduced in the same order on all ranks", values, rank, position)
 
 
-def _check_tie(plan: Plan, rank: int, placed: Sequence[_Placed], tie: Tie) -> None:
+def _check_tie(plan: Plan, rank: int, placed: Sequence[_Placed], tie: Tie, last: int) -> None:
     actions = plan.actions[rank]
     found = _positions(placed, Kind.TIE_REDUCE, tie.index)
     if len(found) != 1:
         place = found[1] if found else len(actions)
         values = f"tie {tie.index} {len(found)} times on rank {rank}"
         raise fault(plan, "every tie is reduced exactly once by each member", values, rank, place)
+    if found[0] < last:
+        values = f"t{tie.index} comes before {actions[last]}"
+        raise fault(plan, "a tie is reduced after its last contribution", values, rank, found[0])
     if any(action.kind is Kind.CLIP for action in actions[: found[0]]):
         raise fault(plan, "ties are reduced before CLIP", f"t{tie.index} after CLIP", rank, found[0])
 

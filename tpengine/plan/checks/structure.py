@@ -1,4 +1,4 @@
-"""Structure: chunks hold all layers once, boundaries, buckets and ties point at what exists."""
+"""Structure: chunks hold all layers once, ranks hold chunks; boundaries, buckets and ties point at what exists."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from tpengine.plan.checks.fault import fault
 from tpengine.plan.plan import Plan
 
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 
 def check_structure(plan: Plan) -> None:
     """Check everything about a plan that is not in its lists."""
-    if plan.num_microbatches < 1:
-        raise fault(plan, "a plan has at least one micro-batch", f"got {plan.num_microbatches}")
+    counts = {"micro-batch": plan.num_microbatches, "rank": plan.num_ranks, "chunk": len(plan.chunks)}
+    for what, count in counts.items():
+        if count < 1:
+            raise fault(plan, f"a plan has at least one {what}", f"got {count}")
     _check_layers(plan)
+    _check_ranks(plan)
+    _check_tensors(plan)
     _check_boundaries(plan)
     _check_gradients(plan)
 
@@ -33,11 +39,31 @@ def _check_layers(plan: Plan) -> None:
         raise fault(plan, rule, f"the last chunk ends before layer {expected}")
 
 
-def _check_boundaries(plan: Plan) -> None:
-    last = len(plan.chunks) - 1
+def _check_ranks(plan: Plan) -> None:
     for index, chunk in enumerate(plan.chunks):
         if not 0 <= chunk.rank < plan.num_ranks:
             raise fault(plan, f"chunks live on ranks 0 to {plan.num_ranks - 1}", f"chunk {index} on {chunk.rank}")
+    used = {chunk.rank for chunk in plan.chunks}
+    for rank in range(plan.num_ranks):
+        if rank not in used:
+            raise fault(plan, "every rank holds a chunk", f"rank {rank} of {plan.num_ranks} holds none")
+
+
+def _check_tensors(plan: Plan) -> None:
+    for index, chunk in enumerate(plan.chunks):
+        for end, tensor in (("input", chunk.input), ("output", chunk.output)):
+            if tensor is None:
+                continue
+            name = f"{end} {tensor} of chunk {index}"
+            if any(dim < 1 for dim in tensor.shape):
+                raise fault(plan, "a tensor's dimensions are at least 1", name)
+            if tensor.dtype not in _DTYPES:
+                raise fault(plan, f"a tensor's dtype is one of {', '.join(_DTYPES)}", name)
+
+
+def _check_boundaries(plan: Plan) -> None:
+    last = len(plan.chunks) - 1
+    for index, chunk in enumerate(plan.chunks):
         if (chunk.input is None) != (index == 0) or (chunk.output is None) != (index == last):
             ends = f"chunk {index} of {last + 1} has input {chunk.input}, output {chunk.output}"
             raise fault(plan, "the first chunk alone lacks an input, the last alone an output", ends)
@@ -65,6 +91,8 @@ def _check_gradients(plan: Plan) -> None:
 
 
 def _check_unique(plan: Plan, what: str, indices: Sequence[int]) -> None:
+    seen: set[int] = set()
     for index in indices:
-        if indices.count(index) > 1:
+        if index in seen:
             raise fault(plan, f"each {what} has its own index", f"{what} {index} is listed twice")
+        seen.add(index)
