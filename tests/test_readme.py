@@ -55,3 +55,11 @@ def test_the_two_commands_stand_in_the_readme() -> None:
         "pip install -e '.[test]' && pytest",
     ):
         assert command in README
+
+
+def test_the_catalogue_names_every_public_operator() -> None:
+    import tpkernels
+
+    catalogue = (ROOT / "kernels" / "README.md").read_text()
+    missing = [name for name in dir(tpkernels) if name[0].islower() and f"`{name}`" not in catalogue]
+    assert not missing, missing
