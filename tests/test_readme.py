@@ -16,7 +16,7 @@ def test_the_building_block_example_runs_and_learns(tmp_path: Path) -> None:
     (example,) = re.findall(r"<!-- tested: block -->\n```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "block.py").write_text(example)
     outputs = []
-    for num_ranks in (1, 2):
+    for num_ranks in (1, 2, 4):
         done = subprocess.run(
             [
                 sys.executable,

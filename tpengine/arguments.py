@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
@@ -83,18 +85,30 @@ def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0
             print(request)
         raise SystemExit(0) from None
     except ValueError as error:
-        leave(str(error), speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
+        leave(str(error), environ, speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
 
 
-def leave(message: str, *, speaks: bool, wait_seconds: float = 10.0) -> NoReturn:
+def leave(message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0) -> NoReturn:
     """Leave with exit code 2; the rank that speaks prints the message in one line first.
 
+    torchrun's own report ends with what that rank leaves in TORCHELASTIC_ERROR_FILE: the same line.
+
     Args:
+        message: the rule, the values, the remedy.
+        environ: TORCHELASTIC_ERROR_FILE is read.
+        speaks: whether to print.
         wait_seconds: how long ranks other than 0 wait before they leave. torchrun ends all processes as soon as
             one has failed: a rank that left first would have rank 0 killed before it has printed.
     """
     if speaks:
-        print(f"tpengine: error: {_one_line(message)}", file=sys.stderr, flush=True)
+        line = _one_line(message)
+        print(f"tpengine: error: {line}", file=sys.stderr, flush=True)
+        if "TORCHELASTIC_ERROR_FILE" in environ:
+            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            with contextlib.suppress(OSError):
+                Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(
+                    json.dumps({"message": {"message": line, "extraInfo": details}})
+                )
     else:
         time.sleep(wait_seconds)
     raise SystemExit(2)

@@ -48,10 +48,11 @@ def show_plan(
     ]
     for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
         first, last = layout.layers[stage]
-        what = f"layers {first} to {last - 1}, {numel:,} parameters and {num_bytes / 1e6:.1f} MB a rank"
-        lines.append((f"stage {stage}", f"{what} (weights, gradients, AdamW)"))
-    bubble = simulate(plan).bubble
-    lines.append(("pipeline", f"{plan.schedule}, bubble {bubble:.1%} of the step (backward = 2 forward)"))
+        what = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+        size = f"{num_bytes / 1e6:.1f} MB a rank with gradients and moments"
+        lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
+    bubble = f"{plan.schedule}, bubble {simulate(plan).bubble:.1%} of the step (backward = 2 forward)"
+    lines.append(("pipeline", bubble if layout.pp > 1 else "one stage, no bubble"))
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
@@ -102,13 +103,14 @@ class ProgressLine:
             self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
 
 
-def show_result(console: Console, held_out: float | None, tokens: list[int], vocab_size: int) -> None:
-    """Print the held-out loss and the sampled text (token numbers where tokens are not bytes)."""
+def show_result(console: Console, held_out: float | None, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
+    """Print the held-out loss, the prompt and the sampled text (token numbers where tokens are not bytes)."""
     if held_out is not None:
         console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
     if tokens:
-        console.print("sample:")
-        console.print(_readable(tokens, vocab_size), markup=False, highlight=False)
+        prompt, text = (_readable(part, vocab_size) for part in (tokens[:num_prompt], tokens[num_prompt:]))
+        console.print(f"sample, continuing {prompt!r}:", markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False)
 
 
 def _readable(tokens: list[int], vocab_size: int) -> str:

@@ -76,12 +76,12 @@ def _train(config: Config, corpus: Corpus, launch: Launch, device: torch.device,
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
         if held_out is None:
-            console.print("held-out loss: no valid target in the held-out text")
+            console.print("held-out loss: none, no target of the held-out text is valid")
     tokens: list[int] = []
     if config.train.sample_tokens:
         prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
         tokens = sample(trainer, prompt, config.train.sample_tokens)
-    show_result(console, held_out, tokens, config.model.vocab_size)
+    show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
 
 
 @contextlib.contextmanager
@@ -94,12 +94,18 @@ def _open_writer(trainer: Trainer, run_dir: Path | None, console: Console) -> It
     show_plan(console, config, trainer.layout, trainer.plan, device, run_dir)
     keep_aside(run_dir / "config.toml")
     resolved = replace(config, run_dir=str(run_dir), device="cuda" if device.type == "cuda" else "cpu")
-    (run_dir / "config.toml").write_text(dump_toml(resolved))
+    beside = run_dir / ".config.toml"
+    beside.write_text(dump_toml(resolved))
+    beside.rename(run_dir / "config.toml")
     writer = MetricsWriter(run_dir)
     if writer.kept is not None:
         print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
-        console.print("TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on", markup=False)
+        console.print(
+            "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
+            markup=False,
+            highlight=False,
+        )
     try:
         yield writer
     finally:

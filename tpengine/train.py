@@ -26,7 +26,12 @@ def main() -> None:
     try:
         train(config, corpus, launch, device, run_dir)
     except RunError as error:
-        leave(str(error), speaks=launch.rank == 0)
+        leave(str(error), os.environ, speaks=launch.rank == 0)
+    except KeyboardInterrupt:
+        if launch.rank == 0:
+            print(f"\ntpengine: interrupted: what was measured is in {run_dir}", file=sys.stderr, flush=True)
+        # Other ranks may be gone already: nothing that talks to them may run any more.
+        os._exit(130)
 
 
 if __name__ == "__main__":

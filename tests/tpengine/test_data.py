@@ -331,3 +331,13 @@ def test_no_held_out_text_is_fine_where_none_is_used(tmp_path: Path) -> None:
 def test_stdlib_needs_a_vocabulary_of_its_bytes() -> None:
     with pytest.raises(ValueError, match=r"must cover the text's: model.vocab_size 100, stdlib 2\d\d"):
         open_corpus(config_of("stdlib", vocab_size=100))
+
+
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("what the user wrote")
+    with pytest.raises(ValueError, match=r"must not replace a file of another kind: .* such as .*text\.txt\.tokens"):
+        write_tokens(text, np.arange(5), vocab_size=8)
+    assert text.read_text() == "what the user wrote"
+    with pytest.raises(ValueError, match=r"--out .*text\.txt\.tokens"):
+        open_tokens(text)

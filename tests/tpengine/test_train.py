@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -53,7 +54,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     done = run(num_ranks, *SMALL, "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     layout = "tp 2 x pp 2 x dp 1" if num_ranks else "tp 1 x pp 1 x dp 1"
-    for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample:"):
+    for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample, continuing"):
         assert text in done.stdout, done.stdout
     assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
     assert done.stdout.count("MB a rank") == (2 if num_ranks else 1)
@@ -100,8 +101,8 @@ def test_other_tokens_than_bytes(tmp_path: Path) -> None:
         2, *SMALL, "--data.path", "tokens.bin", "--model.vocab-size", "1001", "--data.ignore-token", "5", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    sampled = done.stdout.split("sample:")[1].split()
-    assert len(sampled) == 16 + 5 and all(0 <= int(token) < 1001 for token in sampled)
+    sampled = done.stdout.split("sample, continuing")[1].splitlines()[1].split()
+    assert len(sampled) == 5 and all(0 <= int(token) < 1001 for token in sampled)
 
 
 THREADS_LEFT = """
@@ -168,6 +169,27 @@ def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert len(error_lines(done)) == 1 and "hidden_size" in error_lines(done)[0]
     assert "exitcode  : 2" in done.stderr
+    assert "traceback : hidden_size must be" in done.stderr, "torchrun's own report does not end with the reason"
+
+
+def test_an_interrupt_ends_the_run_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tpengine.train", *SMALL, "--train.steps", "100000", "--run-dir", "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: what was measured is in out" in errors and "Traceback" not in errors
+    assert len(records(tmp_path / "out")) >= 1
 
 
 def test_help_ends_well(tmp_path: Path) -> None:

@@ -64,6 +64,19 @@ def _check_place(path: Path) -> None:
         )
     if path.exists() and not path.is_file():
         raise ValueError(f"a token file must be a regular file: {path}: is a device or pipe: choose another file")
+    if path.exists():
+        with path.open("rb") as file:
+            start = file.read(len(_MAGIC))
+        if start not in (_MAGIC, b""):
+            raise ValueError(
+                f"a token file must not replace a file of another kind: {path} starts with {start!r}: choose another "
+                f"file, such as {_beside(path)}, or remove it first"
+            )
+
+
+def _beside(path: Path) -> Path:
+    """A name for a token file that is not the one asked about, which may be the user's text."""
+    return path.with_name(path.name + ".tokens")
 
 
 def _write_beside(path: Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int) -> int:
@@ -107,7 +120,7 @@ def open_tokens(path: str | Path) -> TokenFile:
     Raises: ValueError: no such file, or not a whole token file; one line with path, values and remedy.
     """
     path = Path(path)
-    remedy = f"write it with: tpengine data --from DIR --out {path}"
+    remedy = f"write one from text with: tpengine data --from DIR --out {_beside(path)}"
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)

@@ -71,8 +71,9 @@ class Attention(nn.Module):
         super().__init__()
         if hidden_size % num_heads or num_heads % num_kv_heads or num_heads % comm.size:
             raise ValueError(
-                f"hidden_size must be divisible by num_heads, num_heads by num_kv_heads and by tp: "
-                f"{hidden_size}, {num_heads}, {num_kv_heads}, tp {comm.size}: use num_heads a multiple of both"
+                "hidden_size must be divisible by num_heads, num_heads by num_kv_heads and by tp: "
+                f"hidden_size {hidden_size}, num_heads {num_heads}, num_kv_heads {num_kv_heads}, tp {comm.size}: "
+                "use num_heads a multiple of num_kv_heads and tp that divides hidden_size"
             )
         share = comm.size // num_kv_heads
         if (replicas.size if replicas else 1) != max(1, share) or (
