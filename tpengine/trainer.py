@@ -113,11 +113,12 @@ class Trainer:
         self.config, self.corpus, self.device = config, corpus, device
         self.layout: Layout = layout_of(config)
         self.plan = training_plan(config, self.layout)
+        # Before any other group is made: ranks that differ in layout could not make one.
+        self._check_same_run()
         shape = Shape.of(config.parallel)
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp))
         self.comms = Communicators.of(self.mesh)
         self.comms.connect(link_device(device))
-        self._check_same_run()
 
         self._sink = BufferSink()
         self.model = Transformer(

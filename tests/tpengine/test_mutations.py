@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from parity import STEPS, Outcome, compare, config_of, outcome_of
 from rank_pool import RankError, RankPool
@@ -170,7 +169,7 @@ def train_broken(config: Any, mutation: str) -> Outcome:
     return outcome_of(trainer)
 
 
-def test_every_mutation_turns_parity_red(ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mutation_turns_parity_red(ranks: RankPool, count_mutations: Callable[[str, int, int], None]) -> None:
     (reference,) = ranks.run(train_broken, 1, config_of(1, 1, 1, tied=True, kv_heads=1), "no_mutation")
     survivors = []
     for mutation, (dp, tp, pp) in MUTATIONS.items():
@@ -183,9 +182,7 @@ def test_every_mutation_turns_parity_red(ranks: RankPool, capsys: pytest.Capture
         except AssertionError:
             continue
         survivors.append(mutation.__name__)
-    tried = len(MUTATIONS)
-    with capsys.disabled():
-        print(f"\nengine mutations: killed {tried - len(survivors)} / tried {tried}")
+    count_mutations("the engine (parity)", len(MUTATIONS) - len(survivors), len(MUTATIONS))
     assert not survivors, f"parity did not notice {survivors} in {STEPS} steps"
 
 

@@ -137,6 +137,9 @@ def test_ranks_with_different_configurations_or_texts_stop(ranks: RankPool, tmp_
     other = replace(config, optim=replace(config.optim, lr=1e-4))
     with pytest.raises(RankError, match=r"must have the same configuration: ranks \[1\] differ"):
         ranks.run(different_plans, 2, [config, other])
+    layout = replace(config, parallel=replace(config.parallel, tp=2, pp=1))
+    with pytest.raises(RankError, match=r"must have the same plan: ranks \[1\] differ"):
+        ranks.run(different_plans, 2, [config, layout])
     with pytest.raises(RankError, match=r"must have the same text: ranks \[1\] differ"):
         ranks.run(different_texts, 2, config, str(tmp_path / "tokens"))
 

@@ -29,6 +29,7 @@ from tpengine.plan.checks.progress import check_blocking, check_channels
 from tpengine.plan.checks.receives import check_slots
 
 BuildPlan = Callable[..., Plan]
+CountMutations = Callable[[str, int, int], None]
 ActionLists = tuple[tuple[Action, ...], ...]
 
 
@@ -327,20 +328,22 @@ def two_chunks_a_rank(has_buckets: bool) -> Plan:
     return lower("two", compute, chunks, buckets, [Tie(0, (0, 3))], 2, 4, training=True)
 
 
-def test_every_mutation_is_killed(build_plan: BuildPlan) -> None:
-    kill_all(build_plan("1f1b", 4, 4), MUTATIONS)
+def test_every_mutation_is_killed(build_plan: BuildPlan, count_mutations: CountMutations) -> None:
+    kill_all(build_plan("1f1b", 4, 4), MUTATIONS, count_mutations)
 
 
-def test_every_mutation_without_buckets_is_killed(build_plan: BuildPlan) -> None:
-    kill_all(build_plan("1f1b", 4, 4, has_buckets=False), WITHOUT_BUCKETS)
+def test_every_mutation_without_buckets_is_killed(build_plan: BuildPlan, count_mutations: CountMutations) -> None:
+    kill_all(build_plan("1f1b", 4, 4, has_buckets=False), WITHOUT_BUCKETS, count_mutations)
 
 
-def test_every_mutation_of_two_chunks_a_rank_is_killed() -> None:
-    kill_all(two_chunks_a_rank(has_buckets=True), TWO_CHUNKS_A_RANK)
-    kill_all(two_chunks_a_rank(has_buckets=False), TWO_CHUNKS_WITHOUT_BUCKETS)
+def test_every_mutation_of_two_chunks_a_rank_is_killed(count_mutations: CountMutations) -> None:
+    kill_all(two_chunks_a_rank(has_buckets=True), TWO_CHUNKS_A_RANK, count_mutations)
+    kill_all(two_chunks_a_rank(has_buckets=False), TWO_CHUNKS_WITHOUT_BUCKETS, count_mutations)
 
 
-def kill_all(plan: Plan, mutations: Mapping[str, tuple[Callable[[Plan], Plan], str]]) -> None:
+def kill_all(
+    plan: Plan, mutations: Mapping[str, tuple[Callable[[Plan], Plan], str]], count_mutations: CountMutations
+) -> None:
     verify(plan)
     survivors = {}
     for name, (mutate, rule) in mutations.items():
@@ -351,7 +354,7 @@ def kill_all(plan: Plan, mutations: Mapping[str, tuple[Callable[[Plan], Plan], s
             if rule not in str(error):
                 survivors[name] = str(error)
             assert "\n" not in str(error)
-    print(f"mutations killed / tried: {len(mutations) - len(survivors)} / {len(mutations)}")
+    count_mutations("the plan (verifier)", len(mutations) - len(survivors), len(mutations))
     assert not survivors
 
 
@@ -364,7 +367,7 @@ def test_a_forward_plan_updates_nothing(build_plan: BuildPlan, word: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_dropped_action_is_noticed(build_plan: BuildPlan, name: str) -> None:
+def test_every_dropped_action_is_noticed(build_plan: BuildPlan, name: str, count_mutations: CountMutations) -> None:
     plan = build_plan(name, 3, 4)
     num_tried = 0
     for rank, actions in enumerate(plan.actions):
@@ -374,7 +377,7 @@ def test_every_dropped_action_is_noticed(build_plan: BuildPlan, name: str) -> No
             num_tried += 1
             with pytest.raises(PlanError):
                 verify(replace(plan, actions=tuple(lists)))
-    print(f"dropped actions noticed: {num_tried}")
+    count_mutations("the plan, any one action dropped", num_tried, num_tried)
 
 
 def test_error_shows_the_place(build_plan: BuildPlan) -> None:
