@@ -6,7 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+import pytest
+
+from tpengine.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,6 +41,12 @@ def test_the_building_block_example_runs_and_learns(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         outputs.append(float(done.stdout.split("loss")[1]))
     assert all(loss < 1 for loss in outputs), outputs
+
+
+def test_the_schedule_shown_is_the_schedule_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"\$ tpengine (schedule .*)", README)
+    assert main(command.split()) == 0
+    assert textwrap.indent(capsys.readouterr().out, "    ") in README
 
 
 def test_the_file_tree_names_every_module() -> None:
