@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 import tomli_w
 
+# Label of a target that does not count in the loss: torch's convention.
+IGNORED_LABEL = -100
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -244,11 +247,13 @@ def _check_ranges(config: Config) -> None:
         if high is not None and value > high:
             rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
             raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
-    for key, value, choices in (
-        ("parallel.schedule", config.parallel.schedule, ("1f1b", "gpipe")),
-        ("train.dtype", config.train.dtype, ("float64", "float32", "bfloat16")),
-        ("device", config.device, ("auto", "cpu", "cuda")),
+    for owner, section, name in (
+        (config.parallel, "parallel.", "schedule"),
+        (config.train, "train.", "dtype"),
+        (config, "", "device"),
     ):
+        key, value = section + name, getattr(owner, name)
+        choices = typing.get_args(typing.get_type_hints(type(owner))[name])
         if value not in choices:
             raise ValueError(f"{key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
     token, vocab = config.data.ignore_token, config.model.vocab_size

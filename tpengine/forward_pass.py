@@ -11,7 +11,7 @@ from torch import Tensor
 from tpkernels.random import uniform
 
 from tpengine.execute import Executor
-from tpengine.layers import IGNORED, vocab_parallel_cross_entropy
+from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.plan import Action, Kind
 from tpengine.stage import Stage
 from tpengine.step_plan import forward_plan
@@ -89,14 +89,14 @@ def held_out_loss(trainer: Trainer) -> float | None:
     first = mesh.at.dp * each * size
     arrays = samples.batch(first, each * size)
     last = min(config.train.eval_micro_batches * size, samples.num_windows)
-    arrays[1][max(last - first, 0) :] = IGNORED
+    arrays[1][max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(torch.from_numpy(a).view(each, -1), trainer.device) for a in arrays)
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
         target = labels[microbatch]
         total[0] += vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
-        total[1] += (target != IGNORED).sum()
+        total[1] += (target != IGNORED_LABEL).sum()
 
     ForwardPass(trainer, each, size).run(lambda mb: tokens[mb], add_loss)
     trainer.comms.dp.all_reduce_(total)

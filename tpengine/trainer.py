@@ -23,7 +23,7 @@ from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed import all_equal, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import BufferSink, accumulation_dtype
-from tpengine.layers import IGNORED, vocab_parallel_cross_entropy
+from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.mesh import Mesh, Shape, build_mesh
 from tpengine.model import Transformer
 from tpengine.optim import AdamW, clip_, learning_rate, squared_norm
@@ -204,7 +204,7 @@ class Trainer:
         A replica that cannot read its data passes None and the error: then every rank raises.
         """
         num = self.config.train.num_micro_batches
-        mine = torch.full((num,), -1) if labels is None else (labels != IGNORED).sum(1)
+        mine = torch.full((num,), -1) if labels is None else (labels != IGNORED_LABEL).sum(1)
         counts = self.comms.dp.all_gather(mine.to(link_device(self.device))).view(self.mesh.shape.dp, num).tolist()
         unreadable = [replica for replica, row in enumerate(counts) if row[0] < 0]
         if unreadable:

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
+from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import (
-    IGNORED_LABEL,
     Samples,
     bytes_of_directory,
     first_sample_index,

@@ -15,7 +15,7 @@ from parity import STEPS, Outcome, compare, config_of, outcome_of
 from rank_pool import RankError, RankPool
 
 from tpengine.data import open_corpus
-from tpengine.layers import IGNORED
+from tpengine.layers import IGNORED_LABEL
 from tpengine.parameters import EMBEDDING
 from tpengine.trainer import StepBatch, Trainer
 
@@ -39,7 +39,7 @@ def mean_of_micro_batch_means(trainer: Trainer) -> None:
 
     def loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
         batch = trainer._batch
-        valid = int((batch.labels[microbatch] != IGNORED).sum())
+        valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
         total = trainer.config.train.num_micro_batches * trainer.mesh.shape.dp
         trainer._batch = StepBatch(batch.tokens, batch.labels, 1 / (valid * total))
         value = weighted(logits, microbatch)

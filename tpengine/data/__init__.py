@@ -1,12 +1,11 @@
 """Text as tokens: token files, where text comes from, and which sample is which. No torch."""
 
 from tpengine.data.order import permute
-from tpengine.data.samples import IGNORED_LABEL, Corpus, Samples, first_sample_index, open_corpus
+from tpengine.data.samples import Corpus, Samples, first_sample_index, open_corpus
 from tpengine.data.sources import bytes_of_directory, stdlib_text
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
-    "IGNORED_LABEL",
     "Corpus",
     "Samples",
     "TokenFile",

@@ -13,15 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.config import Config
+from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data.order import permute
 from tpengine.data.sources import stdlib_text
 from tpengine.data.token_file import TokenFile, Tokens, check_tokens, open_tokens
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-# Label of a target that does not count in the loss.
-IGNORED_LABEL = -100
 
 _FINGERPRINT_TOKENS = 1 << 16
 

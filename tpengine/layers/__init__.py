@@ -1,14 +1,15 @@
 """Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model."""
 
+from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
-from tpengine.layers.loss import IGNORED, vocab_parallel_cross_entropy
+from tpengine.layers.loss import vocab_parallel_cross_entropy
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
 
 __all__ = [
-    "IGNORED",
+    "IGNORED_LABEL",
     "Attention",
     "ColumnParallelLinear",
     "PackedWeights",

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tpengine.collectives import Communicator
+from tpengine.config import IGNORED_LABEL
 from tpengine.gradients import accumulation_dtype
-
-IGNORED = -100
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -27,7 +26,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = comm.rank * logits.shape[1]
         num_valid = min(max(vocab_size - first, 0), logits.shape[1])
         z = logits[:, :num_valid].to(accumulation_dtype(logits.dtype))
-        valid = labels != IGNORED
+        valid = labels != IGNORED_LABEL
         column = labels - first
         mine = valid & (column >= 0) & (column < num_valid)
 
@@ -86,7 +85,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     Numerics: in promote_types(dtype, float32); ranks are added in rank order. Source: Shoeybi et al., "Megatron-LM"
     (arXiv 1909.08053), section 3, who all-reduce three times.
     """
-    check_range("labels", labels.masked_fill(labels == IGNORED, 0), vocab_size)
+    check_range("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, comm)
     return loss
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tpengine.collectives import Communicator
 from tpengine.layers import (
-    IGNORED,
+    IGNORED_LABEL,
     Attention,
     ColumnParallelLinear,
     PackedWeights,
@@ -158,13 +158,13 @@ def embedding(comm: Communicator) -> None:
 def cross_entropy(comm: Communicator, vocab_size: int, padded: int) -> None:
     z, dloss = tensor(0, T, padded) * 5, 0.37
     labels = torch.randint(0, vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    labels[::7] = IGNORED
+    labels[::7] = IGNORED_LABEL
     local = columns(z, comm).requires_grad_()
     loss = vocab_parallel_cross_entropy(local, labels, vocab_size, comm)
     (loss * dloss).backward()
 
     z.requires_grad_()
-    want = F.cross_entropy(z[:, :vocab_size], labels, ignore_index=IGNORED, reduction="sum")
+    want = F.cross_entropy(z[:, :vocab_size], labels, ignore_index=IGNORED_LABEL, reduction="sum")
     (want * dloss).backward()
     assert_same("loss", loss.detach(), want.detach())
     assert_same("dz", local.grad, columns(z.grad, comm))
@@ -321,7 +321,7 @@ def test_frozen_parameters(ranks: RankPool) -> None:
             r"tokens must lie .* got 8 to 8, vocabulary 8",
         ),
         (
-            lambda c: vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([IGNORED, 7]), 7, c),
+            lambda c: vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([IGNORED_LABEL, 7]), 7, c),
             r"labels must lie in the vocabulary: got 0 to 7, vocabulary 7: use 0 to 6",
         ),
         (lambda c: Attention(24, 6, 2, c)(torch.zeros(5, 24), 4), r"10 tokens over all ranks, seq 4: use 12 tokens"),
