@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
 from tpengine.config import Config, load_toml, validate
+from tpengine.exits import USER_ERROR, one_line, say
 from tpengine.launch import Launch
 from tpengine.presets import PRESETS
+from tpengine.resume import continued_config, saved_config, without_layout
 
 PROGRAM = "python -m tpengine.train"
 
@@ -31,6 +30,8 @@ _DESCRIPTION = f"""Train a transformer on as many processes as torchrun starts.
 
 --preset NAME        start from a named run: {", ".join(PRESETS)}
 --config FILE.toml   then apply a file, such as the config.toml of an earlier run
+
+--resume --run-dir DIR   continue that run, with its own configuration, on any number of processes
 
 The flags below come last and win."""
 
@@ -49,19 +50,24 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     Args:
         argv: arguments without the program's name.
         world_size: number of processes.
-    Returns: preset (default tiny), then --config file, then flags; layout resolved.
+    Returns: preset (default tiny), then --config file, then flags; layout resolved. With --resume and neither preset
+        nor file: the configuration of the run in --run-dir, then flags.
     Raises:
         ConfigError: any mistake, one line.
         HelpRequested: argv asks for help.
     """
     try:
         preset, path, flags = _take_base(argv)
-        base = _preset(preset)
+        base = _preset(preset or "tiny")
         if path is not None:
             base = load_toml(path, base)
-        return validate(_override(base, flags), world_size)
+        config = _override(base, flags)
+        if config.resume and preset is None and path is None:
+            saved = saved_config(config.run_dir)
+            config = continued_config(saved, _override(without_layout(saved), flags), world_size)
+        return validate(config, world_size)
     except ValueError as error:
-        raise ConfigError(_one_line(str(error))) from None
+        raise ConfigError(one_line(str(error))) from None
 
 
 @contextlib.contextmanager
@@ -89,32 +95,23 @@ def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0
 
 
 def leave(message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0) -> NoReturn:
-    """Leave with exit code 2; the rank that speaks prints the message in one line first.
-
-    torchrun's own report ends with what that rank leaves in TORCHELASTIC_ERROR_FILE: the same line.
+    """Leave with exit code 2; the rank that speaks says the message in one line first.
 
     Args:
         message: the rule, the values, the remedy.
         environ: TORCHELASTIC_ERROR_FILE is read.
-        speaks: whether to print.
-        wait_seconds: how long ranks other than 0 wait before they leave. torchrun ends all processes as soon as
-            one has failed: a rank that left first would have rank 0 killed before it has printed.
+        speaks: whether to speak at once.
+        wait_seconds: how long the other ranks wait. torchrun ends all processes as soon as one has failed: a rank that
+            left first would have rank 0 killed before it has spoken. A rank that is still there after the wait is
+            the only one with this error (a file that one node lacks, say), and speaks itself.
     """
-    if speaks:
-        line = _one_line(message)
-        print(f"tpengine: error: {line}", file=sys.stderr, flush=True)
-        if "TORCHELASTIC_ERROR_FILE" in environ:
-            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            with contextlib.suppress(OSError):
-                Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(
-                    json.dumps({"message": {"message": line, "extraInfo": details}})
-                )
-    else:
+    if not speaks:
         time.sleep(wait_seconds)
-    raise SystemExit(2)
+    say(message, environ, prefix="error: ")
+    raise SystemExit(USER_ERROR)
 
 
-def _take_base(argv: Sequence[str]) -> tuple[str, str | None, list[str]]:
+def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
     """Split off --preset and --config: (preset, file, the other arguments)."""
     taken: dict[str, str] = {}
     flags: list[str] = []
@@ -128,7 +125,7 @@ def _take_base(argv: Sequence[str]) -> tuple[str, str | None, list[str]]:
         if not taken[name] or taken[name].startswith("--"):
             example = "tiny" if name == "--preset" else "FILE.toml"
             raise ValueError(f"{name} needs a value: got {taken[name] or 'nothing'}: use {name} {example}")
-    return taken.get("--preset", "tiny"), taken.get("--config"), flags
+    return taken.get("--preset"), taken.get("--config"), flags
 
 
 def _preset(spelling: str) -> Config:
@@ -183,10 +180,10 @@ def _explain(flags: Sequence[str]) -> None:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
-        switch = name.replace(".no-", ".")
+        switch = name.replace(".no-", ".").replace("--no-", "--")
         if switch in settings and settings[switch].hint is bool:
             if equals:
-                no = switch.replace(".", ".no-")
+                no = switch.replace(".", ".no-") if "." in switch else switch.replace("--", "--no-")
                 raise ValueError(f"{name} takes no value: got {value!r}: use {switch} or {no}")
         elif name in settings:
             text = value if equals else next(arguments, None)
@@ -241,7 +238,3 @@ def _flatten_box(box: str) -> str:
     lines = [line.strip(" │|╭╮╰╯─-") for line in box.splitlines()]
     kept = [line for line in lines if line and not line.startswith("For full helptext")]
     return " ".join(kept[1:] or kept or ["the arguments must be legal: see --help"])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())

@@ -92,6 +92,13 @@ class TrainConfig:
     """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
     sample_tokens: int = 200
     """Tokens of generated text at the end; 0 leaves it out."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step, and the step of an interrupt, are saved too. 0 saves none."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept, the newest."""
+    timeout_seconds: float = 300.0
+    """An action of a step that takes longer ends the run, with a report of each rank; 0 leaves it to the communication
+    library, which ends it without one (NCCL after 600 s, gloo after 1800 s)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,9 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where there is one."""
     run_dir: str = ""
-    """Where config.toml and metrics.jsonl go; empty means runs/<date>-<time>."""
+    """Where config.toml, metrics.jsonl and checkpoints go; empty means runs/<date>-<time>."""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest checkpoint, in this or any other layout."""
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -221,6 +230,9 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
         "train.sample_tokens": (0, 2**20),
+        "train.checkpoint_every": (0, 2**40),
+        "train.keep_checkpoints": (1, 2**20),
+        "train.timeout_seconds": (0, None),
         "data.held_out_fraction": (0, 0.9),
         "optim.lr": (_POSITIVE, None),
         "optim.beta1": (0, _BELOW_ONE),
@@ -353,7 +365,7 @@ def dump_toml(config: Config) -> str:
 
 
 def load_toml(path: str | Path, base: Config) -> Config:
-    """Read a TOML file over `base`: sections model, parallel, train, data, optim; top-level device and run_dir.
+    """Read a TOML file over `base`: sections model, parallel, train, data, optim; top-level device, run_dir and resume.
 
     Raises:
         ValueError: no such file, malformed TOML, an unknown key (with the nearest), a value of the wrong type.

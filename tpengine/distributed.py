@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import sys
 from typing import Any
@@ -17,6 +18,13 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from tpengine.launch import Launch
+
+# What gloo, NCCL and the store say when the other side is gone.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|lost)|broken pipe|closed by peer|socket (error|timeout)|remote process|"
+    r"timed out waiting|recv(Value|Bytes) failed|connectFullMesh",
+    re.IGNORECASE,
+)
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
@@ -84,6 +92,15 @@ def stop() -> None:
     """
     dist.destroy_process_group()
     gc.collect()
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, says that another rank is gone: then nothing is wrong here."""
+    while error is not None:
+        if isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def all_equal(text: str, device: torch.device) -> list[int]:

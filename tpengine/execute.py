@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tpengine.activity import Activity
 from tpengine.plan import Action, Kind
 
 Handler = Callable[[Action], None]
@@ -50,16 +51,27 @@ class ActionError(RuntimeError):
 
 
 class Executor:
-    """Runs action lists and keeps the current action in a plain field, for whoever must report a stuck rank.
+    """Runs action lists and keeps the current action in a plain field, for whoever must report a stuck rank (watch.py).
 
     Args:
         rank: this rank, for messages.
         handlers: what to do for each kind of action.
         trace: where to record; None records nothing.
+        activity: told of each action as it begins; the rank's, where something watches it.
+
+    Attributes:
+        current: the action under way; None between plans.
     """
 
-    def __init__(self, rank: int, handlers: Mapping[Kind, Handler], trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        handlers: Mapping[Kind, Handler],
+        trace: Trace | None = None,
+        activity: Activity | None = None,
+    ) -> None:
         self.rank, self.handlers, self.trace = rank, handlers, trace
+        self.activity = activity or Activity()
         self.current: Action | None = None
 
     def check(self, actions: Sequence[Action]) -> None:
@@ -80,6 +92,7 @@ class Executor:
         """
         for place, action in enumerate(actions):
             self.current = action
+            self.activity.begin(action)
             begin_ns = time.perf_counter_ns()
             first_event = len(self.trace.events) if self.trace else 0
             try:

@@ -70,7 +70,7 @@ class ForwardPass:
             Kind.EXCHANGE: transfers.post,
             Kind.WAIT: wait,
         }
-        Executor(dist.get_rank(), handlers).run(self._plan.actions[at])
+        Executor(dist.get_rank(), handlers, activity=self._trainer.activity).run(self._plan.actions[at])
 
 
 def held_out_loss(trainer: Trainer) -> float | None:

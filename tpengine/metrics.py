@@ -120,23 +120,28 @@ class MetricsWriter:
 
     Args:
         run_dir: existing directory. A metrics.jsonl that is already there is kept as metrics.<n>.jsonl.
+        first_step: of a run that continues: earlier records stay, later ones, which it repeats, go. None for a new run.
 
     Attributes:
         kept: where an earlier file went, or None.
         tensorboard: whether events are written.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, first_step: int | None = None) -> None:
         path = run_dir / "metrics.jsonl"
-        self.kept = keep_aside(path)
-        self._file = path.open("w", buffering=1)
+        if first_step is None:
+            self.kept = keep_aside(path)
+        else:
+            self.kept = None
+            _keep_records_before(path, first_step)
+        self._file = path.open("a", buffering=1)
         self._events: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             pass
         else:
-            self._events = SummaryWriter(str(run_dir))
+            self._events = SummaryWriter(str(run_dir), purge_step=first_step)
         self.tensorboard = self._events is not None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -154,11 +159,27 @@ class MetricsWriter:
             self._events.close()
 
 
+def _keep_records_before(path: Path, step: int) -> None:
+    """Drop the records of `step` and later, and a last line that a kill has cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    beside = path.with_name(".metrics.jsonl")
+    beside.write_text("".join(kept))
+    beside.rename(path)
+
+
 def keep_aside(path: Path) -> Path | None:
-    """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
+    """Rename an existing file or directory to the first free `name.<n>.suffix`, so that nothing is overwritten.
 
     Returns:
-        Where it went; None if there was no file.
+        Where it went; None if there was nothing.
     """
     if not path.exists():
         return None

@@ -102,6 +102,25 @@ class AdamW:
         """Tensors in the accumulation dtype besides the parameter: gradient, two moments, master where needed."""
         return 3 if master_is_parameter else 4
 
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """What a checkpoint must hold of one parameter: both moments, and the master where there is one.
+
+        Returns: the tensors themselves, of the parameter's shape in the accumulation dtype, zero before the first step.
+        """
+        master = self.masters[name]
+        state = self.torch.state[master]
+        if not state:  # as the fused AdamW makes it at its first step
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return tensors if isinstance(master, Parameter) else {**tensors, "master": master}
+
+    def resume_after(self, num_steps: int) -> None:
+        """Count `num_steps` as done: they decide the moments' bias correction."""
+        for state in self.torch.state.values():
+            state["step"].fill_(num_steps)
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update every parameter with the gradients as they are."""

@@ -64,10 +64,11 @@ class ProgressLine:
     Args:
         console: where to write.
         num_steps: length of the run.
+        first_step: steps done before, by the run that this one continues.
     """
 
-    def __init__(self, console: Console, num_steps: int) -> None:
-        self._console, self._num_steps = console, num_steps
+    def __init__(self, console: Console, num_steps: int, first_step: int = 0) -> None:
+        self._console, self._num_steps, self._first = console, num_steps, first_step
         self._every = max(1, num_steps // _PLAIN_LINES)
         self._begin = time.perf_counter()
         self._progress: Progress | None = None
@@ -81,7 +82,7 @@ class ProgressLine:
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._progress.add_task("train", total=num_steps, figures="")
+            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, figures="")
 
     def __enter__(self) -> ProgressLine:
         if self._progress is not None:
@@ -98,8 +99,9 @@ class ProgressLine:
         done = record["step"] + 1
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, figures=figures)
-        elif done % self._every == 0 or done in (1, self._num_steps):
-            left = (time.perf_counter() - self._begin) / done * (self._num_steps - done)
+        elif done % self._every == 0 or done in (self._first + 1, self._num_steps):
+            each = (time.perf_counter() - self._begin) / (done - self._first)
+            left = each * (self._num_steps - done)
             self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
 
 

@@ -1,4 +1,7 @@
-"""One training run from start to finish: directory, plan shown, steps, held-out loss, sample. Used by train.py."""
+"""One training run from start to finish: directory, plan shown, steps, checkpoints, held-out loss, sample.
+
+Used by train.py.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,27 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from tpengine.awaited import explain
+from tpengine.checkpoint.index import CheckpointError
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus
 from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_record
+from tpengine.peers import Peers
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
+from tpengine.resume import Checkpoint
+from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.trainer import RunError, Trainer
+from tpengine.training_state import restore
+from tpengine.watch import Watch
 
 _PROMPT_TOKENS = 16
 
@@ -44,7 +55,15 @@ def create_run_dir(config: Config) -> Path:
     return run_dir
 
 
-def train(config: Config, corpus: Corpus, launch: Launch, device: torch.device, run_dir: Path | None) -> None:
+def train(
+    config: Config,
+    corpus: Corpus,
+    launch: Launch,
+    device: torch.device,
+    run_dir: Path | None,
+    checkpoint: Checkpoint | None,
+    watch: Watch,
+) -> None:
     """Train, evaluate and sample; collective over all ranks.
 
     Args:
@@ -52,26 +71,49 @@ def train(config: Config, corpus: Corpus, launch: Launch, device: torch.device, 
         corpus: its text.
         launch, device: this rank and where it computes; no process group may exist yet.
         run_dir: existing directory for config.toml, metrics.jsonl and TensorBoard events, on rank 0; None elsewhere.
+        checkpoint: where to go on; None starts at step 0.
+        watch: hears signals and hangs while this runs.
 
     Raises:
         RunError: what the user can mend, raised on all ranks alike.
     """
     start(device, launch)
     try:
-        _train(config, corpus, launch, device, run_dir)
+        _train(config, corpus, launch, device, run_dir, checkpoint, watch)
     except RunError as error:
         # All ranks are here. What the traceback keeps alive holds process groups.
         traceback.clear_frames(error.__traceback__)
-        stop()
+        _end_groups(watch)
         raise
+    _end_groups(watch)
+
+
+def _end_groups(watch: Watch) -> None:
+    watch.explain = lambda _: ""
     stop()
 
 
-def _train(config: Config, corpus: Corpus, launch: Launch, device: torch.device, run_dir: Path | None) -> None:
+def _train(
+    config: Config,
+    corpus: Corpus,
+    launch: Launch,
+    device: torch.device,
+    run_dir: Path | None,
+    checkpoint: Checkpoint | None,
+    watch: Watch,
+) -> None:
     console = console_for(launch.rank)
-    trainer = Trainer(config, corpus, device)
-    with _open_writer(trainer, run_dir, console) as writer:
-        _steps(trainer, console, writer)
+    trainer = Trainer(config, corpus, device, activity=watch.activity)
+    watch.explain = partial(explain, trainer, Peers(device))
+    checkpoints = RunCheckpoints(trainer, run_dir)
+    first_step = 0
+    if checkpoint is not None:
+        try:
+            first_step = restore(trainer, checkpoint)
+        except CheckpointError as error:
+            raise RunError(str(error)) from None
+    with _open_writer(trainer, run_dir, console, first_step) as writer:
+        _steps(trainer, first_step, console, writer, checkpoints, watch)
     held_out = None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
@@ -82,22 +124,26 @@ def _train(config: Config, corpus: Corpus, launch: Launch, device: torch.device,
         prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
         tokens = sample(trainer, prompt, config.train.sample_tokens)
     show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
+    checkpoints.raise_if_the_last_is_missing()
 
 
 @contextlib.contextmanager
-def _open_writer(trainer: Trainer, run_dir: Path | None, console: Console) -> Iterator[MetricsWriter | None]:
+def _open_writer(
+    trainer: Trainer, run_dir: Path | None, console: Console, first_step: int
+) -> Iterator[MetricsWriter | None]:
     """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
     if run_dir is None:
         yield None
         return
     config, device = trainer.config, trainer.device
     show_plan(console, config, trainer.layout, trainer.plan, device, run_dir)
-    keep_aside(run_dir / "config.toml")
-    resolved = replace(config, run_dir=str(run_dir), device="cuda" if device.type == "cuda" else "cpu")
-    beside = run_dir / ".config.toml"
-    beside.write_text(dump_toml(resolved))
-    beside.rename(run_dir / "config.toml")
-    writer = MetricsWriter(run_dir)
+    if config.resume:
+        console.print(
+            f"continuing at step {first_step + 1}" if first_step else "no checkpoint yet: starting at step 1",
+            highlight=False,
+        )
+    _write_config(trainer, run_dir)
+    writer = MetricsWriter(run_dir, first_step if config.resume else None)
     if writer.kept is not None:
         print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
@@ -112,13 +158,39 @@ def _open_writer(trainer: Trainer, run_dir: Path | None, console: Console) -> It
         writer.close()
 
 
-def _steps(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:
+def _write_config(trainer: Trainer, run_dir: Path) -> None:
+    """Write config.toml, which repeats or continues the run; another one that is there is kept aside."""
+    resolved = replace(
+        trainer.config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu", resume=False
+    )
+    path, text = run_dir / "config.toml", dump_toml(resolved)
+    if trainer.config.resume and path.exists() and path.read_text() == text:
+        return
+    beside = run_dir / ".config.toml"
+    beside.write_text(text)
+    keep_aside(path)
+    beside.rename(path)
+
+
+def _steps(
+    trainer: Trainer,
+    first_step: int,
+    console: Console,
+    writer: MetricsWriter | None,
+    checkpoints: RunCheckpoints,
+    watch: Watch,
+) -> None:
     config, device = trainer.config, trainer.device
-    with ProgressLine(console, config.train.steps) as progress:
-        for step in range(config.train.steps):
+    watch.timeout_seconds = config.train.timeout_seconds
+    watch.stoppable = True
+    with ProgressLine(console, config.train.steps, first_step) as progress:
+        for step in range(first_step, config.train.steps):
             clock = StepClock(device)
             result = trainer.train_step(step)
-            seconds, memory = max_over_ranks([clock.seconds(), float(peak_memory_bytes(device))], device)
+            trainer.activity.begin("ending the step with all ranks")
+            seconds, memory, stop_signal = max_over_ranks(
+                [clock.seconds(), float(peak_memory_bytes(device)), float(watch.stop)], device
+            )
             record = step_record(
                 config,
                 device,
@@ -132,6 +204,12 @@ def _steps(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> 
             if writer is not None:
                 writer.write(record)
             progress.update(record)
+            if stop_signal:
+                progress.__exit__()
+                watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
+            checkpoints.after_step(step + 1)
+    watch.parting = checkpoints.wait_for_the_last()
+    watch.stoppable = False
 
 
 class StepClock:

@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
+from tpengine.activity import Activity
 from tpengine.arguments import exit_on_user_error, leave, parse_config
 from tpengine.data import open_corpus
+from tpengine.resume import find_checkpoint
+from tpengine.watch import Watch
 
 
 def main() -> None:
     """Parse, check, train."""
-    with exit_on_user_error(os.environ) as launch:
+    with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
-        from tpengine.distributed import choose_device
+        checkpoint = find_checkpoint(config, corpus.fingerprint()) if config.resume else None
+        from tpengine.distributed import choose_device, is_lost_connection
         from tpengine.run import create_run_dir, train
         from tpengine.trainer import RunError
 
         device = choose_device(config.device, launch)
         run_dir = create_run_dir(config) if launch.rank == 0 else None
-    try:
-        train(config, corpus, launch, device, run_dir)
-    except RunError as error:
-        leave(str(error), os.environ, speaks=launch.rank == 0)
-    except KeyboardInterrupt:
-        if launch.rank == 0:
-            print(f"\ntpengine: interrupted: what was measured is in {run_dir}", file=sys.stderr, flush=True)
-        # Other ranks may be gone already: nothing that talks to them may run any more.
-        os._exit(130)
+        try:
+            train(config, corpus, launch, device, run_dir, checkpoint, watch)
+        except RunError as error:
+            leave(str(error), os.environ, speaks=launch.rank == 0)
+        except Exception as error:
+            if is_lost_connection(error):
+                watch.report_and_leave("a connection closed")
+            traceback.print_exc()
+            watch.report_and_leave(repr(error.__cause__ or error))
 
 
 if __name__ == "__main__":

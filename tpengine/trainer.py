@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpengine.activity import Activity
 from tpengine.collectives import Communicator
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
@@ -97,6 +98,7 @@ class Trainer:
         corpus: the text, equal on all ranks.
         device: where this rank computes.
         trace: records what the executor runs; None records nothing.
+        activity: told what this rank does; None where nobody watches.
 
     Attributes:
         model: this rank's slice, in this rank's shards.
@@ -109,8 +111,16 @@ class Trainer:
     The constructor is collective; the default process group must exist.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        device: torch.device,
+        trace: Trace | None = None,
+        activity: Activity | None = None,
+    ) -> None:
         self.config, self.corpus, self.device = config, corpus, device
+        self.activity = activity or Activity()
         self.layout: Layout = layout_of(config)
         self.plan = training_plan(config, self.layout)
         # Before any other group is made: ranks that differ in layout could not make one.
@@ -151,7 +161,7 @@ class Trainer:
         )
         self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device)
         self._trace = trace
-        self.executor = Executor(dist.get_rank(), self._handlers(), trace)
+        self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,11 +182,14 @@ class Trainer:
             RunError: no target of the global step is valid, a token lies outside the vocabulary, or loss or gradient
                 norm are not finite.
         """
+        self.activity.step = step
+        self.activity.begin("counting its targets")
         self._batch = self._load(step)
         self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
         self._loss_sum.zero_()
         self.buckets.zero()
         self.executor.run(self.plan.actions[self.mesh.at.pp])
+        self.activity.begin("summing the loss")
         return self._result(step)
 
     def _load(self, step: int) -> StepBatch:

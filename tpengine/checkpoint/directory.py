@@ -1,0 +1,90 @@
+"""Which checkpoints a run has: one directory a step, written beside and renamed, the newest kept. No torch.
+
+<run_dir>/checkpoints/step-00000050/    complete: it got this name by one rename, after everything was on disk
+<run_dir>/checkpoints/.step-00000100.writing/   being written, or left by a run that was killed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointDirectory:
+    """The checkpoints of one run.
+
+    Args:
+        path: <run_dir>/checkpoints; need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint after `step` optimizer steps is, or will be."""
+        return self.path / f"step-{step:08}"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        if not self.path.is_dir():
+            return []
+        matches = [_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        steps = self.steps()
+        return self.of_step(steps[-1]) if steps else None
+
+    def begin(self, step: int) -> Path:
+        """Return the place to write a checkpoint to; any rank may come first."""
+        beside = self._beside(step)
+        beside.mkdir(parents=True, exist_ok=True)
+        return beside
+
+    def complete(self, step: int) -> None:
+        """Give what was written its name, durably. One of the same step, which held the same, is replaced."""
+        beside, final = self._beside(step), self.of_step(step)
+        _sync(beside)
+        if final.exists():
+            self._remove(final)
+        beside.rename(final)
+        _sync(self.path)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a checkpoint that could not be completed."""
+        shutil.rmtree(self._beside(step), ignore_errors=True)
+
+    def prune(self, keep: int) -> None:
+        """Remove all complete checkpoints but the newest `keep`."""
+        for step in self.steps()[:-keep]:
+            self._remove(self.of_step(step))
+
+    def clean(self) -> None:
+        """Remove what killed runs have left half-written or half-removed."""
+        if self.path.is_dir():
+            for entry in self.path.iterdir():
+                if entry.name.startswith(".step-"):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+    def _beside(self, step: int) -> Path:
+        return self.path / f".step-{step:08}.writing"
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Take the name away first, so that a kill leaves nothing that looks complete."""
+        aside = checkpoint.with_name(f".{checkpoint.name}.removing")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,201 @@
+"""The index of a checkpoint: which piece of which tensor lies in which file, and what else a run needs. No torch.
+
+`index.json` is one object: the index itself, and the SHA-256 of its canonical text, so that a cut or altered index is
+noticed before anything in it is believed. Files are named with their sizes and hashes. Everything is validated: types,
+names without any path, pieces that cover their tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX_FILE = "index.json"
+_FORMAT, _VERSION = "tpengine checkpoint", 1
+# safetensors' names.
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+_HASH_BLOCK_BYTES = 1 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: the rule, the file and values, the remedy, in one line."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a global tensor.
+
+    Attributes:
+        offset, shape: where it lies in the tensor.
+        file, key: where its bytes are.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A global tensor: dtype (safetensors' name), shape, and the pieces that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the checkpoint: its size and the SHA-256 of its bytes."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: optimizer steps done.
+        tensors, files: by name.
+        state: what is no tensor, as JSON: configuration, data position, seed.
+    """
+
+    step: int
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, FileEntry]
+    state: Mapping[str, Any]
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Write and sync `directory`/index.json."""
+    body = {"format": _FORMAT, "version": _VERSION, **asdict(index)}
+    text = _canonical(body)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with (directory / INDEX_FILE).open("w", encoding="utf-8") as file:
+        file.write(f'{{"sha256": "{digest}",\n"index": {text}}}\n')
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(directory: Path) -> Index:
+    """Read and validate the index of a checkpoint, and check that its files are there in their sizes.
+
+    Their hashes are checked by `check_file`.
+
+    Raises:
+        CheckpointError: no index, one that was cut or altered, a version of the future, a missing or cut file.
+    """
+    path = directory / INDEX_FILE
+    remedy = f"resume from an older checkpoint by moving {directory} away"
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"a checkpoint needs a readable index: {path}: {error.strerror}: {remedy}") from None
+    try:
+        outer = json.loads(raw)
+        body = outer["index"]
+        digest = outer["sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"a checkpoint's index must be whole: {path}: cut short or altered: {remedy}") from None
+    if hashlib.sha256(_canonical(body).encode()).hexdigest() != digest:
+        raise CheckpointError(f"a checkpoint's index must match its own hash: {path}: altered: {remedy}")
+    try:
+        index = _parse(body)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"a checkpoint's index must be well-formed: {path}: {error!s}: {remedy}") from None
+    for name, entry in index.files.items():
+        _check_size(directory / name, entry, remedy)
+    return index
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file, read in blocks."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(size, digest.hexdigest())
+
+
+def check_file(directory: Path, name: str, entry: FileEntry) -> None:
+    """Raise CheckpointError unless the file's bytes are those that were written."""
+    remedy = f"resume from an older checkpoint by moving {directory} away"
+    _check_size(directory / name, entry, remedy)
+    if hash_file(directory / name) != entry:
+        raise CheckpointError(f"a checkpoint's files must match their hashes: {directory / name}: altered: {remedy}")
+
+
+def _check_size(path: Path, entry: FileEntry, remedy: str) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"a checkpoint needs all its files: {path}: {error.strerror}: {remedy}") from None
+    if size != entry.num_bytes:
+        raise CheckpointError(
+            f"a checkpoint's files must have their size: {path} has {size} bytes, the index says {entry.num_bytes}: "
+            f"{remedy}"
+        )
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _parse(body: Mapping[str, Any]) -> Index:
+    if body["format"] != _FORMAT or body["version"] != _VERSION:
+        raise ValueError(f"format {body['format']!r} version {body['version']!r}, this reads {_FORMAT!r} {_VERSION}")
+    files = {}
+    for name, entry in body["files"].items():
+        if Path(name).name != name or name in ("", ".", "..", INDEX_FILE):
+            raise ValueError(f"file name {name!r} is not a plain name")
+        (num_bytes,) = _naturals([entry["num_bytes"]])
+        files[name] = FileEntry(num_bytes, str(entry["sha256"]))
+    tensors = {name: _tensor(name, entry, files) for name, entry in body["tensors"].items()}
+    (step,) = _naturals([body["step"]])
+    if not isinstance(body["state"], dict):
+        raise ValueError("state is not an object")
+    return Index(step, tensors, files, body["state"])
+
+
+def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
+    shape = _naturals(entry["shape"])
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"tensor {name} has dtype {entry['dtype']!r}")
+    pieces = tuple(
+        Piece(_naturals(piece["offset"]), _naturals(piece["shape"]), str(piece["file"]), str(piece["key"]))
+        for piece in entry["pieces"]
+    )
+    for piece in pieces:
+        if piece.file not in files:
+            raise ValueError(f"tensor {name} lies in {piece.file!r}, which is no file of the checkpoint")
+        inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
+            start + size <= whole for start, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"tensor {name} {shape} has a piece of {piece.shape} at {piece.offset}")
+    volume = sum(math.prod(piece.shape) for piece in pieces)
+    overlap = any(_overlap(a, b) for a, b in itertools.combinations(pieces, 2))
+    if volume != math.prod(shape) or overlap:
+        raise ValueError(f"the pieces of tensor {name} do not make it up")
+    return TensorEntry(entry["dtype"], shape, pieces)
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(x < y + m and y < x + n for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} are not natural numbers")
+    return tuple(values)

@@ -1,0 +1,73 @@
+"""Loading a checkpoint into this rank's blocks, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+
+from tpengine.checkpoint.block import Block, BlockLoadPlanner
+from tpengine.checkpoint.index import CheckpointError, Index, check_file
+from tpengine.checkpoint.storage import Reader, dtype_name
+from tpengine.exits import one_line
+
+
+def load(directory: Path, index: Index, blocks: Mapping[str, Block]) -> None:
+    """Fill the blocks from a checkpoint; collective over all ranks.
+
+    Every file is hashed before anything is read from it, each by one rank.
+
+    Args:
+        directory: of the checkpoint, the same on all ranks.
+        index: from `read_index`.
+        blocks: this rank's, by the names they were saved under; empty blocks read nothing.
+
+    Raises:
+        CheckpointError: on all ranks alike: an altered file, a tensor that is missing or of another shape or dtype.
+
+    Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
+    """
+    _raise_everywhere(_first_problem(directory, index, blocks))
+    wanted = {name: block for name, block in blocks.items() if block.tensor.numel()}
+    try:
+        load_state_dict(dict(wanted), storage_reader=Reader(directory, index), planner=BlockLoadPlanner())
+    except CheckpointException as error:
+        reasons = sorted({one_line(str(failure)) for failure, _ in error.failures.values()})
+        raise CheckpointError("; ".join(reasons)) from None
+
+
+def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block]) -> str | None:
+    try:
+        for name, block in blocks.items():
+            _check_tensor(directory, index, name, block)
+        names = sorted(index.files)
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            check_file(directory, name, index.files[name])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_tensor(directory: Path, index: Index, name: str, block: Block) -> None:
+    entry = index.tensors.get(name)
+    remedy = "resume with the configuration it was saved with"
+    if entry is None:
+        raise CheckpointError(f"a checkpoint must hold every tensor of the model: {directory} has no {name}: {remedy}")
+    want = dtype_name(block.tensor.dtype), block.global_shape
+    if (entry.dtype, entry.shape) != want:
+        raise CheckpointError(
+            f"a checkpoint must be of the same model: {directory} has {name} as {entry.dtype} {list(entry.shape)}, "
+            f"this model as {want[0]} {list(want[1])}: {remedy}"
+        )
+
+
+def _raise_everywhere(problem: str | None) -> None:
+    """Raise the first problem of any rank on all of them."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise CheckpointError(found)

@@ -1,0 +1,101 @@
+"""Saving beside training: blocks are copied aside, then written by a thread while the next steps run.
+
+    save(step)   main thread: wait for the checkpoint before; copy this rank's share to host memory; start the thread
+    the thread   torch.distributed.checkpoint.save over a group of its own, so that no collective meets training's
+    wait()       main thread: join; say whether it is on disk
+
+All ranks write or none: when one fails (a full disk) the planners' collective tells all of them, what was written is
+removed, and the checkpoint before stays the newest. Training goes on: a run is worth more than a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+
+from tpengine.checkpoint.block import Block, BlockSavePlanner
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.storage import Writer
+from tpengine.exits import one_line
+
+
+class Saver:
+    """Saves checkpoints of one run; the constructor is collective.
+
+    Args:
+        directory: the run's checkpoints, the same directory on all ranks.
+        keep: how many complete checkpoints to keep.
+
+    Memory: a copy, on the host, of the blocks this rank stores, kept from one checkpoint to the next.
+    """
+
+    def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
+        self._directory, self._keep = directory, keep
+        self._group: ProcessGroup = dist.new_group(backend="gloo")
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._failure: str | None = None
+
+    def save(self, step: int, blocks: Mapping[str, Block], state: Mapping[str, Any]) -> str | None:
+        """Copy aside what this rank stores and begin to write it; collective.
+
+        Args:
+            step: optimizer steps done.
+            blocks: all blocks of this rank; only those marked `stored` are copied and written.
+            state: what is no tensor, as JSON.
+
+        Returns:
+            As `wait`, of the checkpoint before.
+        """
+        failure = self.wait()
+        copies = {name: self._copy(name, block) for name, block in blocks.items() if block.stored}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._step = step
+        self._thread = threading.Thread(target=self._write, args=(copies, state), name="tpengine-save", daemon=True)
+        self._thread.start()
+        return failure
+
+    def wait(self) -> str | None:
+        """Wait for what is being written.
+
+        Returns:
+            None if it is on disk, or nothing was under way; else why it is not, in one line, on all ranks alike.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _copy(self, name: str, block: Block) -> Block:
+        if name not in self._copies:
+            pinned = block.tensor.is_cuda
+            self._copies[name] = torch.empty(block.tensor.shape, dtype=block.tensor.dtype, pin_memory=pinned)
+        self._copies[name].copy_(block.tensor.detach(), non_blocking=True)
+        return Block(self._copies[name], block.offset, block.global_shape)
+
+    def _write(self, copies: Mapping[str, Block], state: Mapping[str, Any]) -> None:
+        writer = Writer(self._directory, self._step, state, self._keep)
+        try:
+            save_state_dict(dict(copies), storage_writer=writer, planner=BlockSavePlanner(), process_group=self._group)
+        except CheckpointException as error:
+            reasons = {one_line(str(failure)) for failure, _ in error.failures.values()}
+            self._failure = f"{self._directory.of_step(self._step)}: {'; '.join(sorted(reasons))}"
+            self._directory.abandon(self._step)
+        except RuntimeError as error:  # a peer is gone: the main thread finds out too, and reports
+            self._failure = f"{self._directory.of_step(self._step)}: {one_line(str(error))}"

@@ -1,0 +1,160 @@
+"""Continuing a run: its configuration, its newest checkpoint, and whether the two belong together. No torch.
+
+A checkpoint's state says what decides the numbers of every later step: model, dtype, seed, text, global batch. A run
+that resumes must keep these, and may change everything else: layout, steps, learning rate. The position in the data is
+a function of the step, and so is every random number (tpkernels.random), so that neither needs a state of its own; both
+are written all the same, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.index import CheckpointError, Index, read_index
+from tpengine.config import Config, load_toml, resolve_layout
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose index has been read and whose files are there."""
+
+    directory: Path
+    index: Index
+
+
+def checkpoints_of(run_dir: str | Path) -> CheckpointDirectory:
+    """The checkpoints of a run directory."""
+    return CheckpointDirectory(Path(run_dir) / "checkpoints")
+
+
+def saved_config(run_dir: str) -> Config:
+    """The configuration that a run left in its directory.
+
+    Raises:
+        ValueError: no directory is named, or it holds no run.
+    """
+    if not run_dir:
+        raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
+    path = Path(run_dir) / "config.toml"
+    if not path.is_file():
+        raise ValueError(
+            f"--resume needs the directory of a run: {run_dir} has no config.toml: check --run-dir, or start the run "
+            "with --preset or --config beside --resume"
+        )
+    return load_toml(path, Config())
+
+
+def without_layout(saved: Config) -> Config:
+    """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs."""
+    return replace(saved, parallel=replace(saved.parallel, tp=None, pp=None, dp=None))
+
+
+def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
+    """The layout and micro-batches a run continues with, on any number of processes.
+
+    Args:
+        saved: of the run so far, layout resolved.
+        wanted: `without_layout(saved)` with the new command line's flags applied.
+        world_size: number of processes.
+
+    Returns:
+        `wanted` with the saved sizes where they fill the processes, else those that resolve_layout finds, and with the
+        micro-batches of a step shared over the new replicas, unless the flags say how many each runs.
+
+    Raises:
+        ValueError: no layout fills the processes; the micro-batches of a step do not divide over the replicas.
+    """
+    sizes = {axis: getattr(wanted.parallel, axis) or getattr(saved.parallel, axis) for axis in ("tp", "pp", "dp")}
+    if sizes["tp"] * sizes["pp"] * sizes["dp"] == world_size:
+        parallel = replace(wanted.parallel, **sizes)
+    else:
+        parallel = resolve_layout(wanted.parallel, world_size)
+    train = wanted.train
+    if train.num_micro_batches == saved.train.num_micro_batches:
+        in_all = train.num_micro_batches * (saved.parallel.dp or 1)
+        each, rest = divmod(in_all, parallel.dp or 1)
+        if rest:
+            legal = [dp for dp in range(1, world_size + 1) if in_all % dp == 0 and world_size % dp == 0]
+            nearest = min(legal, key=lambda dp: abs(dp - (parallel.dp or 1)))
+            raise ValueError(
+                f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, "
+                f"dp {parallel.dp}: use --parallel.dp {nearest}, or another --train.micro-batch-size and "
+                "--train.num-micro-batches of the same product with dp"
+            )
+        train = replace(train, num_micro_batches=each)
+    return replace(wanted, parallel=parallel, train=train)
+
+
+def state_of(config: Config, fingerprint: str, step: int) -> dict[str, Any]:
+    """What a checkpoint after `step` steps holds besides tensors, as JSON."""
+    return {
+        "config": asdict(replace(config, resume=False)),
+        "data": {"fingerprint": fingerprint, "next_sample": step * _samples_per_step(config)},
+        "random": {"generator": "philox4x32-10, counter-based: no state besides the seed", "seed": config.train.seed},
+    }
+
+
+def find_checkpoint(config: Config, fingerprint: str) -> Checkpoint | None:
+    """Read the index of the newest checkpoint in config.run_dir and check that this run may continue it.
+
+    Args:
+        config: validated.
+        fingerprint: of the text (Corpus.fingerprint).
+
+    Returns:
+        The checkpoint; None if the run was stopped before its first.
+
+    Raises:
+        CheckpointError: a damaged index, a missing or cut file, or another model, dtype, seed, text or batch.
+    """
+    newest = checkpoints_of(config.run_dir).newest()
+    if newest is None:
+        return None
+    index = read_index(newest)
+    _check_continues(newest, index, config, fingerprint)
+    return Checkpoint(newest, index)
+
+
+def _samples_per_step(config: Config) -> int:
+    return config.train.micro_batch_size * config.train.num_micro_batches * (config.parallel.dp or 1)
+
+
+def _check_continues(directory: Path, index: Index, config: Config, fingerprint: str) -> None:
+    try:
+        saved, now = (
+            _decisive(state, index.step) for state in (index.state, state_of(config, fingerprint, index.step))
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"a checkpoint must say what it is of: {directory} lacks {error}: move it away to resume from an older one"
+        ) from None
+    for name, value in now.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"a resumed run must keep {name}: {directory} was saved with {saved.get(name)}, this run has {value}: "
+                f"{_REMEDIES.get(name, f'use {name} {saved.get(name)}')}, or another --run-dir"
+            )
+
+
+_REMEDIES = {
+    "the text": "use the text it was trained on",
+    "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",
+}
+
+
+def _decisive(state: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """By name, what decides the numbers of later steps."""
+    config = state["config"]
+    train, data = config["train"], config["data"]
+    return {
+        **{f"model.{name}": value for name, value in config["model"].items()},
+        **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
+        **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
+        "samples per step": state["data"]["next_sample"] / step if step else None,
+        "the text": state["data"]["fingerprint"][:16],
+        "the seed of its random numbers": state["random"]["seed"],
+    }

@@ -1,0 +1,140 @@
+"""When a run saves: every so many steps, at the last one, and when it is asked to stop; what it says about it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.save import Saver
+from tpengine.metrics import keep_aside
+from tpengine.resume import checkpoints_of, state_of
+from tpengine.trainer import RunError, Trainer
+from tpengine.training_state import blocks_of
+
+
+class RunCheckpoints:
+    """The checkpoints of one run; the constructor is collective.
+
+    Args:
+        trainer: whose state is saved.
+        run_dir: the run's directory on rank 0; None elsewhere.
+
+    Raises:
+        RunError: checkpoints are asked for and some rank does not see rank 0's directory.
+    """
+
+    def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
+        self._trainer, self._train = trainer, trainer.config.train
+        self._saved_step: int | None = None
+        self._failure: str | None = None
+        self._directory = CheckpointDirectory(Path())
+        self._saver: Saver | None = None
+        if self._train.checkpoint_every:
+            self._directory = _agree_on_directory(trainer, run_dir)
+            self._saver = Saver(self._directory, self._train.keep_checkpoints)
+
+    def after_step(self, num_steps: int) -> None:
+        """Begin to save if it is time."""
+        every = self._train.checkpoint_every
+        if every and (num_steps % every == 0 or num_steps == self._train.steps):
+            self._save(num_steps)
+
+    def save_and_say(self, num_steps: int, stop_signal: int) -> str:
+        """Save now, because a signal asked the run to stop, and wait for it.
+
+        Returns:
+            What to tell the user.
+        """
+        what = "interrupted" if stop_signal == signal.SIGINT else "terminated"
+        done = f"{what} after step {num_steps} of {self._train.steps}"
+        if self._saver is None:
+            return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
+        self._save(num_steps)
+        self._wait()
+        return f"{done}: {self._where()}"
+
+    def wait_for_the_last(self) -> str:
+        """Wait until what is under way is on disk.
+
+        Returns:
+            What to tell a user who interrupts the run from now on.
+        """
+        self._wait()
+        return f": {self._where()}" if self._saver is not None else ""
+
+    def raise_if_the_last_is_missing(self) -> None:
+        """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
+
+        Raises:
+            RunError: on all ranks alike.
+        """
+        if self._failure is not None:
+            raise RunError(f"the last checkpoint must be written: {self._failure}: {self._where()}")
+
+    def _where(self) -> str:
+        newest = self._directory.newest()
+        if newest is None:
+            return "no checkpoint is saved"
+        return f"saved in {newest}; continue with --run-dir {self._directory.path.parent} --resume"
+
+    def _save(self, num_steps: int) -> None:
+        assert self._saver is not None
+        trainer = self._trainer
+        trainer.activity.begin("waiting for the checkpoint before", timed=False)
+        self._note(self._saver.wait())
+        if self._saved_step == num_steps:
+            return
+        trainer.activity.begin("copying a checkpoint aside", timed=False)
+        state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps)
+        self._saver.save(num_steps, blocks_of(trainer), state)
+        self._saved_step = num_steps
+
+    def _wait(self) -> None:
+        if self._saver is not None:
+            self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
+            self._note(self._saver.wait())
+
+    def _note(self, failure: str | None) -> None:
+        """Remember and say that a checkpoint could not be written."""
+        self._failure = failure
+        if failure is None:
+            return
+        self._saved_step = None
+        if dist.get_rank() == 0:
+            print(
+                f"tpengine: a checkpoint could not be written, training goes on: {failure}: {self._where()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _agree_on_directory(trainer: Trainer, run_dir: Path | None) -> CheckpointDirectory:
+    """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
+    told: list[str | None] = [None]
+    if run_dir is not None:
+        directory = checkpoints_of(run_dir)
+        if trainer.config.resume:
+            directory.clean()
+        else:
+            kept = keep_aside(directory.path)
+            if kept is not None:
+                print(f"tpengine: an earlier run's checkpoints are kept as {kept}", file=sys.stderr)
+        directory.path.mkdir(exist_ok=True)
+        told = [str(directory.path.resolve())]
+    dist.broadcast_object_list(told, device=None)
+    assert told[0] is not None
+    path = Path(told[0])
+    sees: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(sees, path.is_dir())
+    blind = [rank for rank, seen in enumerate(sees) if not seen]
+    if blind:
+        raise RunError(
+            f"all ranks must reach the run directory to write checkpoints: ranks {blind} do not see {path}: use a "
+            "--run-dir that all nodes share, or --train.checkpoint-every 0"
+        )
+    # Rank 0 says the path as the user gave it.
+    return checkpoints_of(run_dir) if run_dir is not None else CheckpointDirectory(path)

@@ -1,0 +1,75 @@
+"""A trainer's state as blocks of global tensors: what its checkpoints hold, under Hugging Face's Llama names.
+
+    model.layers.0.self_attn.q_proj.weight             in the training dtype, vocabulary padding left out
+    optimizer.exp_avg.model.layers.0...                moments, in the accumulation dtype
+    optimizer.exp_avg_sq.model.layers.0...
+    optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
+
+Nothing in a name or shape depends on the layout, so any layout reads what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tpengine.checkpoint.block import Block
+from tpengine.checkpoint.load import load
+from tpengine.parameters import EMBEDDING, HEAD, ParameterSpec
+from tpengine.resume import Checkpoint
+from tpengine.trainer import Trainer
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of one of our parameters."""
+    return name if name == HEAD else f"model.{name}"
+
+
+def blocks_of(trainer: Trainer) -> dict[str, Block]:
+    """Every block this rank holds, by the name it is saved under; the tensors are the trainer's own."""
+    return dict(_blocks(trainer))
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
+    """Load a checkpoint into a trainer of any layout; collective.
+
+    Returns:
+        The step to go on with.
+
+    Raises:
+        CheckpointError: on all ranks alike: a damaged file, another model.
+    """
+    load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
+    trainer.optimizer.resume_after(checkpoint.index.step)
+    return checkpoint.index.step
+
+
+def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
+    for place, (name, parameter) in enumerate(trainer.model.named_parameters()):
+        spec = trainer.model.specs[name]
+        stored = _stores(trainer, spec, place)
+        saved = hf_name(name)
+        yield saved, _block(trainer, spec, parameter.detach(), stored)
+        for kind, tensor in trainer.optimizer.state_of(name).items():
+            yield f"optimizer.{kind}.{saved}", _block(trainer, spec, tensor, stored)
+
+
+def _block(trainer: Trainer, spec: ParameterSpec, tensor: Tensor, stored: bool) -> Block:
+    offset, _ = spec.block(trainer.mesh.shape.tp, trainer.mesh.at.tp)
+    if spec.valid_rows is None:
+        return Block(tensor, offset, spec.shape, stored)
+    # A rank whose rows are all padding holds an empty block.
+    num_rows = min(max(spec.valid_rows - offset[0], 0), tensor.shape[0])
+    offset = (min(offset[0], spec.valid_rows), *offset[1:])
+    return Block(tensor[:num_rows], offset, (spec.valid_rows, *spec.shape[1:]), stored and num_rows > 0)
+
+
+def _stores(trainer: Trainer, spec: ParameterSpec, place: int) -> bool:
+    """Whether this rank, of those that hold the same block, is the one that stores it; they take turns by parameter."""
+    at, shape = trainer.mesh.at, trainer.mesh.shape
+    if spec.name == EMBEDDING and at.pp > 0:  # the tied copy of the last stage
+        return False
+    num_tp = shape.tp if spec.shard_dim is None else spec.replicas
+    holder = at.dp * num_tp + at.tp % num_tp
+    return place % (shape.dp * num_tp) == holder
