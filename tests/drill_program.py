@@ -1,0 +1,95 @@
+"""The training program with one accident planned: `DRILL=<what>:<rank>:<steps>` in the environment.
+
+The rank dies (SIGKILL) or hangs at a given place, a number of steps after the one it started or resumed with:
+
+    F, B      halfway through a step's forward or backward passes
+    reduce    right after it has started to sum a gradient bucket
+    write     when half of its file of a checkpoint is written
+    hang      in a forward pass, for ever
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tpengine.checkpoint.storage as storage
+from tpengine import run
+from tpengine.plan import Action, Kind
+from tpengine.train import main
+from tpengine.trainer import Trainer
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Accident:
+    """What happens to this rank, and when."""
+
+    def __init__(self, what: str, rank: int, after_steps: int) -> None:
+        self.what, self.after_steps = what, after_steps
+        self.mine = rank == int(os.environ.get("RANK", "0"))
+        self.first_step: int | None = None
+
+    def due(self, trainer: Trainer) -> bool:
+        step = trainer.activity.step or 0
+        if self.first_step is None:
+            self.first_step = step
+        return self.mine and step - self.first_step >= self.after_steps
+
+    def prepare(self, trainer: Trainer) -> None:
+        handlers = dict(trainer.executor.handlers)
+        for kind in (Kind.F, Kind.B):
+            handlers[kind] = self.around(trainer, handlers[kind], kind.value)
+        trainer.executor.handlers = handlers
+        reduce = trainer.buckets._reduce
+
+        def reduce_and_die(index: int, flat: Tensor) -> Any:
+            pending = reduce(index, flat)
+            if self.what == "reduce" and self.due(trainer):
+                die()
+            return pending
+
+        trainer.buckets._reduce = reduce_and_die
+
+    def around(self, trainer: Trainer, handler: Any, kind: str) -> Any:
+        def handle(action: Action) -> None:
+            due = self.due(trainer) and action.microbatch == 1
+            if due and self.what == "hang" and kind == "F":
+                time.sleep(3600)
+            if due and self.what == kind:
+                die()
+            handler(action)
+
+        return handle
+
+
+def main_with(accident: Accident) -> None:
+    class Endangered(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            accident.prepare(self)
+
+    save_file = storage.save_file
+
+    def half_a_file(blocks: Mapping[str, torch.Tensor], path: str) -> None:
+        save_file(dict(blocks), path)
+        if accident.mine and accident.what == "write":
+            os.truncate(path, Path(path).stat().st_size // 2)
+            die()
+
+    storage.save_file = half_a_file  # type: ignore[assignment]
+    run.Trainer = Endangered  # type: ignore[misc]
+    main()
+
+
+what, rank, after_steps = os.environ.get("DRILL", "none:0:0").split(":")
+main_with(Accident(what, int(rank), int(after_steps)))

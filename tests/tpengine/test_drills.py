@@ -1,0 +1,158 @@
+"""Rung: gloo ranks, through torchrun. Ranks are killed and hung on purpose; every run must end, say why, and go on.
+
+What only a GPU checks: the same over NCCL, which does not notice a dead peer by itself (the watch's patience does).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpengine.checkpoint.index import Index, read_index
+from tpengine.resume import checkpoints_of
+
+PROGRAM = str(Path(__file__).parent.parent / "drill_program.py")
+STEPS = 30
+SMALL = (
+    *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),
+    *("--train.seq-len", "16", "--train.micro-batch-size", "2", "--train.num-micro-batches", "4"),
+    *("--train.steps", str(STEPS), "--train.checkpoint-every", "2", "--train.eval-micro-batches", "0"),
+    *("--train.sample-tokens", "0", "--train.dtype", "float64", "--device", "cpu"),
+)
+LAYOUTS = {
+    "pp x tp": ("--parallel.pp", "2", "--parallel.tp", "2"),
+    "pp x dp": ("--parallel.pp", "2", "--parallel.dp", "2"),
+}
+ACTION = r"step \d+, in .+ for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
+
+
+def start(*arguments: str, drill: str = "none:0:0", num_ranks: int = 4) -> subprocess.Popen[str]:
+    environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.Popen(
+        [sys.executable, *launcher, PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DRILL": drill},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the run; return what it wrote to standard error."""
+    try:
+        _, errors = process.communicate(timeout=170)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return errors
+
+
+def last_words(errors: str) -> dict[int, str]:
+    """The report of each rank that gave one."""
+    return {int(m[1]): m[2] for m in re.finditer(r"^tpengine: rank (\d+) ends: (.*)$", errors, re.MULTILINE)}
+
+
+def final_state(run_dir: Path) -> Index:
+    newest = checkpoints_of(run_dir).newest()
+    assert newest is not None
+    index = read_index(newest)
+    assert index.step == STEPS
+    return index
+
+
+@pytest.mark.parametrize(("layout", "accidents"), [("pp x tp", ("F", "B")), ("pp x dp", ("reduce", "write"))])
+def test_any_rank_may_be_killed_anywhere(tmp_path: Path, layout: str, accidents: tuple[str, str]) -> None:
+    """Each of 4 ranks dies in turn in each place, each time resumed; the end is the undisturbed run's, bit by bit.
+
+    Every resumed run is the next one's victim. A run that died before its first checkpoint starts again.
+    """
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    process = start(*SMALL, *LAYOUTS[layout], "--run-dir", str(undisturbed))
+    errors = finish(process)
+    assert process.returncode == 0, errors
+
+    arguments = (*SMALL, *LAYOUTS[layout], "--run-dir", str(disturbed))
+    for what in accidents:
+        for rank in range(4):
+            process = start(*arguments, drill=f"{what}:{rank}:3")
+            errors = finish(process)
+            assert process.returncode != 0, f"nobody died: {what} on rank {rank}"
+            reports = last_words(errors)
+            assert sorted(reports) == [r for r in range(4) if r != rank], f"{what} on rank {rank}: {errors}"
+            for survivor, report in reports.items():
+                assert re.search(ACTION, report), (survivor, report)
+            # Whoever met the dead rank itself knows that it is gone.
+            assert any(re.search(rf"waiting for .*\b{rank}\b.* gone", report) for report in reports.values()), reports
+            assert "exitcode  : -9" in errors and errors.count("exitcode  : 70") == 3, errors
+            arguments = ("--run-dir", str(disturbed), "--resume")
+    process = start(*arguments)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    want, got = final_state(undisturbed), final_state(disturbed)
+    assert got.files == want.files, "weights or moments differ from the undisturbed run"
+    assert not [p.name for p in (disturbed / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert len((disturbed / "metrics.jsonl").read_text().splitlines()) == STEPS
+
+
+def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path) -> None:
+    process = start(*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "4", drill="hang:1:3")
+    errors = finish(process)
+    assert process.returncode != 0
+    reports = last_words(errors)
+    assert sorted(reports) == [0, 1, 2, 3], errors
+    assert "--train.timeout-seconds 4 is over" in errors
+    for report in reports.values():
+        assert re.search(ACTION, report), report
+    assert re.search(r"in 0F1 for", reports[1]), reports[1]
+
+
+def wait_for(path: Path, num_lines: int) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < num_lines:
+        assert time.monotonic() < deadline, f"{path} has not {num_lines} lines"
+        time.sleep(0.1)
+
+
+def test_ranks_blocked_in_a_collective_still_hear_a_request_to_stop(tmp_path: Path) -> None:
+    """No Python signal handler runs in them; the watch's thread reports before torchrun's SIGKILL."""
+    out = tmp_path / "out"
+    process = start(*SMALL, "--run-dir", str(out), drill="hang:3:2")
+    wait_for(out / "metrics.jsonl", 2)
+    process.send_signal(signal.SIGTERM)
+    errors = finish(process)
+    reports = last_words(errors)
+    assert sorted(reports) == [0, 1, 2, 3], errors
+    assert any("SIGTERM, and nothing moved" in report for report in reports.values()), reports
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, number: signal.Signals) -> None:
+    """torchrun is asked to stop; all ranks save at the end of their step. Then two processes go on instead of four."""
+    out = tmp_path / "out"
+    forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000")
+    process = start(*forever, "--run-dir", str(out))
+    wait_for(out / "metrics.jsonl", 3)
+    process.send_signal(number)
+    errors = finish(process)
+    (line,) = re.findall(r"^tpengine: .*after step.*$", errors, re.MULTILINE)
+    what = "interrupted" if number == signal.SIGINT else "terminated"
+    match = re.fullmatch(
+        rf"tpengine: {what} after step (\d+) of 100000: saved in (\S+); continue with --run-dir (\S+) --resume", line
+    )
+    assert match is not None, line
+    step = int(match[1])
+    assert match[2] == str(out / "checkpoints" / f"step-{step:08}") and match[3] == str(out)
+    assert not last_words(errors), "a rank that could save reported an end instead"
+
+    process = start("--run-dir", str(out), "--resume", "--train.steps", str(step + 2), num_ranks=2)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == step + 2
