@@ -112,7 +112,7 @@ def _train(
             first_step = restore(trainer, checkpoint)
         except CheckpointError as error:
             raise RunError(str(error)) from None
-    with _open_writer(trainer, run_dir, console, first_step) as writer:
+    with _open_writer(trainer, run_dir, console, first_step) as writer, checkpoints:
         _steps(trainer, first_step, console, writer, checkpoints, watch)
     held_out = None
     if config.train.eval_micro_batches:
@@ -208,7 +208,8 @@ def _steps(
                 progress.__exit__()
                 watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
             checkpoints.after_step(step + 1)
-    watch.parting = checkpoints.wait_for_the_last()
+    checkpoints.wait()
+    watch.parting = checkpoints.where()
     watch.stoppable = False
 
 

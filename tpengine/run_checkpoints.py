@@ -17,7 +17,7 @@ from tpengine.training_state import blocks_of
 
 
 class RunCheckpoints:
-    """The checkpoints of one run; the constructor is collective.
+    """The checkpoints of one run; the constructor is collective. Leaving its context waits for what is being written.
 
     Args:
         trainer: whose state is saved.
@@ -37,6 +37,13 @@ class RunCheckpoints:
             self._directory = _agree_on_directory(trainer, run_dir)
             self._saver = Saver(self._directory, self._train.keep_checkpoints)
 
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A thread that still talked over its group while the groups are destroyed would end the process.
+        self.wait()
+
     def after_step(self, num_steps: int) -> None:
         """Begin to save if it is time."""
         every = self._train.checkpoint_every
@@ -54,17 +61,21 @@ class RunCheckpoints:
         if self._saver is None:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
         self._save(num_steps)
-        self._wait()
-        return f"{done}: {self._where()}"
+        self.wait()
+        return f"{done}{self.where()}"
 
-    def wait_for_the_last(self) -> str:
-        """Wait until what is under way is on disk.
+    def wait(self) -> None:
+        """Wait until what is under way is on disk."""
+        if self._saver is not None:
+            self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
+            self._note(self._saver.wait())
 
-        Returns:
-            What to tell a user who interrupts the run from now on.
-        """
-        self._wait()
-        return f": {self._where()}" if self._saver is not None else ""
+    def where(self) -> str:
+        """What is on disk and how to go on from it, to end a message with."""
+        newest = self._directory.newest() if self._saver is not None else None
+        if newest is None:
+            return ": no checkpoint is saved"
+        return f": saved in {newest}; continue with --run-dir {self._directory.path.parent} --resume"
 
     def raise_if_the_last_is_missing(self) -> None:
         """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
@@ -73,13 +84,7 @@ class RunCheckpoints:
             RunError: on all ranks alike.
         """
         if self._failure is not None:
-            raise RunError(f"the last checkpoint must be written: {self._failure}: {self._where()}")
-
-    def _where(self) -> str:
-        newest = self._directory.newest()
-        if newest is None:
-            return "no checkpoint is saved"
-        return f"saved in {newest}; continue with --run-dir {self._directory.path.parent} --resume"
+            raise RunError(f"the last checkpoint must be written: {self._failure}{self.where()}")
 
     def _save(self, num_steps: int) -> None:
         assert self._saver is not None
@@ -90,23 +95,19 @@ class RunCheckpoints:
             return
         trainer.activity.begin("copying a checkpoint aside", timed=False)
         state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps)
+        self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps
 
-    def _wait(self) -> None:
-        if self._saver is not None:
-            self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
-            self._note(self._saver.wait())
-
     def _note(self, failure: str | None) -> None:
-        """Remember and say that a checkpoint could not be written."""
-        self._failure = failure
+        """Say that a checkpoint could not be written, and remember it: the next one may do better."""
         if failure is None:
             return
+        self._failure = failure
         self._saved_step = None
         if dist.get_rank() == 0:
             print(
-                f"tpengine: a checkpoint could not be written, training goes on: {failure}: {self._where()}",
+                f"tpengine: a checkpoint could not be written, training goes on: {failure}{self.where()}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -18,6 +18,7 @@ from tpengine.watch import Watch
 
 def main() -> None:
     """Parse, check, train."""
+    message = None
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
@@ -31,12 +32,14 @@ def main() -> None:
         try:
             train(config, corpus, launch, device, run_dir, checkpoint, watch)
         except RunError as error:
-            leave(str(error), os.environ, speaks=launch.rank == 0)
+            message = str(error)
         except Exception as error:
             if is_lost_connection(error):
                 watch.report_and_leave("a connection closed")
             traceback.print_exc()
             watch.report_and_leave(repr(error.__cause__ or error))
+    if message is not None:
+        leave(message, os.environ, speaks=launch.rank == 0)
 
 
 if __name__ == "__main__":

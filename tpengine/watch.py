@@ -144,7 +144,7 @@ class Watch:
     def _leave(self, code: int, line: str) -> NoReturn:
         # The main thread and this one may both have found out: one speaks, the other waits for the end.
         self._leaving.acquire()
-        if sys.stdout.isatty():
+        if self._rank == 0 and sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h\n")  # a progress line hides the cursor
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -1,0 +1,127 @@
+"""Rung: pure, in processes of their own: signals, the clock, and the line a rank leaves with. No torch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import signal, sys, time
+from tpengine.activity import Activity
+from tpengine.watch import Watch
+activity = Activity()
+with Watch(3, activity) as watch:
+    activity.step = 6
+"""
+
+
+def leave(body: str, tmp_path: Path, *signals: signal.Signals) -> tuple[int, str]:
+    """Run the body inside a watch, send the signals when it prints, return exit code and standard error."""
+    script = tmp_path / "program.py"
+    script.write_text(HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    if signals:
+        assert process.stdout.readline()
+    for number in signals:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+# Blocks the main thread in C as a collective does: Python's own handlers, which run between bytecodes, never come.
+DEAF = (
+    "print('ready', flush=True)\nimport ctypes\nmutex, lock = bytes(64), ctypes.CDLL(None).pthread_mutex_lock\n"
+    "lock(mutex)\nlock(mutex)"
+)
+
+
+def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
+    """What makes the watch necessary: without it the same program does not react."""
+    script = tmp_path / "program.py"
+    script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{DEAF}\n")
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    process.kill()
+    process.communicate()
+
+
+def test_before_training_an_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
+    code, errors = leave("watch.parting = ': nothing yet'\n" + DEAF, tmp_path, signal.SIGINT)
+    assert code == 130 and errors == ""  # rank 3: rank 0 speaks
+    code, errors = leave("watch._rank = 0\nwatch.parting = ': nothing yet'\n" + DEAF, tmp_path, signal.SIGINT)
+    assert code == 130 and errors == "tpengine: interrupted: nothing yet\n"
+
+
+def test_before_training_a_request_to_terminate_names_what_was_going_on(tmp_path: Path) -> None:
+    code, errors = leave("activity.begin('reading')\n" + DEAF, tmp_path, signal.SIGTERM)
+    assert code == 143
+    assert errors.startswith("tpengine: rank 3 ends: SIGTERM: step 7, in reading for 0.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, number: signal.Signals) -> None:
+    body = (
+        "watch.stoppable = True\nprint('ready', flush=True)\n"
+        "while not watch.stop:\n    activity.begin('0F0')\n    time.sleep(0.01)\n"
+        "watch._rank = 0\nwatch.leave_stopped(watch.stop, 'saved')"
+    )
+    assert leave(body, tmp_path, number) == (128 + number, "tpengine: saved\n")
+
+
+def test_a_deaf_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
+    body = "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
+    code, errors = leave(body + DEAF, tmp_path, signal.SIGTERM)
+    assert code == 70
+    assert "rank 3 ends: SIGTERM, and nothing moved for 5 s after it: step 7, in 0B1 for " in errors
+    assert errors.endswith(", waiting for 0B1s peer\n") and errors.count("\n") == 1
+
+
+def test_an_action_that_outlives_the_limit_is_reported(tmp_path: Path) -> None:
+    code, errors = leave("watch.timeout_seconds = 0.5\nactivity.begin('0F2')\n" + DEAF, tmp_path)
+    assert code == 70 and "--train.timeout-seconds 0.5 is over: step 7, in 0F2 for " in errors
+
+
+def test_what_is_not_timed_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
+    body = (
+        "watch.timeout_seconds = 0.2\nactivity.begin('writing', timed=False)\ntime.sleep(1.5)\n"
+        "activity.begin('0F0')\ntime.sleep(60)"
+    )
+    code, errors = leave(body, tmp_path)
+    assert code == 70 and "in 0F0" in errors
+
+
+def test_a_second_interrupt_ends_a_slow_save(tmp_path: Path) -> None:
+    """The same Ctrl-C often arrives twice, from the terminal and from torchrun; a person's second comes later."""
+    body = (
+        "watch._rank = 0\nwatch.stoppable = True\nactivity.begin('writing', timed=False)\nprint('ready', flush=True)\n"
+        "import os\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(2.5)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)"
+    )
+    code, errors = leave(body, tmp_path, signal.SIGINT)
+    assert code == 130 and errors == "tpengine: interrupted again: this step is lost\n"
+
+
+def test_a_broken_explanation_does_not_swallow_the_report(tmp_path: Path) -> None:
+    body = "watch.timeout_seconds = 0.3\nwatch.explain = lambda what: 1 / 0\nactivity.begin('0F2')\n"
+    code, errors = leave(body + DEAF, tmp_path)
+    assert code == 70 and "whom it waited for is unknown: ZeroDivisionError" in errors
+
+
+def test_a_finished_watch_gives_the_signals_back(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import signal\n"
+        + HEAD
+        + "    pass\n"
+        + "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.set_wakeup_fd(-1))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True -1\n", done.stderr
