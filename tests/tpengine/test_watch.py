@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
     script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{DEAF}\n")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
+    time.sleep(1)  # it blocks right after it has printed
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=2)

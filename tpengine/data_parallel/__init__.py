@@ -1,5 +1,6 @@
-"""Data parallelism: flat gradient buckets, reduced inside the last micro-batch's backward as the plan says."""
+"""Data parallelism: flat gradient buckets reduced while backward runs, for the engine's plan and for any module."""
 
 from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.data_parallel.module import DataParallel
 
-__all__ = ["GradientBuckets"]
+__all__ = ["DataParallel", "GradientBuckets"]

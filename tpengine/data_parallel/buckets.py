@@ -1,23 +1,25 @@
 """Flat gradient buckets: layout, counting of contributions, reductions in the plan's order.
 
-A bucket is one flat tensor in promote_types(dtype, float32); the gradients of its parameters are views of it, so a
-reduction is one collective without any copy. Gradients are zeroed when a step begins and accumulated over its
-micro-batches. Reductions start only while armed, that is inside the backward pass the plan names, and in exactly
-the plan's order: a bucket that completes early waits its turn, since all replicas must issue the same collectives
-in the same order.
+A bucket is one flat tensor; the gradients of its parameters are views of it, so a reduction is one collective without
+any copy. Reductions start only while armed, and in exactly the order given: a bucket that completes early waits its
+turn, since all replicas must issue the same collectives in the same order.
 
-What is deliberately elsewhere: which parameters share a bucket (parameters.bucket_layouts, torch-free), and who
-adds to the views (gradients.BufferSink).
+What is deliberately elsewhere: which parameters share a bucket and who adds to the views. In the engine these are
+parameters.bucket_layouts (torch-free) and gradients.BufferSink: buckets lie in promote_types(dtype, float32), are
+zeroed when a step begins, accumulate over its micro-batches and are armed for the backward pass the plan names. For
+any `nn.Module` both are data_parallel.module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+_Value = TypeVar("_Value", torch.dtype, torch.device)
 
 
 class Layout(Protocol):
@@ -43,16 +45,20 @@ class GradientBuckets:
         parameters: every parameter by name.
         contributions: how many contributions one backward pass makes to each parameter.
         reduce: starts summing a bucket's flat tensor over its ranks: (bucket index, tensor) -> pending sum.
-        dtype, device: of the buffers.
+        dtype, device: of the buffers; None takes each bucket's from its parameters, which must agree.
+        count_usage: each buffer ends in one more element a parameter, for its owner to say who used it: a count that
+            is summed along with the gradients.
 
     Attributes:
-        flat: the buffers by bucket index.
-        gradients: parameter name -> its view, of the parameter's shape.
+        flat: the buffers by bucket index, whole.
+        sums: the part of each buffer that holds gradients.
+        usage: the rest, in the order of the layout's names; empty without `count_usage`.
+        gradients: parameter name -> its view, of the parameter's shape and strides.
 
     Raises:
         RuntimeError: from `disarm`, a reduction the plan asks for could not start since contributions are missing.
 
-    Memory: one element of `dtype` a parameter element.
+    Memory: one element of the buffer's dtype a parameter element.
     """
 
     def __init__(
@@ -61,20 +67,30 @@ class GradientBuckets:
         parameters: Mapping[str, Parameter],
         contributions: Mapping[str, int],
         reduce: Callable[[int, Tensor], Reduction],
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        count_usage: bool = False,
     ) -> None:
         self._reduce = reduce
         self.flat: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
+        self.usage: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self._bucket_of: dict[Parameter, int] = {}
         self._expected: dict[int, int] = {}
         for index, layout in layouts.items():
-            self.flat[index] = torch.zeros(sum(layout.numels), dtype=dtype, device=device)
-            pieces = self.flat[index].split(list(layout.numels))
-            for name, piece in zip(layout.names, pieces, strict=True):
-                self.gradients[name] = piece.view_as(parameters[name])
-                self._bucket_of[parameters[name]] = index
+            members = [parameters[name] for name in layout.names]
+            num_gradients, num_counts = sum(layout.numels), len(members) if count_usage else 0
+            self.flat[index] = torch.zeros(
+                num_gradients + num_counts,
+                dtype=dtype or _the_one({p.dtype for p in members}),
+                device=device or _the_one({p.device for p in members}),
+            )
+            self.sums[index], self.usage[index] = self.flat[index].split([num_gradients, num_counts])
+            pieces = self.sums[index].split(list(layout.numels))
+            for name, parameter, piece in zip(layout.names, members, pieces, strict=True):
+                self.gradients[name] = piece.as_strided(parameter.shape, _strides(parameter))
+                self._bucket_of[parameter] = index
             self._expected[index] = sum(contributions[name] for name in layout.names)
         self._missing: dict[int, int] = {}
         self._order: list[int] = []
@@ -106,10 +122,19 @@ class GradientBuckets:
             return
         self._missing[index] -= 1
         while self._order and self._missing[self._order[0]] == 0:
-            due = self._order.pop(0)
-            if self._on_start is not None:
-                self._on_start(due)
-            self._pending[due] = self._reduce(due, self.flat[due])
+            self._start_next()
+
+    def flush(self) -> None:
+        """End the backward pass, contributions missing or not: start the reductions that are left, in order."""
+        while self._order:
+            self._start_next()
+        self._missing = {}
+
+    def _start_next(self) -> None:
+        due = self._order.pop(0)
+        if self._on_start is not None:
+            self._on_start(due)
+        self._pending[due] = self._reduce(due, self.flat[due])
 
     def disarm(self) -> None:
         """End the backward pass: every armed bucket must have started its reduction."""
@@ -124,3 +149,13 @@ class GradientBuckets:
     def wait(self, index: int) -> None:
         """Wait until the sum of bucket `index` is there."""
         self._pending.pop(index).wait()
+
+
+def _strides(parameter: Parameter) -> tuple[int, ...]:
+    """Those a dense tensor laid out like the parameter has: optimizers take their fast path where they agree."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _the_one(values: set[_Value]) -> _Value:
+    assert len(values) == 1, f"a bucket holds one dtype and one device: got {values}"
+    return next(iter(values))

@@ -101,3 +101,51 @@ def test_a_step_cannot_begin_before_reductions_were_waited_for() -> None:
     buckets.disarm()
     with pytest.raises(AssertionError, match="not waited for"):
         buckets.zero()
+
+
+def test_flush_starts_what_is_left_in_order() -> None:
+    recorder = Recorder()
+    buckets, parameters = build(recorder)
+    buckets.arm([5, 6])
+    buckets.contributed(parameters["c"])
+    buckets.contributed(parameters["b"])
+    buckets.flush()
+    assert recorder.started == [5, 6]
+    buckets.contributed(parameters["a"])
+    buckets.flush()
+    assert recorder.started == [5, 6]
+    buckets.arm([5])
+    assert recorder.started == [5, 6]
+
+
+def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
+    a = Parameter(torch.zeros(2, 3, 2, 2, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+    parameters = {"a": a, "b": Parameter(torch.zeros(3)), "c": Parameter(torch.zeros(5, 4).T)}
+    layouts = {
+        0: SimpleNamespace(names=("c", "b"), numels=(20, 3)),
+        1: SimpleNamespace(names=("a",), numels=(24,)),
+    }
+    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1, "c": 1}, Recorder(), None, None)
+    assert [flat.dtype for flat in buckets.flat.values()] == [torch.float32, torch.bfloat16]
+    for name, parameter in parameters.items():
+        assert buckets.gradients[name].shape == parameter.shape
+        assert buckets.gradients[name].stride() == parameter.stride()
+        buckets.gradients[name].fill_(1)
+    assert all(bool((flat == 1).all()) for flat in buckets.flat.values())  # each element belongs to one view
+
+
+def test_counts_of_users_travel_with_the_gradients() -> None:
+    parameters = {name: Parameter(torch.zeros(2, 3)) for name in "ab"}
+    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(6, 6))}
+    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder(), None, None, count_usage=True)
+    buckets.usage[0].copy_(torch.tensor([True, False]))
+    buckets.sums[0].fill_(2)
+    assert buckets.flat[0].tolist() == [2] * 12 + [1, 0]
+    assert buckets.gradients["a"].tolist() == [[2] * 3] * 2
+
+
+def test_a_bucket_of_two_dtypes_is_a_mistake() -> None:
+    parameters = {"a": Parameter(torch.zeros(2)), "b": Parameter(torch.zeros(2, dtype=torch.float64))}
+    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(2, 2))}
+    with pytest.raises(AssertionError, match="one dtype and one device"):
+        GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder(), None, None)
