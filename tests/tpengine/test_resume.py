@@ -1,0 +1,152 @@
+"""Rung: pure. What a run continues with, and what it may not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpengine.arguments import ConfigError, parse_config
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.index import CheckpointError, Index, write_index
+from tpengine.config import Config, ParallelConfig, TrainConfig, dump_toml, validate
+from tpengine.resume import continued_config, find_checkpoint, state_of, without_layout
+
+
+def saved_run(tp: int, pp: int, dp: int, num_micro_batches: int = 4) -> Config:
+    config = Config(
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+        train=TrainConfig(num_micro_batches=num_micro_batches, micro_batch_size=4),
+    )
+    return validate(config, tp * pp * dp)
+
+
+def sizes(config: Config) -> tuple[int | None, int | None, int | None]:
+    return config.parallel.tp, config.parallel.pp, config.parallel.dp
+
+
+def test_the_same_processes_keep_the_layout() -> None:
+    saved = saved_run(1, 4, 1)
+    assert continued_config(saved, without_layout(saved), 4) == saved
+
+
+def test_other_processes_get_a_layout_and_the_same_global_batch() -> None:
+    saved = saved_run(1, 2, 2)
+    continued = continued_config(saved, without_layout(saved), 2)
+    assert sizes(continued) == (2, 1, 1) and continued.train.num_micro_batches == 8
+    continued = continued_config(saved, without_layout(saved), 1)
+    assert sizes(continued) == (1, 1, 1) and continued.train.num_micro_batches == 8
+
+
+def test_sizes_that_the_flags_give_stand() -> None:
+    saved = saved_run(2, 2, 1)
+    wanted = without_layout(saved)
+    wanted = replace(wanted, parallel=replace(wanted.parallel, dp=4))
+    continued = continued_config(saved, wanted, 4)
+    assert sizes(continued) == (1, 1, 4) and continued.train.num_micro_batches == 1
+    with pytest.raises(ValueError, match=r"tp\*pp\*dp must equal the number of processes"):
+        continued_config(saved, wanted, 6)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_a_way_out() -> None:
+    saved = saved_run(1, 1, 1, num_micro_batches=4)
+    wanted = without_layout(saved)
+    wanted = replace(wanted, parallel=replace(wanted.parallel, tp=1, pp=1))
+    with pytest.raises(ValueError, match=r"the run has 4 a step, dp 3: use --parallel.dp 1"):
+        continued_config(saved, wanted, 3)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]))
+def test_the_global_batch_never_changes(world: int, dp: int, new_world: int) -> None:
+    saved = saved_run(1, 1, dp, num_micro_batches=8)
+    continued = continued_config(saved, without_layout(saved), new_world)
+    new_dp = continued.parallel.dp
+    assert new_dp is not None
+    assert continued.train.num_micro_batches * new_dp == 8 * dp
+
+
+def write_checkpoint(run_dir: Path, config: Config, step: int = 10) -> Path:
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    write_index(directory.begin(step), Index(step, {}, {}, state_of(config, "f" * 64, step)))
+    directory.complete(step)
+    return directory.of_step(step)
+
+
+def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    assert find_checkpoint(config, "f" * 64) is None
+    write_checkpoint(tmp_path, config, 10)
+    write_checkpoint(tmp_path, config, 20)
+    found = find_checkpoint(config, "f" * 64)
+    assert found is not None and found.index.step == 20 and found.directory.name == "step-00000020"
+
+
+def test_layout_steps_and_learning_rate_may_change(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 2), run_dir=str(tmp_path))
+    write_checkpoint(tmp_path, config)
+    other = replace(saved_run(2, 2, 1, num_micro_batches=8), run_dir=str(tmp_path))
+    other = replace(other, optim=replace(other.optim, lr=1e-5), train=replace(other.train, steps=9999))
+    assert find_checkpoint(other, "f" * 64) is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("model", "hidden_size", 64, "must keep model.hidden_size: {} was saved with 128, this run has 64: use model"),
+        ("model", "tie_embeddings", True, "must keep model.tie_embeddings"),
+        ("train", "seq_len", 64, "must keep train.seq_len"),
+        ("train", "seed", 3, "must keep train.seed"),
+        ("train", "dtype", "bfloat16", "must keep train.dtype"),
+        (
+            "train",
+            "num_micro_batches",
+            8,
+            "must keep samples per step: {} was saved with 16.0, this run has 32.0: choose",
+        ),
+        ("data", "ignore_token", 7, "must keep data.ignore_token"),
+        ("data", "held_out_fraction", 0.5, "must keep data.held_out_fraction"),
+    ],
+)
+def test_what_decides_later_numbers_may_not_change(
+    tmp_path: Path, section: str, name: str, value: object, message: str
+) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    directory = write_checkpoint(tmp_path, config)
+    other = replace(config, **{section: replace(getattr(config, section), **{name: value})})  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError) as error:
+        find_checkpoint(other, "f" * 64)
+    assert message.format(directory) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_text_is_refused(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    write_checkpoint(tmp_path, config)
+    with pytest.raises(CheckpointError, match=r"must keep the text.*use the text it was trained on"):
+        find_checkpoint(config, "e" * 64)
+
+
+def test_the_command_line_continues_the_runs_own_configuration(tmp_path: Path) -> None:
+    saved = replace(saved_run(1, 1, 2), run_dir=str(tmp_path), optim=replace(Config().optim, lr=1e-4))
+    (tmp_path / "config.toml").write_text(dump_toml(saved))
+    config = parse_config(["--resume", "--run-dir", str(tmp_path), "--optim.beta1", "0.8"], 1)
+    assert (config.optim.lr, config.optim.beta1, config.resume) == (1e-4, 0.8, True)
+    assert sizes(config) == (1, 1, 1) and config.train.num_micro_batches == 8
+    config = parse_config(["--resume", "--run-dir", str(tmp_path), "--preset", "bench"], 1)
+    assert config.optim.lr != 1e-4 and config.resume
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs the directory of a run: got no --run-dir"),
+        (["--resume", "--run-dir", "{}/absent"], "absent has no config.toml"),
+        (["--resume=yes"], "--resume takes no value: got 'yes': use --resume or --no-resume"),
+    ],
+)
+def test_resuming_nothing_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config([argument.format(tmp_path) for argument in arguments], 1)
+    assert message in str(error.value) and "\n" not in str(error.value)
