@@ -1,6 +1,7 @@
 """The training program with one accident planned: `DRILL=<what>:<rank>:<steps>` in the environment.
 
-The rank dies (SIGKILL) or hangs at a given place, a number of steps after the one it started or resumed with:
+The rank dies (SIGKILL) or hangs at a given place, a number of steps after the one it started or resumed with. Rank
+"attempt" is another one in each of torchrun's restarts: 0, 1, 2, ...
 
     F, B      halfway through a step's forward or backward passes
     reduce    right after it has started to sum a gradient bucket
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,4 +94,7 @@ def main_with(accident: Accident) -> None:
 
 
 what, rank, after_steps = os.environ.get("DRILL", "none:0:0").split(":")
-main_with(Accident(what, int(rank), int(after_steps)))
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+if os.environ.get("RANK") == "0":
+    print(f"drill: attempt {attempt}", file=sys.stderr, flush=True)
+main_with(Accident(what, int(attempt if rank == "attempt" else rank), int(after_steps)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -25,7 +25,10 @@ def explain(trainer: Trainer, peers: Peers, what: object) -> str:
     by_axis = awaited(trainer, what)
     if not by_axis:
         return ", waiting for nobody"
-    parts = [f"{_ranks(ranks)} ({axis})" for axis, ranks in by_axis.items()]
+    axes_of: dict[tuple[int, ...], list[str]] = {}
+    for axis, ranks in by_axis.items():
+        axes_of.setdefault(tuple(ranks), []).append(axis)
+    parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
     gone = peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
     ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
     return f", waiting for {' and '.join(parts)}{ending}"
@@ -71,5 +74,5 @@ def _others(by_axis: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
     return {axis: ranks for axis, ranks in others.items() if ranks}
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -59,10 +59,13 @@ def start(device: torch.device, launch: Launch) -> None:
         torch.cuda.init()
     elif launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    store: Any
     if launch.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+    # torchrun --max-restarts may hand out the store of the attempt before, where dead ranks have left their addresses.
+    store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
     backend = "gloo"
     if device.type == "cuda":
         num_cards = len(_cards_of_all_ranks(store, device, launch))

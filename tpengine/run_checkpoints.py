@@ -15,6 +15,9 @@ from tpengine.resume import checkpoints_of, state_of
 from tpengine.trainer import RunError, Trainer
 from tpengine.training_state import blocks_of
 
+# How long a rank that has failed stays for a checkpoint under way; if a peer is gone, the write fails much sooner.
+_LAST_WRITE_SECONDS = 10.0
+
 
 class RunCheckpoints:
     """The checkpoints of one run; the constructor is collective. Leaving its context waits for what is being written.
@@ -40,9 +43,14 @@ class RunCheckpoints:
     def __enter__(self) -> RunCheckpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # A thread that still talked over its group while the groups are destroyed would end the process.
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, RunError):
+            # A thread that still talked over its group while the groups are destroyed would end the process.
+            self.wait()
+        elif self._saver is not None:
+            # This rank is about to leave, and says what it was doing: that stays as it is. The ranks that still live
+            # can complete what they have begun.
+            self._saver.wait(_LAST_WRITE_SECONDS)
 
     def after_step(self, num_steps: int) -> None:
         """Begin to save if it is time."""
@@ -107,7 +115,7 @@ class RunCheckpoints:
         self._saved_step = None
         if dist.get_rank() == 0:
             print(
-                f"tpengine: a checkpoint could not be written, training goes on: {failure}{self.where()}",
+                f"tpengine: a checkpoint could not be written: {failure}{self.where()}",
                 file=sys.stderr,
                 flush=True,
             )

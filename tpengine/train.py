@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 
 from tpengine.activity import Activity
@@ -14,6 +15,9 @@ from tpengine.arguments import exit_on_user_error, leave, parse_config
 from tpengine.data import open_corpus
 from tpengine.resume import find_checkpoint
 from tpengine.watch import Watch
+
+# A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
+_DYING_SECONDS = 0.5
 
 
 def main() -> None:
@@ -35,6 +39,7 @@ def main() -> None:
             message = str(error)
         except Exception as error:
             if is_lost_connection(error):
+                time.sleep(_DYING_SECONDS)
                 watch.report_and_leave("a connection closed")
             traceback.print_exc()
             watch.report_and_leave(repr(error.__cause__ or error))

@@ -19,7 +19,7 @@ from tpengine.checkpoint.index import Index, read_index
 from tpengine.resume import checkpoints_of
 
 PROGRAM = str(Path(__file__).parent.parent / "drill_program.py")
-STEPS = 30
+STEPS = 16
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),
     *("--train.seq-len", "16", "--train.micro-batch-size", "2", "--train.num-micro-batches", "4"),
@@ -30,12 +30,17 @@ LAYOUTS = {
     "pp x tp": ("--parallel.pp", "2", "--parallel.tp", "2"),
     "pp x dp": ("--parallel.pp", "2", "--parallel.dp", "2"),
 }
-ACTION = r"step \d+, in .+ for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
+DOING = (
+    r"(\d+[FB]\d+(\[.*\])?|(w|X)\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|summing the loss|"
+    r"ending the step with all ranks|waiting for the checkpoint before|copying a checkpoint aside)"
+)
+ACTION = rf"step \d+, in {DOING} for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
 
 
-def start(*arguments: str, drill: str = "none:0:0", num_ranks: int = 4) -> subprocess.Popen[str]:
+def start(*arguments: str, drill: str = "none:0:0", num_ranks: int = 4, restarts: int = 0) -> subprocess.Popen[str]:
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher += ["--max-restarts", str(restarts)]
     return subprocess.Popen(
         [sys.executable, *launcher, PROGRAM, *arguments],
         stdout=subprocess.PIPE,
@@ -70,36 +75,50 @@ def final_state(run_dir: Path) -> Index:
 
 @pytest.mark.parametrize(("layout", "accidents"), [("pp x tp", ("F", "B")), ("pp x dp", ("reduce", "write"))])
 def test_any_rank_may_be_killed_anywhere(tmp_path: Path, layout: str, accidents: tuple[str, str]) -> None:
-    """Each of 4 ranks dies in turn in each place, each time resumed; the end is the undisturbed run's, bit by bit.
+    """Each of 4 ranks dies in turn in each place; torchrun restarts all, --resume goes on from the newest checkpoint.
 
-    Every resumed run is the next one's victim. A run that died before its first checkpoint starts again.
+    The end is the undisturbed run's, bit by bit. A run that died before its first checkpoint starts again.
     """
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    process = start(*SMALL, *LAYOUTS[layout], "--run-dir", str(undisturbed))
+    arguments = (*SMALL, *LAYOUTS[layout], "--preset", "tiny", "--resume", "--run-dir")
+    process = start(*arguments, str(tmp_path / "undisturbed"))
     errors = finish(process)
     assert process.returncode == 0, errors
-
-    arguments = (*SMALL, *LAYOUTS[layout], "--run-dir", str(disturbed))
+    want = final_state(tmp_path / "undisturbed")
     for what in accidents:
-        for rank in range(4):
-            process = start(*arguments, drill=f"{what}:{rank}:3")
-            errors = finish(process)
-            assert process.returncode != 0, f"nobody died: {what} on rank {rank}"
-            reports = last_words(errors)
-            assert sorted(reports) == [r for r in range(4) if r != rank], f"{what} on rank {rank}: {errors}"
-            for survivor, report in reports.items():
-                assert re.search(ACTION, report), (survivor, report)
-            # Whoever met the dead rank itself knows that it is gone.
-            assert any(re.search(rf"waiting for .*\b{rank}\b.* gone", report) for report in reports.values()), reports
-            assert "exitcode  : -9" in errors and errors.count("exitcode  : 70") == 3, errors
-            arguments = ("--run-dir", str(disturbed), "--resume")
-    process = start(*arguments)
+        run_dir = tmp_path / what
+        process = start(*arguments, str(run_dir), drill=f"{what}:attempt:3", restarts=4)
+        errors = finish(process)
+        assert process.returncode == 0, errors
+        attempts = errors.split("drill: attempt ")[1:]
+        assert [int(attempt[0]) for attempt in attempts] == [0, 1, 2, 3, 4], f"not every rank died in {what}: {errors}"
+        for dead, attempt in enumerate(attempts[:4]):
+            check_reports(what, dead, last_words(attempt))
+        assert not last_words(attempts[4])
+        assert final_state(run_dir).files == want.files, "weights or moments differ from the undisturbed run"
+        assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+        assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == STEPS
+
+
+def check_reports(what: str, dead: int, reports: dict[int, str]) -> None:
+    """Every survivor says what it did and whom it waited for, and one of them that the dead rank is gone."""
+    assert sorted(reports) == [rank for rank in range(4) if rank != dead], f"{what} on rank {dead}: {reports}"
+    for report in reports.values():
+        assert re.search(ACTION, report), report
+    assert any(re.search(rf"waiting for .*\b{dead}\b.* gone", report) for report in reports.values()), reports
+
+
+def test_a_killed_run_is_resumed_by_hand(tmp_path: Path) -> None:
+    """Without restarts torchrun ends all ranks: the dead one by its signal, the others by themselves, with code 70."""
+    out = str(tmp_path / "out")
+    process = start(*SMALL, "--run-dir", out, drill="B:1:3")
+    errors = finish(process)
+    assert process.returncode != 0
+    check_reports("B", 1, last_words(errors))
+    assert "exitcode  : -9" in errors and errors.count("exitcode  : 70") == 3, errors
+    process = start("--run-dir", out, "--resume", num_ranks=1)
     errors = finish(process)
     assert process.returncode == 0, errors
-    want, got = final_state(undisturbed), final_state(disturbed)
-    assert got.files == want.files, "weights or moments differ from the undisturbed run"
-    assert not [p.name for p in (disturbed / "checkpoints").iterdir() if p.name.startswith(".")]
-    assert len((disturbed / "metrics.jsonl").read_text().splitlines()) == STEPS
+    final_state(Path(out))
 
 
 def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path) -> None:

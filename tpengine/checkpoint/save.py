@@ -65,22 +65,22 @@ class Saver:
         self._thread.start()
         return failure
 
-    def wait(self) -> str | None:
+    def wait(self, seconds: float | None = None) -> str | None:
         """Wait for what is being written.
+
+        Args:
+            seconds: at most so long; None for as long as it takes.
 
         Returns:
             None if it is on disk, or nothing was under way; else why it is not, in one line, on all ranks alike.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return f"{self._directory.of_step(self._step)}: still being written after {seconds} s"
             self._thread = None
         failure, self._failure = self._failure, None
         return failure
-
-    @property
-    def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
 
     def _copy(self, name: str, block: Block) -> Block:
         if name not in self._copies:
