@@ -68,8 +68,9 @@ class Stage:
 
     def backward(self, microbatch: int) -> None:
         """Run B and forget the micro-batch."""
-        y = self._outputs.pop(microbatch)
-        torch.autograd.backward(y, self._output_grads.pop(microbatch, None))
+        y, dy = self._outputs.pop(microbatch), self._output_grads.pop(microbatch, None)
+        if y.requires_grad:  # a first stage may have nothing to train
+            torch.autograd.backward(y, dy)
         x = self._inputs.pop(microbatch, None)
         if x is not None:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"

@@ -18,13 +18,11 @@ graph, and there is no wrapper.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +30,7 @@ from torch.nn import Parameter
 
 from tpengine.collectives import Communicator, Pending
 from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.same_model import broadcast_model, check_same, describe_model
 
 
 class DataParallel:
@@ -82,9 +81,8 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, communicator: Communicator, bucket_bytes: int = 25_000_000) -> None:
         self._comm, self._num_replicas = communicator, communicator.size
-        _check_same_model(model, bucket_bytes, communicator)
-        for tensor in (*model.parameters(), *model.buffers()):
-            _broadcast_(tensor.detach(), communicator)
+        check_same([f"bucket_bytes {bucket_bytes}", *describe_model(model)], model, communicator)
+        broadcast_model(model, communicator)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         layouts = _layouts(trained, bucket_bytes)
@@ -220,49 +218,3 @@ def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_Bucke
     place = {name: i for i, name in enumerate(reversed(parameters))}
     closed.sort(key=lambda bucket: place[bucket[-1]])
     return [_BucketLayout(tuple(bucket), tuple(parameters[name].numel() for name in bucket)) for bucket in closed]
-
-
-def _broadcast_(tensor: Tensor, comm: Communicator) -> None:
-    """Overwrite the ranks' tensors with rank 0's, whatever their strides."""
-    if tensor.numel() > 0:
-        tensor.copy_(comm.broadcast_(tensor.contiguous()))
-
-
-def _describe(model: nn.Module, bucket_bytes: int) -> list[str]:
-    """Say in lines of text all that must be equal on all ranks."""
-    lines = [f"bucket_bytes {bucket_bytes}"]
-    first_name: dict[Parameter, str] = {}
-    devices: dict[torch.device, int] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if first_name.setdefault(p, name) != name:
-            lines.append(f"parameter {name} shared with {first_name[p]}")
-            continue
-        kind = "trained" if p.requires_grad else "frozen"
-        device = devices.setdefault(p.device, len(devices))
-        lines.append(f"parameter {name} {list(p.shape)} strides {list(p.stride())} {p.dtype} {kind} device {device}")
-    lines.extend(f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())
-    return lines
-
-
-def _check_same_model(model: nn.Module, bucket_bytes: int, comm: Communicator) -> None:
-    """Compare the models' digests over the ranks; where they differ, exchange the text and name the first difference.
-
-    Raises:
-        ValueError: on every rank, with the same message.
-    """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    text = "\n".join(_describe(model, bucket_bytes)).encode()
-    digests = comm.all_gather(torch.tensor([list(hashlib.sha256(text).digest())], dtype=torch.uint8, device=device))
-    differing = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0].tolist()]
-    if not differing:
-        return
-    size = int(comm.all_reduce_max_(torch.tensor(len(text), device=device)))
-    padded = torch.tensor([list(text.ljust(size, b"\n"))], dtype=torch.uint8, device=device)
-    texts = [bytes(row).decode().rstrip("\n").split("\n") for row in comm.all_gather(padded).tolist()]
-    theirs, rank_0 = next(
-        pair for pair in zip_longest(texts[differing[0]], texts[0], fillvalue="nothing") if pair[0] != pair[1]
-    )
-    raise ValueError(
-        f"all ranks must build the same model: ranks {differing} differ from rank 0, rank {differing[0]} has "
-        f"'{theirs}' where rank 0 has '{rank_0}': build it alike on every rank"
-    )

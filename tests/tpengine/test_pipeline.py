@@ -1,0 +1,318 @@
+"""Rung: gloo ranks. Any nn.Sequential in stages trains to the parameters of one process.
+
+What only a GPU checks: modules and transfers on devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankError, RankPool
+from torch import Tensor, nn
+
+from tpengine.collectives import Communicator
+from tpengine.data_parallel import DataParallel
+from tpengine.execute import Trace
+from tpengine.pipeline import Pipeline
+
+STEPS, MICRO, SIZE = 3, 6, 2
+Shards = dict[str, Tensor]
+
+
+def mlp() -> nn.Sequential:
+    widths = [5, 64, 7, 7, 32, 3]
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def conv_net() -> nn.Sequential:
+    """Working in place, with a frozen layer and a module without parameters at either end."""
+    model = nn.Sequential(
+        nn.Identity(),
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, 3),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 6),
+        nn.LeakyReLU(inplace=True),
+        nn.Linear(6, 4),
+    ).double()
+    model[4].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
+    "mlp": (mlp, (5,)),
+    "conv": (conv_net, (3, 8, 8)),
+}
+
+
+def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
+    _, shape = MODELS[name]
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(MICRO * SIZE, *shape, dtype=torch.float64, generator=generator)
+    outputs = 3 if name == "mlp" else 4
+    return inputs, torch.randn(MICRO * SIZE, outputs, dtype=torch.float64, generator=generator)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=1e-2) if parameters else None
+
+
+def in_one_process(name: str) -> tuple[list[float], Shards]:
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    optimizer = optimizer_of(model)
+    assert optimizer is not None
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch_of(name, step)
+        loss = nn.functional.mse_loss(model(inputs.clone()), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.state_dict())
+
+
+def train(name: str, schedule: str, cut: list[int] | None, mutation: str = "") -> tuple[list[float], Shards, Any]:
+    """Train this rank's stage; return losses, its state dict, and what ran against what was planned."""
+    torch.manual_seed(dist.get_rank())  # only rank 0's weights may count
+    model = MODELS[name][0]()
+    trace = Trace()
+    sample = batch_of(name, 0)[0][:SIZE]
+    pipe = Pipeline(
+        model, sample, nn.functional.mse_loss, num_micro_batches=MICRO, schedule=schedule, cut=cut, trace=trace
+    )
+    if mutation == "loss not divided":
+        pipe._num = 1
+        pipe._split = lambda name, batch, needed: () if batch is None else batch.split(SIZE)  # type: ignore
+    if mutation == "one micro-batch twice":
+        split = pipe._split
+        pipe._split = lambda *a: (split(*a)[:1] * 2 + tuple(split(*a)[2:])) if split(*a) else ()  # type: ignore
+    if mutation == "stage forgotten" and dist.get_rank() == 1:
+        pipe.stage.requires_grad_(False)
+    optimizer = optimizer_of(pipe.stage)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch_of(name, step)
+        losses.append(pipe.step(inputs if pipe.is_first else None, targets if pipe.is_last else None))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    planned = [str(action) for action in pipe.plan.actions[dist.get_rank()]]
+    ran = [event.action for event in trace.events]
+    return losses, dict(pipe.stage.state_dict()), ran == planned * STEPS
+
+
+def compare(outcomes: list[tuple[list[float], Shards, Any]], reference: tuple[list[float], Shards]) -> None:
+    want_losses, want = reference
+    seen: Shards = {}
+    for losses, shards, _ in outcomes:
+        for got, expected in zip(losses, want_losses, strict=True):
+            assert abs(got - expected) <= 1e-9 * abs(expected), (losses, want_losses)
+        assert not seen.keys() & shards.keys(), "a parameter lies on two stages"
+        seen |= shards
+    assert seen.keys() == want.keys()
+    for name, tensor in want.items():
+        assert (seen[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_train_to_the_parameters_of_one_process(ranks: RankPool, name: str, schedule: str) -> None:
+    (seeded,) = ranks.run(in_one_process, 1, name)
+    cuts: dict[int, list[list[int] | None]] = {1: [None], 2: [None, [1, 9 + (name == "conv")]], 3: [None], 4: [None]}
+    for world, choices in cuts.items():
+        for cut in choices:
+            outcomes = ranks.run(train, world, name, schedule, cut)
+            compare(outcomes, seeded)
+            assert all(ran_as_planned for _, _, ran_as_planned in outcomes)
+
+
+def test_every_mutation_turns_the_comparison_red(
+    ranks: RankPool, count_mutations: Callable[[str, int, int], None]
+) -> None:
+    (reference,) = ranks.run(in_one_process, 1, "mlp")
+    mutations = ["loss not divided", "one micro-batch twice", "stage forgotten"]
+    survivors = []
+    for mutation in mutations:
+        outcomes = ranks.run(train, 2, "mlp", "1f1b", None, mutation)
+        try:
+            compare(outcomes, reference)
+        except AssertionError:
+            continue
+        survivors.append(mutation)
+    count_mutations("a pipeline of any modules", len(mutations) - len(survivors), len(mutations))
+    assert not survivors
+
+
+def evaluate(name: str) -> Tensor | None:
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    inputs, _ = batch_of(name, 9)
+    whole = model(inputs.clone()).detach()
+    pipe = Pipeline(model, inputs[:SIZE], nn.functional.mse_loss, num_micro_batches=MICRO)
+    got = pipe.forward(inputs if pipe.is_first else None)
+    assert all(p.grad is None for p in pipe.stage.parameters())
+    return None if got is None else (got - whole).abs().max()
+
+
+def test_forward_returns_the_outputs_on_the_last_rank(ranks: RankPool) -> None:
+    *others, error = ranks.run(evaluate, 3, "conv")
+    assert others == [None, None]
+    assert error is not None and error < 1e-12
+
+
+def two_pipelines(name: str) -> tuple[int, list[float], Shards]:
+    """2 stages x 2 replicas, each replica half of every micro-batch's rows."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank)
+    model = MODELS[name][0]()
+    sample = batch_of(name, 0)[0][: SIZE // 2]
+    pipe = Pipeline(
+        model, sample, nn.functional.mse_loss, num_micro_batches=MICRO, group=pipelines[rank % 2], cut=[4, 6]
+    )
+    replicas = DataParallel(pipe.stage, Communicator(stages[rank // 2]))
+    optimizer = torch.optim.AdamW(pipe.stage.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = (tensor[rank % 2 :: 2] for tensor in batch_of(name, step))
+        with replicas.no_sync():
+            losses.append(pipe.step(inputs, targets))
+        replicas.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    return rank, losses, dict(pipe.stage.state_dict())
+
+
+def test_two_pipelines_side_by_side(ranks: RankPool) -> None:
+    (reference,) = ranks.run(in_one_process, 1, "mlp")
+    outcomes = ranks.run(two_pipelines, 4, "mlp")
+    for replica in (0, 1):
+        shards: Shards = {}
+        for rank, _, held in outcomes:
+            if rank % 2 == replica:
+                shards |= held
+        assert shards.keys() == reference[1].keys()
+        for name, tensor in reference[1].items():
+            assert (shards[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
+    means = [(a + b) / 2 for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True)]
+    assert all(abs(a - b) <= 1e-9 * b for a, b in zip(means, reference[0], strict=True))
+
+
+def batch_norm(_: int) -> tuple[int, int]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    pipe = Pipeline(model, torch.randn(2, 4), nn.functional.mse_loss, num_micro_batches=3, cut=[2, 1])
+    tracked = [int(b) for name, b in pipe.stage.named_buffers() if "tracked" in name]
+    pipe.step(torch.randn(6, 4), torch.randn(6, 1))
+    return sum(tracked), sum(int(b) for name, b in pipe.stage.named_buffers() if "tracked" in name)
+
+
+def test_construction_leaves_running_statistics_alone(ranks: RankPool) -> None:
+    assert ranks.run(batch_norm, 2, 0) == [(0, 3), (0, 0)]
+
+
+class Integers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().long() % 4
+
+
+def refused(what: str) -> str:
+    model, sample = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(2, 3)
+    loss, rank = nn.functional.mse_loss, dist.get_rank()
+    keywords: dict[str, Any] = {"num_micro_batches": 4}
+    if what == "too few modules":
+        model = nn.Sequential(nn.Linear(3, 3))
+    if what == "schedule":
+        keywords["schedule"] = "2f2b"
+    if what == "micro-batches":
+        keywords["num_micro_batches"] = 0
+    if what == "cut":
+        keywords["cut"] = [1, 1]
+    if what == "other model" and rank == 1:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    if what == "other schedule":
+        keywords["schedule"] = ["gpipe", "1f1b"][rank]
+    if what == "sample":
+        sample = torch.randn(2, 5)
+    if what == "shared":
+        model, keywords["cut"] = nn.Sequential(model[0], nn.ReLU(), model[0]), [1, 2]
+    if what == "integers":
+        model, keywords["cut"] = nn.Sequential(nn.Linear(3, 3), Integers(), nn.Embedding(4, 2)), [2, 1]
+    if what == "no tensor":
+        model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3), nn.Linear(3, 3))
+    try:
+        pipe = Pipeline(model, sample, loss, **keywords)
+        if what == "rows":
+            pipe.step(torch.randn(7, 3), torch.randn(7, 2))
+        if what == "columns":
+            pipe.step(torch.randn(8, 4), torch.randn(8, 2)) if rank == 0 else None
+        if what == "dtype":
+            pipe.step(torch.randn(8, 3).double(), torch.randn(8, 2)) if rank == 0 else None
+        if what == "missing":
+            pipe.step(None, torch.randn(8, 2)) if rank == 0 else pipe.step(torch.randn(8, 3), None)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("too few modules", "every stage needs a module: 1 modules, 2 ranks: use at most 1 ranks"),
+        ("schedule", "schedule must be one of gpipe, 1f1b: got '2f2b': use 1f1b"),
+        ("micro-batches", "num_micro_batches must be at least 1: got 0"),
+        ("cut", "a cut gives every stage at least one module and uses all: cut [1, 1], 2 stages, 3 modules"),
+        ("other model", "all ranks must build the same model: ranks [1] differ from rank 0, rank 1 has 'Tanh()'"),
+        ("other schedule", "rank 1 has 'schedule 1f1b' where rank 0 has 'schedule gpipe'"),
+        ("sample", "the sample must run through the model: mat1 and mat2 shapes cannot be multiplied"),
+        ("shared", "a parameter must belong to one stage: 2.weight of stage 1 is shared with stage 0"),
+        ("integers", "what crosses a stage's end must carry a gradient: module 1 returns int64[2,3]"),
+        ("no tensor", "module 1 returns tuple"),
+        ("rows", "must hold num_micro_batches times the sample's rows: 4 * 2 = 8, got [7, "),
+        ("missing", "must hold num_micro_batches times the sample's rows: 4 * 2 = 8, got None"),
+    ],
+)
+def test_mistakes_are_one_line_on_every_rank(ranks: RankPool, what: str, message: str) -> None:
+    for said in ranks.run(refused, 2, what):
+        assert message in said and "\n" not in said, said
+
+
+@pytest.mark.parametrize("what", ["columns", "dtype"])
+def test_a_batch_unlike_the_sample_is_refused_where_it_is_given(ranks: RankPool, what: str) -> None:
+    assert (
+        "a micro-batch must have the sample's shape and dtype: [2, 3] torch.float32" in ranks.run(refused, 2, what)[0]
+    )
+
+
+def a_module_fails(_: int) -> None:
+    class Broken(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.requires_grad and dist.get_rank() == 1:
+                raise OSError("cable cut")
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 3), Broken())
+    pipe = Pipeline(model, torch.randn(2, 3), nn.functional.mse_loss, num_micro_batches=2, cut=[1, 1])
+    pipe.forward(torch.randn(4, 3))
+
+
+def test_an_error_inside_a_step_names_the_action(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1: action 1F0 \(place \d+ of \d+\) failed: OSError\('cable cut'\)"):
+        ranks.run(a_module_fails, 2, 0)

@@ -1,0 +1,302 @@
+"""A pipeline out of any nn.Sequential: the engine's plan and executor over somebody else's modules.
+
+The same generators, lowering, verifier and executor as the transformer's step; only the handlers differ. What the plan
+calls CLIP and STEP belongs to the user's optimizer, outside.
+
+What is deliberately elsewhere: where the modules are cut (sequential_cut), data parallelism over several pipelines
+(data_parallel.DataParallel on `stage`: see `step`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+from tpengine.execute import Executor, Handler, Trace
+from tpengine.plan import SCHEDULES, Action, Chunk, Kind, Plan, forward_only, lower, verify
+from tpengine.same_model import broadcast_model, check_same, describe_model
+from tpengine.sequential_cut import ModuleProfile, children_of, cut_by_cost, cut_by_hand, profile
+from tpengine.stage import Stage
+from tpengine.transfers import Transfers
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Pipeline:
+    """One rank of a pipeline over an nn.Sequential.
+
+        pipe = Pipeline(model, sample, loss, num_micro_batches=8)
+        optimizer = torch.optim.AdamW(pipe.stage.parameters())
+        loss = pipe.step(inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: the whole model, the same on every rank, on the device to compute on. Its parameters and buffers are
+            overwritten with those of the group's rank 0. Each rank goes on with its stage; drop the model to free the
+            rest.
+        sample: input of one micro-batch; every micro-batch must have its shape and dtype.
+        loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch.
+        num_micro_batches: how many a step's batch is split into.
+        group: the pipeline's ranks, in stage order; default all.
+        schedule: a name in tpengine.plan.SCHEDULES.
+        cut: modules of each stage; by default the cut follows the modules' measured cost, forward and backward.
+        trace: records what the executor runs.
+
+    Attributes:
+        stage: this rank's modules, under their names in `model`: a state dict of all stages is that of the model.
+        layers: half-open range of modules of each stage.
+        plan: the verified plan of a step; what runs is `plan.actions[rank]`.
+
+    Raises:
+        ValueError: on every rank alike: ranks differ in model or arguments, fewer modules than ranks, an unknown
+            schedule, a parameter shared between stages, a boundary that carries no gradient.
+
+    BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
+    generator.
+    Cost: construction runs the sample a few times through the model on rank 0. Memory: inputs and outputs of as many
+    micro-batches as the schedule keeps alive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        sample: Tensor,
+        loss: Loss,
+        *,
+        num_micro_batches: int,
+        group: ProcessGroup | None = None,
+        schedule: str = "1f1b",
+        cut: Sequence[int] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        ranks = group if group is not None else dist.group.WORLD
+        assert ranks is not None, "call torch.distributed.init_process_group first"
+        self._group: ProcessGroup = ranks
+        self._comm = Communicator(self._group)
+        self._loss, self._num, self._trace = loss, num_micro_batches, trace
+        self._sample_shape, self._dtype, self._device = sample.shape, sample.dtype, sample.device
+        arguments = [
+            f"num_micro_batches {num_micro_batches}",
+            f"schedule {schedule}",
+            f"cut {cut and list(cut)}",
+            f"sample {list(sample.shape)} {sample.dtype}",
+        ]
+        check_same([*describe_model(model), *map(str, model), *arguments], model, self._comm)
+        _check_arguments(model, self._comm.size, schedule, num_micro_batches)
+        broadcast_model(model, self._comm)
+        profiles = _profile_on_rank_0(model, sample, self._comm)
+        if cut is None:
+            self.layers = cut_by_cost([module.seconds for module in profiles], self._comm.size)
+        else:
+            self.layers = cut_by_hand(cut, len(model), self._comm.size)
+        _check_cut(model, self.layers, profiles)
+        self._chunks = _chunks(self.layers, profiles)
+        self.plan = self._lowered(schedule, training=True)
+
+        first, last = self.layers[self._comm.rank]
+        self.stage = nn.Sequential(OrderedDict(children_of(model)[first:last]))
+        # A module that works in place must not do so on the received tensor, which collects the gradient.
+        self._copies_input = first > 0 and any(getattr(m, "inplace", False) for m in self.stage.modules())
+        self._inputs: Sequence[Tensor] = ()
+        self._targets: Sequence[Tensor] = ()
+        self._outputs: list[Tensor] = []
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self._comm.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self._comm.rank == self._comm.size - 1
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None) -> float:
+        """Run forward and backward of a batch; gradients are added to `.grad` of the stage's parameters.
+
+            gradient = d/dw of the mean over micro-batches of loss(model(inputs), targets)
+
+        With several pipelines side by side make a DataParallel of `stage` over the ranks that hold the same one, and:
+
+            with replicas.no_sync():  # micro-batches add up here
+                loss = pipe.step(inputs, targets)
+            replicas.finish()
+
+        Args:
+            inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed on the first rank only.
+            targets: [num_micro_batches * n, ...]; needed on the last rank only.
+
+        Returns:
+            The mean loss of the batch, equal on all ranks.
+
+        Raises:
+            ValueError: a batch that is no whole number of such micro-batches.
+        """
+        self._inputs = self._split("inputs", inputs, self.is_first)
+        self._targets = self._split("targets", targets, self.is_last)
+        self._total.zero_()
+        self._run(self.plan, training=True)
+        return float(self._comm.all_reduce_(self._total))
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor | None) -> Tensor | None:
+        """Run a batch forward, without history.
+
+        Args:
+            inputs: as in `step`.
+
+        Returns:
+            On the last rank the outputs of the whole batch, elsewhere None.
+        """
+        self._inputs = self._split("inputs", inputs, self.is_first)
+        self._outputs = []
+        self._run(self._lowered("forward_only", training=False), training=False)
+        return torch.cat(self._outputs) if self.is_last else None
+
+    def _run(self, plan: Plan, *, training: bool) -> None:
+        rank = self._comm.rank
+        stage = Stage(
+            self._compute,
+            (lambda mb: self._inputs[mb]) if self.is_first else None,
+            (self._weighted_loss if training else self._keep) if self.is_last else None,
+        )
+
+        def fetch(action: Action) -> Tensor:
+            if action.kind is Kind.SEND_B:
+                return stage.take_input_grad(action.piece[1])
+            return stage.output(action.piece[1]) if training else stage.take_output(action.piece[1])
+
+        def deliver(action: Action, tensor: Tensor) -> None:
+            receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
+            receive(action.piece[1], tensor)
+
+        transfers = Transfers(plan, rank, self._group, fetch, deliver, self._device)
+
+        def wait(action: Action) -> None:
+            for transfer in action.subs:
+                transfers.wait(transfer)
+
+        run_forward = stage.forward if training else stage.forward_only
+        handlers: dict[Kind, Handler] = {
+            Kind.F: lambda action: run_forward(action.piece[1]),
+            Kind.B: lambda action: stage.backward(action.piece[1]),
+            Kind.WAIT: wait,
+            # The user's optimizer clips and steps, after `step` has returned.
+            Kind.CLIP: lambda _: None,
+            Kind.STEP: lambda _: None,
+        }
+        handlers |= dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.EXCHANGE), transfers.post)
+        Executor(dist.get_rank(), handlers, self._trace).run(plan.actions[rank])
+
+    def _compute(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stage(x.clone() if self._copies_input else x)
+        return y
+
+    def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
+        loss = self._loss(output, self._targets[microbatch]) / self._num
+        self._total += loss.detach()
+        return loss
+
+    def _keep(self, output: Tensor, _: int) -> Tensor:
+        self._outputs.append(output)
+        return output
+
+    def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
+        """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
+        if batch is None and not needed:
+            return ()
+        rows = self._sample_shape[0] * self._num
+        if batch is None or batch.shape[:1] != (rows,):
+            raise ValueError(
+                f"{name} must hold num_micro_batches times the sample's rows: {self._num} * {self._sample_shape[0]} = "
+                f"{rows}, got {'None' if batch is None else list(batch.shape)}: pass {rows} rows"
+            )
+        if name == "inputs" and (batch.shape[1:], batch.dtype) != (self._sample_shape[1:], self._dtype):
+            raise ValueError(
+                f"a micro-batch must have the sample's shape and dtype: {list(self._sample_shape)} {self._dtype}, got "
+                f"{[self._sample_shape[0], *batch.shape[1:]]} {batch.dtype}: make another Pipeline for other shapes"
+            )
+        return batch.split(self._sample_shape[0])
+
+    def _lowered(self, schedule: str, *, training: bool) -> Plan:
+        size = self._comm.size
+        compute = SCHEDULES[schedule](size, self._num) if training else forward_only(size, self._num)
+        plan = lower(
+            schedule,
+            compute,
+            self._chunks,
+            buckets=(),
+            ties=(),
+            num_microbatches=self._num,
+            num_layers=self.layers[-1][1],
+            training=training,
+        )
+        verify(plan)
+        return plan
+
+
+def _check_arguments(model: nn.Sequential, num_stages: int, schedule: str, num_micro_batches: int) -> None:
+    if len(model) < num_stages:
+        raise ValueError(
+            f"every stage needs a module: {len(model)} modules, {num_stages} ranks: use at most {len(model)} ranks, or "
+            "split a module"
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}: got {schedule!r}: use 1f1b")
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use {2 * num_stages}")
+
+
+def _profile_on_rank_0(model: nn.Sequential, sample: Tensor, comm: Communicator) -> list[ModuleProfile]:
+    """Measure on the group's rank 0 and tell all ranks; what fails there fails on all of them."""
+    told: list[list[ModuleProfile] | str | None] = [None]
+    if comm.rank == 0:
+        try:
+            told = [profile(model, sample)]
+        except Exception as error:
+            told = [f"the sample must run through the model: {error}: check the sample's shape, dtype and device"]
+    dist.broadcast_object_list(told, group=comm.group, group_src=0)
+    (profiles,) = told
+    if isinstance(profiles, str):
+        raise ValueError(profiles)
+    assert profiles is not None
+    return profiles
+
+
+def _check_cut(model: nn.Sequential, layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> None:
+    modules = children_of(model)
+    owner: dict[Parameter, int] = {}
+    for stage, (first, last) in enumerate(layers):
+        for name, parameter in nn.Sequential(OrderedDict(modules[first:last])).named_parameters():
+            if owner.setdefault(parameter, stage) != stage:
+                raise ValueError(
+                    f"a parameter must belong to one stage: {name} of stage {stage} is shared with stage "
+                    f"{owner[parameter]}: choose a cut that keeps both uses together"
+                )
+        if last < len(modules) and not profiles[last - 1].differentiable:
+            raise ValueError(
+                f"what crosses a stage's end must carry a gradient: module {modules[last - 1][0]} returns "
+                f"{profiles[last - 1].output}: choose a cut elsewhere"
+            )
+
+
+def _chunks(layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> tuple[Chunk, ...]:
+    boundary = [profiles[last - 1].output for _, last in layers]
+    return tuple(
+        Chunk(
+            rank,
+            span,
+            input=boundary[rank - 1] if rank > 0 else None,
+            output=boundary[rank] if rank < len(layers) - 1 else None,
+        )
+        for rank, span in enumerate(layers)
+    )
