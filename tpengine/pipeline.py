@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
-from tpengine.plan import SCHEDULES, Action, Chunk, Kind, Plan, forward_only, lower, verify
+from tpengine.plan import SCHEDULES, Action, Kind, Plan, forward_only, lower, verify
 from tpengine.same_model import broadcast_model, check_same, describe_model
-from tpengine.sequential_cut import ModuleProfile, children_of, cut_by_cost, cut_by_hand, profile
+from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
 from tpengine.stage import Stage
 from tpengine.transfers import Transfers
 
@@ -56,8 +56,10 @@ class Pipeline:
         plan: the verified plan of a step; what runs is `plan.actions[rank]`.
 
     Raises:
-        ValueError: on every rank alike: ranks differ in model or arguments, fewer modules than ranks, an unknown
-            schedule, a parameter shared between stages, a boundary that carries no gradient.
+        ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
+            modules than ranks, an unknown schedule, a parameter or buffer shared between stages, a stage other than
+            the first that passes no gradient back.
+        RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
     generator.
@@ -78,7 +80,8 @@ class Pipeline:
         trace: Trace | None = None,
     ) -> None:
         ranks = group if group is not None else dist.group.WORLD
-        assert ranks is not None, "call torch.distributed.init_process_group first"
+        if ranks is None:
+            raise RuntimeError("a pipeline needs a process group: there is none: call init_process_group first")
         self._group: ProcessGroup = ranks
         self._comm = Communicator(self._group)
         self._loss, self._num, self._trace = loss, num_micro_batches, trace
@@ -89,22 +92,26 @@ class Pipeline:
             f"cut {cut and list(cut)}",
             f"sample {list(sample.shape)} {sample.dtype}",
         ]
-        check_same([*describe_model(model), *map(str, model), *arguments], model, self._comm)
-        _check_arguments(model, self._comm.size, schedule, num_micro_batches)
+        modules = [type(model).__qualname__, *map(str, model._modules.values())]
+        check_same([*describe_model(model), *modules, *arguments], model, self._comm)
+        _check_arguments(model, sample, self._comm.size, schedule, num_micro_batches)
         broadcast_model(model, self._comm)
-        profiles = _profile_on_rank_0(model, sample, self._comm)
+        profiles = profile_on_rank_0(model, sample, self._comm)
         if cut is None:
             self.layers = cut_by_cost([module.seconds for module in profiles], self._comm.size)
         else:
             self.layers = cut_by_hand(cut, len(model), self._comm.size)
-        _check_cut(model, self.layers, profiles)
-        self._chunks = _chunks(self.layers, profiles)
+        check_cut(model, self.layers, profiles)
+        self._chunks = chunks_of(self.layers, profiles)
         self.plan = self._lowered(schedule, training=True)
+        _check_same_plan(self.plan, self._device, self._comm)
 
         first, last = self.layers[self._comm.rank]
         self.stage = nn.Sequential(OrderedDict(children_of(model)[first:last]))
+        self.stage.training = model.training
         # A module that works in place must not do so on the received tensor, which collects the gradient.
-        self._copies_input = first > 0 and any(getattr(m, "inplace", False) for m in self.stage.modules())
+        self._copies_input = first > 0 and any(module.in_place for module in profiles[first:last])
+        self._received: set[int] = set()
         self._inputs: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._outputs: list[Tensor] = []
@@ -125,7 +132,8 @@ class Pipeline:
 
             gradient = d/dw of the mean over micro-batches of loss(model(inputs), targets)
 
-        With several pipelines side by side make a DataParallel of `stage` over the ranks that hold the same one, and:
+        With several pipelines side by side, all of one `cut`, make a DataParallel of `stage` over the ranks that hold
+        the same one, and:
 
             with replicas.no_sync():  # micro-batches add up here
                 loss = pipe.step(inputs, targets)
@@ -139,10 +147,9 @@ class Pipeline:
             The mean loss of the batch, equal on all ranks.
 
         Raises:
-            ValueError: a batch that is no whole number of such micro-batches.
+            ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them.
         """
-        self._inputs = self._split("inputs", inputs, self.is_first)
-        self._targets = self._split("targets", targets, self.is_last)
+        self._take(inputs, targets, training=True)
         self._total.zero_()
         self._run(self.plan, training=True)
         return float(self._comm.all_reduce_(self._total))
@@ -156,14 +163,18 @@ class Pipeline:
 
         Returns:
             On the last rank the outputs of the whole batch, elsewhere None.
+
+        Raises:
+            ValueError: as `step`.
         """
-        self._inputs = self._split("inputs", inputs, self.is_first)
+        self._take(inputs, None, training=False)
         self._outputs = []
-        self._run(self._lowered("forward_only", training=False), training=False)
+        self._run(self._forward_plan, training=False)
         return torch.cat(self._outputs) if self.is_last else None
 
     def _run(self, plan: Plan, *, training: bool) -> None:
         rank = self._comm.rank
+        self._received.clear()
         stage = Stage(
             self._compute,
             (lambda mb: self._inputs[mb]) if self.is_first else None,
@@ -172,10 +183,11 @@ class Pipeline:
 
         def fetch(action: Action) -> Tensor:
             if action.kind is Kind.SEND_B:
-                return stage.take_input_grad(action.piece[1])
-            return stage.output(action.piece[1]) if training else stage.take_output(action.piece[1])
+                return self._apart(stage.take_input_grad(action.piece[1]))
+            return self._apart(stage.output(action.piece[1]) if training else stage.take_output(action.piece[1]))
 
         def deliver(action: Action, tensor: Tensor) -> None:
+            self._received.add(tensor.untyped_storage().data_ptr())
             receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
             receive(action.piece[1], tensor)
 
@@ -201,14 +213,35 @@ class Pipeline:
         y: Tensor = self.stage(x.clone() if self._copies_input else x)
         return y
 
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """Copy what lies in a receive slot: what a stage of views makes does, and the slot is soon written again."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
+
     def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
         loss = self._loss(output, self._targets[microbatch]) / self._num
+        if loss.dim() != 0:
+            raise ValueError(f"loss must return a scalar: got shape {list(loss.shape)}: return its mean")
         self._total += loss.detach()
         return loss
 
     def _keep(self, output: Tensor, _: int) -> Tensor:
-        self._outputs.append(output)
+        self._outputs.append(self._apart(output))
         return output
+
+    def _take(self, inputs: Tensor | None, targets: Tensor | None, *, training: bool) -> None:
+        """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
+        problem: ValueError | None = None
+        try:
+            self._inputs = self._split("inputs", inputs, self.is_first)
+            self._targets = self._split("targets", targets, self.is_last and training)
+        except ValueError as error:
+            problem = error
+        refused = torch.tensor([problem is not None], dtype=torch.uint8, device=self._device)
+        refusing = [rank for rank, refuses in enumerate(self._comm.all_gather(refused).tolist()) if refuses]
+        if problem is not None:
+            raise problem
+        if refusing:
+            raise ValueError(f"every rank's batch must fit: ranks {refusing} refused theirs: see their message")
 
     def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
         """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
@@ -227,6 +260,10 @@ class Pipeline:
             )
         return batch.split(self._sample_shape[0])
 
+    @cached_property
+    def _forward_plan(self) -> Plan:
+        return self._lowered("forward_only", training=False)
+
     def _lowered(self, schedule: str, *, training: bool) -> Plan:
         size = self._comm.size
         compute = SCHEDULES[schedule](size, self._num) if training else forward_only(size, self._num)
@@ -244,7 +281,16 @@ class Pipeline:
         return plan
 
 
-def _check_arguments(model: nn.Sequential, num_stages: int, schedule: str, num_micro_batches: int) -> None:
+def _check_arguments(
+    model: nn.Sequential, sample: Tensor, num_stages: int, schedule: str, num_micro_batches: int
+) -> None:
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
+            "nn.Sequential of its parts"
+        )
+    if sample.dim() == 0 or sample.shape[0] == 0:
+        raise ValueError(f"a sample must have rows: got shape {list(sample.shape)}: pass the input of a micro-batch")
     if len(model) < num_stages:
         raise ValueError(
             f"every stage needs a module: {len(model)} modules, {num_stages} ranks: use at most {len(model)} ranks, or "
@@ -256,47 +302,12 @@ def _check_arguments(model: nn.Sequential, num_stages: int, schedule: str, num_m
         raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use {2 * num_stages}")
 
 
-def _profile_on_rank_0(model: nn.Sequential, sample: Tensor, comm: Communicator) -> list[ModuleProfile]:
-    """Measure on the group's rank 0 and tell all ranks; what fails there fails on all of them."""
-    told: list[list[ModuleProfile] | str | None] = [None]
-    if comm.rank == 0:
-        try:
-            told = [profile(model, sample)]
-        except Exception as error:
-            told = [f"the sample must run through the model: {error}: check the sample's shape, dtype and device"]
-    dist.broadcast_object_list(told, group=comm.group, group_src=0)
-    (profiles,) = told
-    if isinstance(profiles, str):
-        raise ValueError(profiles)
-    assert profiles is not None
-    return profiles
-
-
-def _check_cut(model: nn.Sequential, layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> None:
-    modules = children_of(model)
-    owner: dict[Parameter, int] = {}
-    for stage, (first, last) in enumerate(layers):
-        for name, parameter in nn.Sequential(OrderedDict(modules[first:last])).named_parameters():
-            if owner.setdefault(parameter, stage) != stage:
-                raise ValueError(
-                    f"a parameter must belong to one stage: {name} of stage {stage} is shared with stage "
-                    f"{owner[parameter]}: choose a cut that keeps both uses together"
-                )
-        if last < len(modules) and not profiles[last - 1].differentiable:
-            raise ValueError(
-                f"what crosses a stage's end must carry a gradient: module {modules[last - 1][0]} returns "
-                f"{profiles[last - 1].output}: choose a cut elsewhere"
-            )
-
-
-def _chunks(layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> tuple[Chunk, ...]:
-    boundary = [profiles[last - 1].output for _, last in layers]
-    return tuple(
-        Chunk(
-            rank,
-            span,
-            input=boundary[rank - 1] if rank > 0 else None,
-            output=boundary[rank] if rank < len(layers) - 1 else None,
+def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:
+    """Compare the plan over the ranks, as nodes may differ in version: what was verified is what runs."""
+    digests = comm.all_gather(torch.tensor([list(bytes.fromhex(plan.digest()))], dtype=torch.uint8, device=device))
+    differing = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0].tolist()]
+    if differing:
+        raise RuntimeError(
+            f"all ranks must have the same plan: ranks {differing} differ from rank 0: start every rank with the same "
+            "version"
         )
-        for rank, span in enumerate(layers)
-    )

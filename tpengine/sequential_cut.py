@@ -8,13 +8,16 @@ from the random generators.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpengine.plan import TensorSpec, partition_layers
+from tpengine.collectives import Communicator
+from tpengine.plan import Chunk, TensorSpec, partition_layers
 
 _REPEATS = 3
 
@@ -26,12 +29,16 @@ class ModuleProfile:
     Attributes:
         seconds: forward and backward.
         output: shape and dtype of what it returns.
-        differentiable: whether gradients can flow back through the output.
+        differentiable: whether the output's dtype can carry a gradient.
+        passes_gradient: whether the input gets one, given one for the output.
+        in_place: whether it may overwrite its input.
     """
 
     seconds: float
     output: TensorSpec
     differentiable: bool
+    passes_gradient: bool
+    in_place: bool
 
 
 def profile(model: nn.Sequential, sample: Tensor) -> list[ModuleProfile]:
@@ -50,21 +57,42 @@ def profile(model: nn.Sequential, sample: Tensor) -> list[ModuleProfile]:
     try:
         with torch.random.fork_rng(devices=devices):
             x = sample
-            for name, module in children_of(model):
-                seconds = min(_measure(module, x)[0] for _ in range(1 + _REPEATS))
-                _, y = _measure(module, x)
+            for place, (name, module) in enumerate(children_of(model)):
+                # The model's input needs no gradient; where a stage begins later, its input does.
+                seconds = min(_measure(module, x, place > 0).seconds for _ in range(1 + _REPEATS))
+                run = _measure(module, x, True)
+                y = run.output
                 if not isinstance(y, Tensor):
                     raise ValueError(
                         f"a pipeline's modules must map a tensor to a tensor: module {name} returns "
                         f"{type(y).__name__}: wrap it in a module that returns one"
                     )
                 spec = TensorSpec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
-                profiles.append(ModuleProfile(seconds, spec, y.dtype.is_floating_point))
+                profiles.append(
+                    ModuleProfile(seconds, spec, y.dtype.is_floating_point, run.passes_gradient, run.in_place)
+                )
                 x = y.detach()
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+    return profiles
+
+
+def profile_on_rank_0(model: nn.Sequential, sample: Tensor, comm: Communicator) -> list[ModuleProfile]:
+    """`profile` on the group's rank 0, told to all ranks; what fails there fails on all of them."""
+    told: list[list[ModuleProfile] | str | None] = [None]
+    if comm.rank == 0:
+        try:
+            told = [profile(model, sample)]
+        except Exception as error:
+            told = [f"the sample must run through the model: {error}: check the sample's shape, dtype and device"]
+    link = sample.device if dist.get_backend(comm.group) == "nccl" else torch.device("cpu")
+    dist.broadcast_object_list(told, group=comm.group, group_src=0, device=link)
+    (profiles,) = told
+    if isinstance(profiles, str):
+        raise ValueError(profiles)
+    assert profiles is not None
     return profiles
 
 
@@ -97,20 +125,76 @@ def cut_by_hand(sizes: Sequence[int], num_modules: int, num_stages: int) -> tupl
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _measure(module: nn.Module, x: Tensor) -> tuple[float, Tensor]:
-    """Seconds of one forward and backward, and the output. autograd.grad leaves every .grad alone."""
+def check_cut(model: nn.Sequential, layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> None:
+    """Refuse a cut whose stages could not train as the whole model does.
+
+    Raises:
+        ValueError: two stages share a parameter or buffer, or a stage other than the first passes no gradient back.
+    """
+    modules = children_of(model)
+    owner: dict[Tensor, int] = {}
+    for stage, (first, last) in enumerate(layers):
+        held = nn.Sequential(OrderedDict(modules[first:last]))
+        for kind, named in (("parameter", held.named_parameters()), ("buffer", held.named_buffers())):
+            for name, tensor in named:
+                if owner.setdefault(tensor, stage) != stage:
+                    raise ValueError(
+                        f"a {kind} must belong to one stage: {name} of stage {stage} is shared with stage "
+                        f"{owner[tensor]}: choose a cut that keeps both uses together"
+                    )
+        if last < len(modules) and not profiles[last - 1].differentiable:
+            raise ValueError(
+                f"what crosses a stage's end must carry a gradient: module {modules[last - 1][0]} returns "
+                f"{profiles[last - 1].output}: choose a cut elsewhere"
+            )
+        for place in range(first, last):
+            if stage > 0 and not profiles[place].passes_gradient:
+                raise ValueError(
+                    f"only the first stage may end gradients: module {modules[place][0]} of stage {stage} passes none "
+                    "to its input: choose a cut that has it in the first stage"
+                )
+
+
+def chunks_of(layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> tuple[Chunk, ...]:
+    """The plan's chunks, one a stage, with what crosses between them."""
+    boundary = [profiles[last - 1].output for _, last in layers]
+    return tuple(
+        Chunk(
+            rank,
+            span,
+            input=boundary[rank - 1] if rank > 0 else None,
+            output=boundary[rank] if rank < len(layers) - 1 else None,
+        )
+        for rank, span in enumerate(layers)
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    output: Tensor
+    passes_gradient: bool
+    in_place: bool
+
+
+def _measure(module: nn.Module, x: Tensor, input_gradient: bool) -> _Run:
+    """Run forward and backward once. autograd.grad leaves every .grad alone."""
     # A copy, since a module may work in place.
-    x = x.detach().clone().requires_grad_(x.dtype.is_floating_point)
-    inputs = [p for p in module.parameters() if p.requires_grad]
+    leaf = x.detach().clone().requires_grad_(input_gradient and x.dtype.is_floating_point)
+    wanted = [p for p in module.parameters() if p.requires_grad] + [leaf] * leaf.requires_grad
     _synchronise(x)
     begin = time.perf_counter()
     with torch.enable_grad():
-        y: Tensor = module(x.view_as(x) if not x.requires_grad else x * 1)
-    if isinstance(y, Tensor) and y.requires_grad:
-        wanted = [*inputs, x] if x.requires_grad else inputs
-        torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+        given = leaf.view_as(leaf) if not leaf.requires_grad else leaf * 1
+        version = given._version
+        y: Tensor = module(given)
+    grads: Sequence[Tensor | None] = ()
+    if isinstance(y, Tensor) and y.requires_grad and wanted:
+        grads = torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
     _synchronise(x)
-    return time.perf_counter() - begin, y
+    seconds = time.perf_counter() - begin
+    in_place = given._version != version or any(getattr(m, "inplace", False) for m in module.modules())
+    return _Run(seconds, y, leaf.requires_grad and bool(grads) and grads[-1] is not None, in_place)
 
 
 def _synchronise(x: Tensor) -> None:

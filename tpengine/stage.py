@@ -69,7 +69,8 @@ class Stage:
     def backward(self, microbatch: int) -> None:
         """Run B and forget the micro-batch."""
         y, dy = self._outputs.pop(microbatch), self._output_grads.pop(microbatch, None)
-        if y.requires_grad:  # a first stage may have nothing to train
+        # A first stage may have nothing to train; a loss that needs no gradient is a mistake that autograd names.
+        if y.requires_grad or self._loss is not None:
             torch.autograd.backward(y, dy)
         x = self._inputs.pop(microbatch, None)
         if x is not None:

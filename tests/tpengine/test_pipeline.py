@@ -5,6 +5,8 @@ What only a GPU checks: modules and transfers on devices.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from tpengine.collectives import Communicator
 from tpengine.data_parallel import DataParallel
 from tpengine.execute import Trace
 from tpengine.pipeline import Pipeline
+from tpengine.transfers import Transfers
 
 STEPS, MICRO, SIZE = 3, 6, 2
 Shards = dict[str, Tensor]
@@ -231,6 +234,101 @@ class Integers(nn.Module):
         return x.abs().long() % 4
 
 
+class InPlace(nn.Module):
+    """Works in place and has no attribute that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh_()
+
+
+class EndsGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + 1
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def gradient_error(what: str, cut: list[int]) -> float:
+    """Largest relative difference of this rank's gradients to those of the whole batch in one process."""
+    torch.manual_seed(0)
+    inputs: Tensor = torch.randn(8, 2, 3, dtype=torch.float64)
+    head = nn.Linear(6, 4)
+    model = {
+        "nothing to train first": nn.Sequential(nn.Flatten(), nn.ReLU(), head),
+        "frozen first": nn.Sequential(nn.Flatten(), nn.Linear(6, 6).requires_grad_(False), head),
+        "views between": nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Identity(), head),
+        "in place": nn.Sequential(nn.Flatten(), nn.Linear(6, 6), InPlace(), head),
+        "one module twice": nn.Sequential(nn.Flatten(), relu := nn.ReLU(), nn.Linear(6, 6), relu, head),
+        "integers in": nn.Sequential(nn.Embedding(5, 3, dtype=torch.float64), nn.Flatten(), head),
+    }[what].double()
+    if what == "integers in":
+        inputs = torch.randint(5, (8, 2))
+    targets = torch.randn(8, 4, dtype=torch.float64)
+    whole = copy.deepcopy(model)
+    nn.functional.mse_loss(whole(inputs), targets).backward()
+    pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=8, cut=cut)
+    pipe.step(inputs, targets)
+    errors = [0.0]
+    for name, parameter in pipe.stage.named_parameters():
+        want = whole.get_parameter(name).grad
+        assert (parameter.grad is None) == (want is None), name
+        if parameter.grad is not None and want is not None:
+            errors.append(float((parameter.grad - want).abs().max() / want.abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("what", "cut"),
+    [
+        ("nothing to train first", [1, 2]),
+        ("nothing to train first", [2, 1]),
+        ("frozen first", [2, 1]),
+        ("views between", [1, 1, 2]),
+        ("views between", [1, 1, 1, 1]),
+        ("in place", [2, 2]),
+        ("one module twice", [2, 3]),
+        ("integers in", [1, 2]),
+    ],
+)
+def test_gradients_of_awkward_stages(ranks: RankPool, what: str, cut: list[int]) -> None:
+    assert max(ranks.run(gradient_error, len(cut), what, cut)) <= 1e-9
+
+
+def sent_from_slots(mutated: bool) -> tuple[int, bool]:
+    """Send from a stage of views; return (sends out of a receive slot, whether `forward` gave the whole's outputs)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Identity())
+    inputs = torch.randn(8, 2, 3)
+    pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=8)
+    if mutated:
+        pipe._apart = lambda tensor: tensor  # type: ignore[method-assign]
+    count, to_link = 0, Transfers._to_link
+
+    def spy(self: Transfers, tensor: Tensor) -> Tensor:
+        nonlocal count
+        slots = {slot.untyped_storage().data_ptr() for slot in self._slots.values()}
+        count += tensor.untyped_storage().data_ptr() in slots
+        return to_link(self, tensor)
+
+    Transfers._to_link = spy  # type: ignore[method-assign]
+    try:
+        pipe.step(inputs, torch.randn(8, 6))
+        outputs = pipe.forward(inputs)
+    finally:
+        Transfers._to_link = to_link  # type: ignore[method-assign]
+    return count, outputs is None or torch.allclose(outputs, model(inputs))
+
+
+def test_nothing_is_sent_or_kept_in_a_receive_slot(ranks: RankPool) -> None:
+    """A slot is written again while the send may be under way, and before the outputs are read."""
+    assert ranks.run(sent_from_slots, 3, False) == [(0, True)] * 3
+    counts, right = zip(*ranks.run(sent_from_slots, 3, True), strict=True)
+    assert counts[1] > 0 and not right[2]
+
+
 def refused(what: str) -> str:
     model, sample = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(2, 3)
     loss, rank = nn.functional.mse_loss, dist.get_rank()
@@ -253,16 +351,24 @@ def refused(what: str) -> str:
         model, keywords["cut"] = nn.Sequential(model[0], nn.ReLU(), model[0]), [1, 2]
     if what == "integers":
         model, keywords["cut"] = nn.Sequential(nn.Linear(3, 3), Integers(), nn.Embedding(4, 2)), [2, 1]
+    if what == "buffer":
+        norm = nn.BatchNorm1d(3, affine=False)
+        model, keywords["cut"] = nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 3), norm), [2, 2]
+    if what == "gradients end":
+        model, keywords["cut"] = nn.Sequential(nn.Linear(3, 3), EndsGradients(), nn.Linear(3, 2)), [1, 2]
+    if what == "own forward":
+        model = Residual(nn.Linear(3, 3), nn.Linear(3, 3))
+    if what == "no rows":
+        sample = torch.tensor(1.0)
     if what == "no tensor":
         model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3), nn.Linear(3, 3))
     try:
         pipe = Pipeline(model, sample, loss, **keywords)
         if what == "rows":
             pipe.step(torch.randn(7, 3), torch.randn(7, 2))
-        if what == "columns":
-            pipe.step(torch.randn(8, 4), torch.randn(8, 2)) if rank == 0 else None
-        if what == "dtype":
-            pipe.step(torch.randn(8, 3).double(), torch.randn(8, 2)) if rank == 0 else None
+        wide, long = torch.randn(8, 4), torch.randn(8, 3).double()
+        if what in ("columns", "dtype"):
+            pipe.step({"columns": wide, "dtype": long}[what] if rank == 0 else None, torch.randn(8, 2))
         if what == "missing":
             pipe.step(None, torch.randn(8, 2)) if rank == 0 else pipe.step(torch.randn(8, 3), None)
     except ValueError as error:
@@ -282,6 +388,10 @@ def refused(what: str) -> str:
         ("sample", "the sample must run through the model: mat1 and mat2 shapes cannot be multiplied"),
         ("shared", "a parameter must belong to one stage: 2.weight of stage 1 is shared with stage 0"),
         ("integers", "what crosses a stage's end must carry a gradient: module 1 returns int64[2,3]"),
+        ("buffer", "a buffer must belong to one stage: 3.running_mean of stage 1 is shared with stage 0"),
+        ("gradients end", "only the first stage may end gradients: module 1 of stage 1 passes none to its input"),
+        ("own forward", "a pipeline runs modules one after another: Residual has a forward of its own"),
+        ("no rows", "a sample must have rows: got shape []"),
         ("no tensor", "module 1 returns tuple"),
         ("rows", "must hold num_micro_batches times the sample's rows: 4 * 2 = 8, got [7, "),
         ("missing", "must hold num_micro_batches times the sample's rows: 4 * 2 = 8, got None"),
@@ -293,10 +403,43 @@ def test_mistakes_are_one_line_on_every_rank(ranks: RankPool, what: str, message
 
 
 @pytest.mark.parametrize("what", ["columns", "dtype"])
-def test_a_batch_unlike_the_sample_is_refused_where_it_is_given(ranks: RankPool, what: str) -> None:
-    assert (
-        "a micro-batch must have the sample's shape and dtype: [2, 3] torch.float32" in ranks.run(refused, 2, what)[0]
-    )
+def test_a_batch_refused_on_one_rank_stops_all(ranks: RankPool, what: str) -> None:
+    first, last = ranks.run(refused, 2, what)
+    assert "a micro-batch must have the sample's shape and dtype: [2, 3] torch.float32" in first
+    assert last == "every rank's batch must fit: ranks [0] refused theirs: see their message"
+
+
+def another_version(_: int) -> str:
+    lowered = Pipeline._lowered
+
+    def other(self: Pipeline, schedule: str, *, training: bool) -> Any:
+        return dataclasses.replace(lowered(self, schedule, training=training), schedule="another")
+
+    try:
+        if dist.get_rank() == 1:
+            Pipeline._lowered = other  # type: ignore[method-assign]
+        Pipeline(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2), nn.functional.mse_loss, num_micro_batches=2
+        )
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        Pipeline._lowered = lowered  # type: ignore[method-assign]
+    return "accepted"
+
+
+def test_ranks_with_different_plans_are_named(ranks: RankPool) -> None:
+    for said in ranks.run(another_version, 2, 0):
+        assert "all ranks must have the same plan: ranks [1] differ from rank 0" in said
+
+
+def evaluating(_: int) -> bool:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+    return Pipeline(model, torch.randn(1, 2), nn.functional.mse_loss, num_micro_batches=2).stage.training
+
+
+def test_a_stage_is_in_the_models_mode(ranks: RankPool) -> None:
+    assert ranks.run(evaluating, 2, 0) == [False, False]
 
 
 def a_module_fails(_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,21 @@ def test_two_stages_in_one_process_match_the_whole_function() -> None:
     for a, b in zip(got, (w0.grad, w1.grad), strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+def test_a_first_stage_may_have_nothing_to_train() -> None:
+    stage = Stage(lambda x: x.flatten(1), lambda mb: torch.ones(2, 2, 2), None)
+    stage.forward(0)
+    stage.receive_output_grad(0, torch.ones(2, 4))
+    stage.backward(0)
+    assert not stage._outputs and not stage._output_grads
+
+
+def test_a_loss_that_needs_no_gradient_is_an_error() -> None:
+    stage = Stage(lambda x: x, lambda mb: torch.ones(2), lambda y, mb: y.sum())
+    stage.forward(0)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        stage.backward(0)
 
 
 def test_forward_only_keeps_nothing() -> None:
