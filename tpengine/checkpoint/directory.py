@@ -11,7 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
-_NAME = re.compile(r"step-(\d{8,})")
+# As `of_step` spells a number, and no other way.
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 class CheckpointDirectory:
@@ -47,12 +48,17 @@ class CheckpointDirectory:
         return beside
 
     def complete(self, step: int) -> None:
-        """Give what was written its name, durably. One of the same step, which held the same, is replaced."""
+        """Give what was written its name, durably.
+
+        One of the same step, which holds the same, stays instead: to replace it takes two renames, and a kill between
+        them would leave neither.
+        """
         beside, final = self._beside(step), self.of_step(step)
-        _sync(beside)
         if final.exists():
-            self._remove(final)
-        beside.rename(final)
+            self.abandon(step)
+        else:
+            _sync(beside)
+            beside.rename(final)
         _sync(self.path)
 
     def abandon(self, step: int) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _FORMAT, _VERSION = "tpengine checkpoint", 1
 # safetensors' names.
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _HASH_BLOCK_BYTES = 1 << 20
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class CheckpointError(ValueError):
@@ -79,10 +81,8 @@ class Index:
 def write_index(directory: Path, index: Index) -> None:
     """Write and sync `directory`/index.json."""
     body = {"format": _FORMAT, "version": _VERSION, **asdict(index)}
-    text = _canonical(body)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    with (directory / INDEX_FILE).open("w", encoding="utf-8") as file:
-        file.write(f'{{"sha256": "{digest}",\n"index": {text}}}\n')
+    with (directory / INDEX_FILE).open("wb") as file:
+        file.write(_sealed(body))
         file.flush()
         os.fsync(file.fileno())
 
@@ -102,17 +102,17 @@ def read_index(directory: Path) -> Index:
     except OSError as error:
         raise CheckpointError(f"a checkpoint needs a readable index: {path}: {error.strerror}: {remedy}") from None
     try:
-        outer = json.loads(raw)
-        body = outer["index"]
-        digest = outer["sha256"]
-    except (ValueError, KeyError, TypeError):
+        body = json.loads(raw)["index"]
+        is_sealed = raw == _sealed(body)
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"a checkpoint's index must be whole: {path}: cut short or altered: {remedy}") from None
-    if hashlib.sha256(_canonical(body).encode()).hexdigest() != digest:
+    if not is_sealed:
         raise CheckpointError(f"a checkpoint's index must match its own hash: {path}: altered: {remedy}")
     try:
         index = _parse(body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"a checkpoint's index must be well-formed: {path}: {error!s}: {remedy}") from None
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"a checkpoint's index must be well-formed: {path}: {reason}: {remedy}") from None
     for name, entry in index.files.items():
         _check_size(directory / name, entry, remedy)
     return index
@@ -132,7 +132,12 @@ def check_file(directory: Path, name: str, entry: FileEntry) -> None:
     """Raise CheckpointError unless the file's bytes are those that were written."""
     remedy = f"resume from an older checkpoint by moving {directory} away"
     _check_size(directory / name, entry, remedy)
-    if hash_file(directory / name) != entry:
+    try:
+        is_whole = hash_file(directory / name) == entry
+    except OSError as error:
+        reason = f"{directory / name}: {error.strerror}"
+        raise CheckpointError(f"a checkpoint's files must be readable: {reason}: {remedy}") from None
+    if not is_whole:
         raise CheckpointError(f"a checkpoint's files must match their hashes: {directory / name}: altered: {remedy}")
 
 
@@ -148,16 +153,22 @@ def _check_size(path: Path, entry: FileEntry, remedy: str) -> None:
         )
 
 
-def _canonical(body: Any) -> str:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+def _sealed(body: Any) -> bytes:
+    """The bytes of an index: its canonical text behind that text's hash; one spelling, so that every byte counts."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{{"sha256": "{digest}",\n"index": {text}}}\n'.encode()
 
 
 def _parse(body: Mapping[str, Any]) -> Index:
     if body["format"] != _FORMAT or body["version"] != _VERSION:
-        raise ValueError(f"format {body['format']!r} version {body['version']!r}, this reads {_FORMAT!r} {_VERSION}")
+        raise ValueError(
+            f"format {body['format']!r} version {body['version']!r}, this tpengine reads {_FORMAT!r} {_VERSION}: use "
+            "the tpengine that wrote it"
+        )
     files = {}
     for name, entry in body["files"].items():
-        if Path(name).name != name or name in ("", ".", "..", INDEX_FILE):
+        if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"file name {name!r} is not a plain name")
         (num_bytes,) = _naturals([entry["num_bytes"]])
         files[name] = FileEntry(num_bytes, str(entry["sha256"]))
@@ -171,28 +182,28 @@ def _parse(body: Mapping[str, Any]) -> Index:
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
     shape = _naturals(entry["shape"])
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name} has dtype {entry['dtype']!r}")
+        raise ValueError(f"tensor {name!r} has dtype {entry['dtype']!r}, none of {' '.join(DTYPES)}")
     pieces = tuple(
         Piece(_naturals(piece["offset"]), _naturals(piece["shape"]), str(piece["file"]), str(piece["key"]))
         for piece in entry["pieces"]
     )
     for piece in pieces:
         if piece.file not in files:
-            raise ValueError(f"tensor {name} lies in {piece.file!r}, which is no file of the checkpoint")
+            raise ValueError(f"tensor {name!r} lies in {piece.file!r}, which is no file of the checkpoint")
         inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
             start + size <= whole for start, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
         )
         if not inside:
-            raise ValueError(f"tensor {name} {shape} has a piece of {piece.shape} at {piece.offset}")
+            raise ValueError(f"tensor {name!r} {shape} has a piece of {piece.shape} at {piece.offset}")
     volume = sum(math.prod(piece.shape) for piece in pieces)
     overlap = any(_overlap(a, b) for a, b in itertools.combinations(pieces, 2))
     if volume != math.prod(shape) or overlap:
-        raise ValueError(f"the pieces of tensor {name} do not make it up")
+        raise ValueError(f"the pieces of tensor {name!r} do not make it up")
     return TensorEntry(entry["dtype"], shape, pieces)
 
 
 def _overlap(a: Piece, b: Piece) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    return all(max(x, y) < min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
 
 
 def _naturals(values: Any) -> tuple[int, ...]:

@@ -50,14 +50,16 @@ class Saver:
 
         Args:
             step: optimizer steps done.
-            blocks: all blocks of this rank; only those marked `stored` are copied and written.
+            blocks: all blocks of this rank; only those marked `stored` that are not empty are copied and written.
             state: what is no tensor, as JSON.
 
         Returns:
             As `wait`, of the checkpoint before.
         """
         failure = self.wait()
-        copies = {name: self._copy(name, block) for name, block in blocks.items() if block.stored}
+        # An empty block lies where the next one does, and the planners know a block by its place.
+        stored = {name: block for name, block in blocks.items() if block.stored and block.tensor.numel()}
+        copies = {name: self._copy(name, block) for name, block in stored.items()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._step = step

@@ -1,0 +1,413 @@
+"""Rung: gloo ranks. What is saved at one cut is loaded at any other; failures are the same line on all ranks.
+
+What only a GPU checks: copying aside from a device.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+import tpengine.checkpoint.storage as storage
+from tpengine.checkpoint.block import Block
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.index import CheckpointError, read_index, write_index
+from tpengine.checkpoint.load import load
+from tpengine.checkpoint.save import Saver
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+SHAPES: tuple[tuple[int, ...], ...] = ((), (5,), (7, 5), (2, 3), (3, 1, 4), (64, 33))
+CUTS = ("rows", "columns", "pairs", "whole")
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def whole_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Every element another, as far as the dtype can tell; a third needs all bits of a float."""
+    count = torch.Size(shape).numel()
+    if dtype.is_floating_point:
+        return (torch.arange(count, dtype=torch.float64) + 1 / 3).to(dtype).view(shape)
+    return (torch.arange(count) + 2**53 + 1).to(dtype).view(shape)
+
+
+def bounds_of(cut: str, shape: tuple[int, ...], world: int, rank: int) -> Bounds:
+    """Offset and shape of a rank's block; unevenly cut, and empty where there are fewer elements than ranks."""
+    if cut == "whole" or not shape:
+        return (0,) * len(shape), shape
+    dim = len(shape) - 1 if cut == "columns" else 0
+    # Of "pairs" two neighbours hold the same.
+    num_parts, part = ((world + 1) // 2, rank // 2) if cut == "pairs" else (world, rank)
+    start, end = shape[dim] * part // num_parts, shape[dim] * (part + 1) // num_parts
+    offset = tuple(start if d == dim else 0 for d in range(len(shape)))
+    return offset, tuple(end - start if d == dim else size for d, size in enumerate(shape))
+
+
+def block_of(values: Tensor, cut: str) -> Block:
+    """This rank's block of the values, in every other element of a larger tensor; the last of its holders stores it."""
+    world, rank, shape = dist.get_world_size(), dist.get_rank(), tuple(values.shape)
+    offset, extent = bounds_of(cut, shape, world, rank)
+    holders = [r for r in range(world) if bounds_of(cut, shape, world, r) == (offset, extent)]
+    tensor = torch.zeros((*extent, 2), dtype=values.dtype)[..., 0]
+    tensor.copy_(values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))])
+    return Block(tensor, offset, shape, stored=rank == holders[-1])
+
+
+def all_tensors() -> Iterator[tuple[str, Tensor]]:
+    for cut in CUTS:
+        for name, dtype in DTYPES.items():
+            for shape in SHAPES:
+                yield f"{cut}.{name}.{'x'.join(map(str, shape))}", whole_tensor(dtype, shape)
+
+
+def save_all(path: str) -> None:
+    """Save every tensor, cut as its name begins."""
+    saver = Saver(CheckpointDirectory(Path(path)), keep=2)
+    blocks = {name: block_of(values, name.split(".")[0]) for name, values in all_tensors()}
+    assert saver.save(1, blocks, {"saved by": dist.get_world_size()}) is None
+    failure = saver.wait()
+    assert failure is None, failure
+
+
+def load_all(paths: list[str]) -> int:
+    """Load every tensor of every checkpoint at each cut; return how many blocks were compared."""
+    num_compared = 0
+    for path in paths:
+        directory = Path(path) / "step-00000001"
+        index = read_index(directory)
+        for cut in CUTS:
+            wanted = {name: block_of(values, cut) for name, values in all_tensors()}
+            blocks = {
+                name: replace(block, tensor=torch.full((*block.tensor.shape, 2), 77, dtype=block.tensor.dtype)[..., 0])
+                for name, block in wanted.items()
+            }
+            load(directory, index, blocks)
+            for name, block in blocks.items():
+                assert torch.equal(block.tensor, wanted[name].tensor), f"{path}: {name} loaded as {cut}"
+                num_compared += 1
+    return num_compared
+
+
+def test_any_cut_reads_what_any_other_wrote(ranks: RankPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / str(world)) for world in (1, 2, 3, 4)]
+    for world, path in enumerate(paths, 1):
+        ranks.run(save_all, world, path)
+        index = read_index(Path(path) / "step-00000001")
+        assert index.state == {"saved by": world} and len(index.files) == world
+        assert all(0 not in piece.shape for entry in index.tensors.values() for piece in entry.pieces)
+    blocks_of_a_checkpoint = len(CUTS) * len(DTYPES) * len(SHAPES)
+    for world in (1, 2, 3, 4):
+        assert ranks.run(load_all, world, paths) == [len(paths) * len(CUTS) * blocks_of_a_checkpoint] * world
+
+
+def test_the_files_are_plain_safetensors(ranks: RankPool, tmp_path: Path) -> None:
+    """Whoever has only the format and the index finds every element."""
+    ranks.run(save_all, 3, str(tmp_path))
+    directory = tmp_path / "step-00000001"
+    shards = [f"rank-{rank:05}-of-00003.safetensors" for rank in range(3)]
+    assert sorted(p.name for p in directory.iterdir()) == ["index.json", *shards]
+    assert [p.name for p in tmp_path.iterdir()] == [directory.name]
+    index = read_index(directory)
+    named = set()
+    for name, values in all_tensors():
+        entry = index.tensors[name]
+        found = torch.zeros_like(values)
+        for piece in entry.pieces:
+            with safe_open(directory / piece.file, framework="pt") as file:
+                tensor = file.get_tensor(piece.key)
+            assert DTYPES[entry.dtype] == tensor.dtype and tuple(tensor.shape) == piece.shape
+            found[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))] = tensor
+            named.add((piece.file, piece.key))
+        assert torch.equal(found, values), name
+    held = set()
+    for shard in shards:
+        with safe_open(directory / shard, framework="pt") as file:
+            held |= {(shard, key) for key in file.keys()}  # noqa: SIM118
+    assert held == named
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes, and set them back: the workers are shared by all tests."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def refuse_pickle(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a file was pickled or unpickled")
+
+
+def save_and_load_without_pickle(path: str) -> int:
+    """Python objects do travel pickled between ranks; files must not be, in either direction."""
+    of_files = [(torch, "load"), (torch, "save"), (pickle, "load"), (pickle, "dump")]
+    with replaced(*((owner, name, refuse_pickle) for owner, name in of_files)):
+        save_all(path)
+        return load_all([path])
+
+
+def test_no_file_is_pickled(ranks: RankPool, tmp_path: Path) -> None:
+    assert all(ranks.run(save_and_load_without_pickle, 2, str(tmp_path)))
+    files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert len(files) == 3
+    assert all(path.suffix == ".safetensors" or path.name == "index.json" for path in files)
+
+
+def compare_plans() -> int:
+    """Plan with blocks and with DTensors of the same shards; return how many items were compared."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,))
+    blocks: dict[str, Any] = {}
+    dtensors: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
+    # As stored: in other pieces than any rank holds.
+    rows = [ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((2, 12))) for row in range(0, 8, 2)]
+    for dtype in DTYPES.values():
+        for dim in (0, 1):
+            name = f"{dtype} cut in dim {dim}"
+            local = whole_tensor(dtype, (8, 12)).chunk(world, dim)[rank].contiguous()
+            offset = tuple(local.shape[d] * rank if d == dim else 0 for d in range(2))
+            blocks[name] = Block(local, offset, (8, 12))
+            dtensors[name] = DTensor.from_local(local, mesh, [Shard(dim)])
+            stored[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((8, 12)), rows)
+    num_compared = 0
+    for got, want in (
+        (create_default_local_save_plan(blocks, False), create_default_local_save_plan(dtensors, False)),
+        (create_default_local_save_plan(blocks, True), create_default_local_save_plan(dtensors, True)),
+        (
+            create_default_local_load_plan(blocks, Metadata(stored)),
+            create_default_local_load_plan(dtensors, Metadata(stored)),
+        ),
+    ):
+        assert len(got.items) == len(want.items)
+        for of_block, of_dtensor in zip(got.items, want.items, strict=True):
+            assert of_block == of_dtensor, f"{of_block}\nis not\n{of_dtensor}"
+            num_compared += 1
+    return num_compared
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_planners_see_what_they_see_of_a_dtensor(ranks: RankPool, world: int) -> None:
+    """Write items and read items are equal; of the read ones a rank has 4 / world by rows, and 4 by columns."""
+    assert ranks.run(compare_plans, world) == [2 * 8 + 4 * (4 // world + 4)] * world
+
+
+def numbered(step: int) -> dict[str, Block]:
+    """A matrix cut by rows and a whole vector that rank 0 stores, both full of the step."""
+    num_rows = 4 // dist.get_world_size()
+    matrix = torch.full((num_rows, 3), float(step))
+    vector = Block.whole(torch.full((6,), -float(step)), stored=dist.get_rank() == 0)
+    return {"matrix": Block(matrix, (num_rows * dist.get_rank(), 0), (4, 3)), "vector": vector}
+
+
+def loaded_step(directory: CheckpointDirectory) -> int:
+    """Load the newest; return its step, which all of its numbers must be."""
+    newest = directory.newest()
+    assert newest is not None
+    index, blocks = read_index(newest), numbered(-1)
+    load(newest, index, blocks)
+    assert (blocks["matrix"].tensor == index.step).all() and (blocks["vector"].tensor == -index.step).all(), blocks
+    return index.step
+
+
+def change_while_writing(path: str) -> list[int]:
+    """Change all tensors before a byte is written; return what is loaded after each save, and what is left."""
+    directory = CheckpointDirectory(Path(path))
+    saver = Saver(directory, keep=2)
+    save_file = storage.save_file
+    found = []
+    for step in (1, 2, 3):
+        gate = threading.Event()
+
+        def gated(tensors: Any, file: str, gate: threading.Event = gate) -> None:
+            assert gate.wait(60), "save() waits for the disk"
+            save_file(tensors, file)
+
+        with replaced((storage, "save_file", gated)):
+            blocks = numbered(step)
+            assert saver.save(step, blocks, {}) is None
+            for block in blocks.values():
+                block.tensor.fill_(torch.nan)
+            gate.set()
+            assert saver.wait() is None
+        found.append(loaded_step(directory))
+    assert saver.wait() is None, "nothing is under way"
+    return [*found, *directory.steps()]
+
+
+def test_tensors_may_change_as_soon_as_save_returns(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(change_while_writing, 2, str(tmp_path)) == [[1, 2, 3, 2, 3]] * 2
+
+
+def save_without_waiting(path: str, keep: int) -> list[int]:
+    directory = CheckpointDirectory(Path(path))
+    saver = Saver(directory, keep)
+    for step in range(1, 6):
+        assert saver.save(step, numbered(step), {}) is None
+    assert saver.wait() is None
+    assert loaded_step(directory) == 5
+    return directory.steps()
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, [5]), (3, [3, 4, 5])])
+def test_the_newest_are_kept(ranks: RankPool, tmp_path: Path, keep: int, steps: list[int]) -> None:
+    """A save waits for the one before, so nobody has to."""
+    assert ranks.run(save_without_waiting, 2, str(tmp_path), keep) == [steps] * 2
+
+
+def half_a_file(blocks: Any, path: str) -> None:
+    """What a full disk leaves; the reason has two lines, as a library's may."""
+    Path(path).write_bytes(b"half")
+    raise OSError(28, "No space left\non device")
+
+
+def refuse_to_write(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+FAILURES = {"save_file": half_a_file, "hash_file": refuse_to_write, "write_index": refuse_to_write}
+
+
+def fail_then_go_on(path: str, broken_rank: int, what: str) -> tuple[list[str | None], list[list[int]]]:
+    """Save 1, fail to save 2, save 3: what wait() said, and what was on disk after each."""
+    directory = CheckpointDirectory(Path(path))
+    saver = Saver(directory, keep=3)
+    said, seen = [], []
+    for step in (1, 2, 3):
+        is_broken = step == 2 and dist.get_rank() == broken_rank
+        with replaced(*([(storage, what, FAILURES[what])] if is_broken else [])):
+            saver.save(step, numbered(step), {})
+            said.append(saver.wait())
+        dist.barrier()  # each rank removes what was written, once it knows
+        seen.append(directory.steps())
+        assert not [entry.name for entry in directory.path.iterdir() if entry.name.startswith(".")]
+        assert loaded_step(directory) == seen[-1][-1]
+    return said, seen
+
+
+@pytest.mark.parametrize(
+    ("broken_rank", "what", "reason"),
+    [
+        (0, "save_file", "No space left on device"),
+        (1, "save_file", "No space left on device"),
+        (1, "hash_file", "Input/output error"),
+        (0, "write_index", "Input/output error"),
+    ],
+)
+def test_a_rank_that_cannot_write_is_heard_by_all(
+    ranks: RankPool, tmp_path: Path, broken_rank: int, what: str, reason: str
+) -> None:
+    """One line on all ranks, nothing half-written, the checkpoint before still loads, the next is saved."""
+    results = ranks.run(fail_then_go_on, 2, str(tmp_path), broken_rank, what)
+    assert results[0] == results[1]
+    (first, failure, third), seen = results[0]
+    assert first is third is None and seen == [[1], [1], [1, 3]]
+    assert failure is not None and "\n" not in failure
+    assert failure.startswith(f"{tmp_path}/step-00000002: ") and failure.endswith(reason), failure
+
+
+def save_one(path: str) -> None:
+    saver = Saver(CheckpointDirectory(Path(path)), keep=1)
+    saver.save(1, numbered(1), {})
+    assert saver.wait() is None
+
+
+SHARD_0, SHARD_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
+OF_ANOTHER_MODEL: dict[str, Callable[[], dict[str, Block]]] = {
+    "a missing tensor": lambda: {"another": Block.whole(torch.zeros(2))},
+    "another shape": lambda: {"vector": Block.whole(torch.zeros(7))},
+    "other dims": lambda: {"vector": Block.whole(torch.zeros(1, 6))},
+    "another dtype": lambda: {"vector": Block.whole(torch.zeros(6, dtype=torch.bfloat16))},
+    # The other rank cannot notice, and must not wait.
+    "another shape on rank 1": lambda: {"vector": Block.whole(torch.zeros(7))} if dist.get_rank() else {},
+}
+
+
+def refusals(paths: dict[str, str]) -> dict[str, str]:
+    """What loading each checkpoint ends with, some of them into blocks of another model."""
+    said = {}
+    for case, path in paths.items():
+        directory = Path(path)
+        index = read_index(directory)
+        dist.barrier()
+        if case == "a shard gone since" and dist.get_rank() == 0:
+            (directory / SHARD_1).unlink()
+        dist.barrier()
+        try:
+            load(directory, index, {**numbered(0), **OF_ANOTHER_MODEL.get(case, dict)()})
+            said[case] = "loaded"
+        except CheckpointError as error:
+            said[case] = str(error)
+    return said
+
+
+def damage(case: str, directory: Path) -> None:
+    if case == "a flipped byte":
+        content = bytearray((directory / SHARD_1).read_bytes())
+        content[-1] ^= 1
+        (directory / SHARD_1).write_bytes(content)
+    key = {"an index that names no key": "no such", "an index that names another block": "matrix@0,0"}.get(case)
+    if key is not None:
+        index = read_index(directory)
+        vector = index.tensors["vector"]
+        vector = replace(vector, pieces=(replace(vector.pieces[0], file=SHARD_0, key=key),))
+        write_index(directory, replace(index, tensors={**index.tensors, "vector": vector}))
+
+
+REFUSALS = {
+    "a flipped byte": ("must match their hashes", f"/{SHARD_1}: altered"),
+    "a shard gone since": ("needs all its files", f"/{SHARD_1}: No such file"),
+    "an index that names no key": ("must hold what its index says", SHARD_0),
+    "an index that names another block": ("must hold what its index says", f"{SHARD_0}: matrix@0,0 is not F32[6]"),
+    "a missing tensor": ("must hold every tensor of the model", "has no another"),
+    "another shape": ("must be of the same model", "vector as F32 [6], this model as F32 [7]"),
+    "other dims": ("must be of the same model", "vector as F32 [6], this model as F32 [1, 6]"),
+    "another dtype": ("must be of the same model", "vector as F32 [6], this model as BF16 [6]"),
+    "another shape on rank 1": ("must be of the same model", "vector as F32 [6], this model as F32 [7]"),
+}
+
+
+def test_what_cannot_be_loaded_is_the_same_line_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, count_mutations: Callable[[str, int, int], None]
+) -> None:
+    ranks.run(save_one, 2, str(tmp_path / "whole"))
+    paths = {}
+    for number, case in enumerate(["no damage", *REFUSALS]):
+        directory = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole" / "step-00000001", directory)
+        damage(case, directory)
+        paths[case] = str(directory)
+    said, on_rank_1 = ranks.run(refusals, 2, paths)
+    assert said == on_rank_1
+    assert said.pop("no damage") == "loaded"
+    survivors = [case for case, message in said.items() if message == "loaded"]
+    count_mutations("checkpoints (reader)", len(REFUSALS) - len(survivors), len(REFUSALS))
+    assert not survivors
+    for case, (rule, value) in REFUSALS.items():
+        message = said[case]
+        assert message.startswith("a checkpoint") and rule in message and value in message, f"{case}: {message}"
+        assert paths[case] in message and ": resume " in message and "\n" not in message, f"{case}: {message}"
