@@ -6,6 +6,7 @@ causal model needs only half. Both are written, and on a device whose peak is un
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import resource
@@ -143,20 +144,30 @@ class MetricsWriter:
         else:
             self._events = SummaryWriter(str(run_dir), purge_step=first_step)
         self.tensorboard = self._events is not None
+        self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; the file is complete up to it when this returns."""
-        self._file.write(json.dumps(record) + "\n")
-        if self._events is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, record["step"])
+        """Append one record; the file is complete up to it when this returns.
+
+        A full disk does not end the run: it is said once, and what could not be written is tried again with the next.
+        """
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            if self._events is not None:
+                for name, value in record.items():
+                    if name != "step":
+                        self._events.add_scalar(name, value, record["step"])
+        except OSError as error:
+            if not self._has_failed:
+                print(f"tpengine: metrics cannot be written: {error}: make room", file=sys.stderr, flush=True)
+            self._has_failed = True
 
     def close(self) -> None:
-        """Flush and close both."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        """Flush and close both; what does not fit on the disk is lost."""
+        for file in (self._file, self._events):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
 
 
 def _keep_records_before(path: Path, step: int) -> None:

@@ -121,3 +121,25 @@ def test_peak_memory_grows_with_what_is_held() -> None:
 def test_flops_scale_with_the_batch(half: bool) -> None:
     double = replace(CONFIG, train=replace(CONFIG.train, num_micro_batches=2))
     assert step_flops(double, causal_half=half) == 2 * step_flops(CONFIG, causal_half=half)
+
+
+def test_records_of_a_resumed_run_follow_those_before_it(tmp_path: Path) -> None:
+    """What it repeats goes, and so does a line that a kill has cut."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    writer = MetricsWriter(tmp_path, first_step=3)
+    writer.write({"step": 3, "loss": 2.0})
+    writer.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
+    assert writer.kept is None and not (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    for step in range(3):
+        writer.write({"step": step})
+    writer.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tpengine: metrics cannot be written:") and "No space left on device" in line
