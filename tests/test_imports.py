@@ -22,6 +22,7 @@ TORCH_FREE = [
     "tpengine.checkpoint.index",
     "tpengine.checkpoint.directory",
     "tpengine.resume",
+    "tpengine.run_dir",
     "tpengine.cli",
     "tpkernels",
     "tpkernels.work",

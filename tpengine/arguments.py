@@ -62,6 +62,8 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         if path is not None:
             base = load_toml(path, base)
         config = _override(base, flags)
+        if config.resume and not config.run_dir:
+            raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
         if config.resume and preset is None and path is None:
             saved = saved_config(config.run_dir)
             config = continued_config(saved, _override(without_layout(saved), flags), world_size)

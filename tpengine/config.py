@@ -97,8 +97,8 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many checkpoints are kept, the newest."""
     timeout_seconds: float = 300.0
-    """An action of a step that takes longer ends the run, with a report of each rank; 0 leaves it to the communication
-    library, which ends it without one (NCCL after 600 s, gloo after 1800 s)."""
+    """An action of a step that takes longer ends the run, with a report of each rank. With 0, or more than its own
+    limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
 
 
 @dataclass(frozen=True)

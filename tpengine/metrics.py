@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,7 +176,7 @@ def _keep_records_before(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] < step:
                 kept.append(line + "\n")
@@ -187,15 +188,24 @@ def _keep_records_before(path: Path, step: int) -> None:
 
 
 def keep_aside(path: Path) -> Path | None:
-    """Rename an existing file or directory to the first free `name.<n>.suffix`, so that nothing is overwritten.
+    """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
 
     Returns:
-        Where it went; None if there was nothing.
+        Where it went; None if there was no file.
     """
     if not path.exists():
         return None
+    return path.rename(_free_name(path))
+
+
+def keep_copy_aside(path: Path) -> None:
+    """As `keep_aside`, but the file also keeps its name, for whoever is about to replace it in one step."""
+    if path.exists():
+        shutil.copyfile(path, _free_name(path))
+
+
+def _free_name(path: Path) -> Path:
     number = 1
     while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
-    path.rename(aside)
     return aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -123,6 +124,15 @@ def _readable(tokens: list[int], vocab_size: int) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+class _PatientConsole(Console):
+    """A console that falls silent when nobody reads it any more: training goes on without."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what is still written to nowhere."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console_for(rank: int) -> Console:
     """A console on standard output for rank 0, silent on the others."""
-    return Console(file=sys.stdout, quiet=rank != 0, soft_wrap=True)
+    return _PatientConsole(file=sys.stdout, quiet=rank != 0, soft_wrap=True)

@@ -35,10 +35,8 @@ def saved_config(run_dir: str) -> Config:
     """The configuration that a run left in its directory.
 
     Raises:
-        ValueError: no directory is named, or it holds no run.
+        ValueError: it holds no run.
     """
-    if not run_dir:
-        raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
     path = Path(run_dir) / "config.toml"
     if not path.is_file():
         raise ValueError(
@@ -49,8 +47,15 @@ def saved_config(run_dir: str) -> Config:
 
 
 def without_layout(saved: Config) -> Config:
-    """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs."""
-    return replace(saved, parallel=replace(saved.parallel, tp=None, pp=None, dp=None))
+    """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs.
+
+    The number of micro-batches becomes 0, which no flag may say.
+    """
+    return replace(
+        saved,
+        parallel=replace(saved.parallel, tp=None, pp=None, dp=None),
+        train=replace(saved.train, num_micro_batches=0),
+    )
 
 
 def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
@@ -74,8 +79,8 @@ def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
     else:
         parallel = resolve_layout(wanted.parallel, world_size)
     train = wanted.train
-    if train.num_micro_batches == saved.train.num_micro_batches:
-        in_all = train.num_micro_batches * (saved.parallel.dp or 1)
+    if train.num_micro_batches == 0:
+        in_all = saved.train.num_micro_batches * (saved.parallel.dp or 1)
         each, rest = divmod(in_all, parallel.dp or 1)
         if rest:
             legal = [dp for dp in range(1, world_size + 1) if in_all % dp == 0 and world_size % dp == 0]
@@ -128,10 +133,15 @@ def _check_continues(directory: Path, index: Index, config: Config, fingerprint:
         saved, now = (
             _decisive(state, index.step) for state in (index.state, state_of(config, fingerprint, index.step))
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"a checkpoint must say what it is of: {directory} lacks {error}: move it away to resume from an older one"
         ) from None
+    if config.train.steps < index.step:
+        raise CheckpointError(
+            f"a resumed run must not be shorter than it is: {directory} has {index.step} steps, train.steps is "
+            f"{config.train.steps}: use --train.steps {index.step} or more"
+        )
     for name, value in now.items():
         if saved.get(name) != value:
             raise CheckpointError(

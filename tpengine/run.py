@@ -6,8 +6,8 @@ Used by train.py.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tpengine.awaited import explain
+from tpengine.awaited import awaited, explain
 from tpengine.checkpoint.index import CheckpointError
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus
-from tpengine.distributed import max_over_ranks, start, stop
+from tpengine.distributed import all_equal, max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
-from tpengine.metrics import MetricsWriter, keep_aside, peak_memory_bytes, step_record
+from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
 from tpengine.peers import Peers
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.resume import Checkpoint
@@ -35,24 +35,6 @@ from tpengine.training_state import restore
 from tpengine.watch import Watch
 
 _PROMPT_TOKENS = 16
-
-
-def create_run_dir(config: Config) -> Path:
-    """Create the run directory of rank 0: config.run_dir, or runs/<date>-<time>.
-
-    Raises:
-        ValueError: it cannot be created or written to.
-    """
-    run_dir = Path(config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--run-dir must be a directory that can be written to: {run_dir}: {error.strerror}: use another directory"
-        ) from None
-    return run_dir
 
 
 def train(
@@ -89,7 +71,8 @@ def train(
 
 
 def _end_groups(watch: Watch) -> None:
-    watch.explain = lambda _: ""
+    # They know the trainer, which holds groups.
+    watch.explain, watch.waits = lambda _: "", lambda _: True
     stop()
 
 
@@ -105,6 +88,8 @@ def _train(
     console = console_for(launch.rank)
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
+    watch.waits = lambda what: bool(awaited(trainer, what))
+    _check_same_checkpoint(checkpoint, device)
     checkpoints = RunCheckpoints(trainer, run_dir)
     first_step = 0
     if checkpoint is not None:
@@ -112,7 +97,7 @@ def _train(
             first_step = restore(trainer, checkpoint)
         except CheckpointError as error:
             raise RunError(str(error)) from None
-    with _open_writer(trainer, run_dir, console, first_step) as writer, checkpoints:
+    with _open_writer(trainer, run_dir, console, checkpoint) as writer, checkpoints:
         _steps(trainer, first_step, console, writer, checkpoints, watch)
     held_out = None
     if config.train.eval_micro_batches:
@@ -127,23 +112,32 @@ def _train(
     checkpoints.raise_if_the_last_is_missing()
 
 
+def _check_same_checkpoint(checkpoint: Checkpoint | None, device: torch.device) -> None:
+    """Compare over all ranks what each has found: nodes may see other directories under the same name."""
+    found = "none" if checkpoint is None else f"{checkpoint.index.step} {sorted(checkpoint.index.files.items())}"
+    differing = all_equal(hashlib.sha256(found.encode()).hexdigest(), device)
+    if differing:
+        raise RunError(
+            f"all ranks must resume from the same checkpoint: ranks {differing} have found another than rank 0: use a "
+            "--run-dir that all nodes share"
+        )
+
+
 @contextlib.contextmanager
 def _open_writer(
-    trainer: Trainer, run_dir: Path | None, console: Console, first_step: int
+    trainer: Trainer, run_dir: Path | None, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[MetricsWriter | None]:
     """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
     if run_dir is None:
         yield None
         return
+    first_step = checkpoint.index.step if checkpoint is not None else 0
     config, device = trainer.config, trainer.device
     show_plan(console, config, trainer.layout, trainer.plan, device, run_dir)
     if config.resume:
-        console.print(
-            f"continuing at step {first_step + 1}" if first_step else "no checkpoint yet: starting at step 1",
-            highlight=False,
-        )
+        _say_what_is_resumed(console, config, checkpoint)
     _write_config(trainer, run_dir)
-    writer = MetricsWriter(run_dir, first_step if config.resume else None)
+    writer = MetricsWriter(run_dir, first_step or None)
     if writer.kept is not None:
         print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
@@ -158,18 +152,32 @@ def _open_writer(
         writer.close()
 
 
+def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
+    """Say where the run goes on, and which settings of the optimizer are not those of the checkpoint."""
+    if checkpoint is None:
+        console.print("no checkpoint yet: starting at step 1", highlight=False)
+        return
+    step = checkpoint.index.step
+    what = f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"
+    console.print(what, highlight=False)
+    for name, before in checkpoint.index.state["config"].get("optim", {}).items():
+        now = getattr(config.optim, name, None)
+        if now != before:
+            console.print(f"changed since the checkpoint: optim.{name} from {before} to {now}", highlight=False)
+
+
 def _write_config(trainer: Trainer, run_dir: Path) -> None:
     """Write config.toml, which repeats or continues the run; another one that is there is kept aside."""
     resolved = replace(
         trainer.config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu", resume=False
     )
     path, text = run_dir / "config.toml", dump_toml(resolved)
-    if trainer.config.resume and path.exists() and path.read_text() == text:
+    if trainer.config.resume and path.exists() and path.read_bytes() == text.encode():
         return
     beside = run_dir / ".config.toml"
     beside.write_text(text)
-    keep_aside(path)
-    beside.rename(path)
+    keep_copy_aside(path)
+    beside.replace(path)
 
 
 def _steps(
@@ -201,6 +209,7 @@ def _steps(
                 step_seconds=seconds,
                 peak_memory_bytes=int(memory),
             )
+            trainer.activity.begin("writing what it measured", timed=False)
             if writer is not None:
                 writer.write(record)
             progress.update(record)
@@ -209,6 +218,10 @@ def _steps(
                 watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
             checkpoints.after_step(step + 1)
     checkpoints.wait()
+    (stop_signal,) = max_over_ranks([float(watch.stop)], device)
+    if stop_signal:
+        message = checkpoints.save_and_say(config.train.steps, int(stop_signal))
+        watch.leave_stopped(int(stop_signal), message)
     watch.parting = checkpoints.where()
     watch.stoppable = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +12,6 @@ import torch.distributed as dist
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.save import Saver
-from tpengine.metrics import keep_aside
 from tpengine.resume import checkpoints_of, state_of
 from tpengine.trainer import RunError, Trainer
 from tpengine.training_state import blocks_of
@@ -64,7 +65,7 @@ class RunCheckpoints:
         Returns:
             What to tell the user.
         """
-        what = "interrupted" if stop_signal == signal.SIGINT else "terminated"
+        what = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up"}.get(signal.Signals(stop_signal), "terminated")
         done = f"{what} after step {num_steps} of {self._train.steps}"
         if self._saver is None:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
@@ -83,7 +84,7 @@ class RunCheckpoints:
         newest = self._directory.newest() if self._saver is not None else None
         if newest is None:
             return ": no checkpoint is saved"
-        return f": saved in {newest}; continue with --run-dir {self._directory.path.parent} --resume"
+        return f": saved in {newest}; continue with --run-dir {shlex.quote(str(self._directory.path.parent))} --resume"
 
     def raise_if_the_last_is_missing(self) -> None:
         """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
@@ -126,20 +127,20 @@ def _agree_on_directory(trainer: Trainer, run_dir: Path | None) -> CheckpointDir
     told: list[str | None] = [None]
     if run_dir is not None:
         directory = checkpoints_of(run_dir)
-        if trainer.config.resume:
-            directory.clean()
-        else:
-            kept = keep_aside(directory.path)
-            if kept is not None:
-                print(f"tpengine: an earlier run's checkpoints are kept as {kept}", file=sys.stderr)
+        directory.clean()
         directory.path.mkdir(exist_ok=True)
-        told = [str(directory.path.resolve())]
-    dist.broadcast_object_list(told, device=None)
+        # Another node may have a directory of its own under the same name: a file tells them apart.
+        told = [str(directory.path.resolve() / f".seen-{secrets.token_hex(8)}")]
+        Path(str(told[0])).touch()
+    dist.broadcast_object_list(told)
     assert told[0] is not None
-    path = Path(told[0])
+    token = Path(told[0])
+    path = token.parent
     sees: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(sees, path.is_dir())
+    dist.all_gather_object(sees, token.exists())
     blind = [rank for rank, seen in enumerate(sees) if not seen]
+    if run_dir is not None:
+        token.unlink()
     if blind:
         raise RunError(
             f"all ranks must reach the run directory to write checkpoints: ranks {blind} do not see {path}: use a "

@@ -14,6 +14,7 @@ from tpengine.activity import Activity
 from tpengine.arguments import exit_on_user_error, leave, parse_config
 from tpengine.data import open_corpus
 from tpengine.resume import find_checkpoint
+from tpengine.run_dir import open_run_dir
 from tpengine.watch import Watch
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
@@ -26,13 +27,14 @@ def main() -> None:
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
-        checkpoint = find_checkpoint(config, corpus.fingerprint()) if config.resume else None
         from tpengine.distributed import choose_device, is_lost_connection
-        from tpengine.run import create_run_dir, train
+        from tpengine.run import train
         from tpengine.trainer import RunError
 
         device = choose_device(config.device, launch)
-        run_dir = create_run_dir(config) if launch.rank == 0 else None
+        # Held until this process ends, so that no other run writes there.
+        run_dir, _lock = open_run_dir(config) if launch.rank == 0 else (None, None)
+        checkpoint = find_checkpoint(config, corpus.fingerprint()) if config.resume else None
         try:
             train(config, corpus, launch, device, run_dir, checkpoint, watch)
         except RunError as error:

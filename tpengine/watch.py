@@ -4,7 +4,8 @@ A rank blocked inside a collective runs no Python: a signal handler of Python's 
 never comes. The interpreter's C handler, however, writes the signal's number into a pipe at once
 (signal.set_wakeup_fd), and a daemon thread reads it. Three things can happen, each with one line of its own:
 
-    a request to stop    SIGINT or SIGTERM: noted in `stop`. The training loop saves at the end of its step and leaves.
+    a request to stop    SIGINT, SIGTERM, SIGHUP, or the end of the torchrun that started this rank: noted in `stop`.
+                         The training loop saves at the end of its step and leaves.
     no way to go on      after a request nothing moved for a while: a peer is gone (torchrun sends SIGTERM to the rest
                          as soon as one rank has died). The rank says what it was doing, and leaves with 70.
     a hang               an action outlives the time limit: the same.
@@ -30,15 +31,18 @@ from tpengine.activity import Activity, Doing
 from tpengine.exits import RANK_FAILED, one_line, say
 
 _POLL_SECONDS = 0.25
-# After a request to stop, an action may take three times as long as any before it, within these bounds: torchrun kills
-# what is left 30 s after its SIGTERM.
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# After a request to stop, an action that waits for other ranks may take three times as long as any before it, within
+# these bounds: torchrun kills what is left 30 s after its SIGTERM.
 _PATIENCE_SECONDS = (5.0, 20.0)
 # torchrun passes on to its ranks what the terminal has already sent them; a person's second Ctrl-C comes later.
 _SAME_REQUEST_SECONDS = 2.0
+_LAST_WORD_SECONDS = 5.0
+_LONGEST_LINE = 1000
 
 
 class Watch:
-    """Hears SIGINT, SIGTERM and the clock; a context manager, entered in the main thread.
+    """Hears requests to stop and the clock; a context manager, entered in the main thread.
 
     Args:
         rank: this rank, for messages.
@@ -50,6 +54,7 @@ class Watch:
         stoppable: whether the training loop is running, and so will look at `stop`. While it is not, a signal ends the
             process at once with 128 + its number.
         timeout_seconds: how long a timed activity may take; 0 for ever.
+        waits: whether what it does can only end if other ranks act; a rank that computes is never given up.
         explain: what the rank waits for, in words, for the report: (what it does) -> " and waits for rank 3 (pp)".
         parting: ends the line of rank 0 when an interrupt ends it at once: what is left on disk.
     """
@@ -59,6 +64,7 @@ class Watch:
         self.stop = 0
         self.stoppable = False
         self.timeout_seconds = 0.0
+        self.waits: Callable[[object], bool] = lambda _: True
         self.explain: Callable[[object], str] = lambda _: ""
         self.parting = ""
         self._stopped_at = 0.0
@@ -70,9 +76,11 @@ class Watch:
         for end in (self._read_end, self._write_end):
             os.set_blocking(end, False)
         # The pipe receives only signals that Python handles.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, lambda *_: None)
+        for number in _REQUESTS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                self._handlers[number] = signal.signal(number, lambda *_: None)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tpengine-watch", daemon=True)
         self._thread.start()
@@ -113,16 +121,20 @@ class Watch:
                 with contextlib.suppress(BlockingIOError):
                     for number in os.read(self._read_end, 64):
                         self._hear(number)
+            if self._parent is not None and os.getppid() != self._parent:
+                self._parent = None
+                self._hear(signal.SIGTERM)  # torchrun is gone, and nobody will pass on anything any more
             self._look_at_the_clock()
 
     def _hear(self, number: int) -> None:
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if number not in _REQUESTS:
             return
         if not self.stoppable:
             self.stop = number
             if number == signal.SIGINT:
                 self._leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
-            self._leave(128 + number, f"rank {self._rank} ends: SIGTERM: {self._describe(self.activity.now)}")
+            name = signal.Signals(number).name
+            self._leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
         if not self.stop:
             self.stop, self._stopped_at = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._stopped_at > _SAME_REQUEST_SECONDS:
@@ -134,20 +146,23 @@ class Watch:
             return
         if self.timeout_seconds and now - doing.began_at > self.timeout_seconds:
             self.report_and_leave(f"--train.timeout-seconds {self.timeout_seconds:g} is over")
-        if self.stop:
+        if self.stop and self.stoppable:
             low, high = _PATIENCE_SECONDS
-            patience = min(max(low, 3 * self.activity.longest_seconds), high)
-            if now - max(doing.began_at, self._stopped_at) > patience:
+            longest = self.activity.longest_seconds
+            patience = min(max(low, 3 * longest), high) if longest else high
+            if now - max(doing.began_at, self._stopped_at) > patience and self.waits(doing.what):
                 name = signal.Signals(self.stop).name
                 self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")
 
     def _leave(self, code: int, line: str) -> NoReturn:
-        # The main thread and this one may both have found out: one speaks, the other waits for the end.
-        self._leaving.acquire()
-        if self._rank == 0 and sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h\n")  # a progress line hides the cursor
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        if line:
-            say(one_line(line))
+        # The main thread and this one may both have found out: one speaks, the other waits for the end. Whatever has
+        # become of the terminal, the process ends.
+        if self._leaving.acquire(timeout=_LAST_WORD_SECONDS):
+            with contextlib.suppress(Exception):
+                if self._rank == 0 and sys.stdout.isatty():
+                    sys.stdout.write("\x1b[?25h\n")  # a progress line hides the cursor
+                    sys.stdout.flush()
+            with contextlib.suppress(Exception):
+                if line:
+                    say(one_line(line)[:_LONGEST_LINE])
         os._exit(code)

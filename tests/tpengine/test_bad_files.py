@@ -190,6 +190,20 @@ def test_a_damaged_configuration_of_the_run_is_one_line(run_dir: Path) -> None:
     assert "config.toml: model.hidden_size must be of type int: got 'wide'" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "got no --run-dir: use --run-dir DIR"),
+        (("--run-dir", "{tmp}/empty"), "/empty has no config.toml: check --run-dir"),
+    ],
+)
+def test_resuming_nothing_is_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    line = error_of(run("--resume", *(argument.format(tmp=tmp_path) for argument in arguments)))
+    assert "--resume needs the directory of a run" in line and message in line
+    assert not list((tmp_path / "empty").iterdir())
+
+
 # Runs in a mount namespace of its own, so that nothing stays mounted whatever happens.
 DISK = """
 set -eu

@@ -175,3 +175,16 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
     errors = finish(process)
     assert process.returncode == 0, errors
     assert len((out / "metrics.jsonl").read_text().splitlines()) == step + 2
+
+
+def test_ranks_that_outlive_torchrun_save_and_leave(tmp_path: Path) -> None:
+    """kill -9 of torchrun itself: nobody passes on anything to its ranks any more, and nothing may be left behind."""
+    out = tmp_path / "out"
+    process = start(*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", str(out))
+    wait_for(out / "metrics.jsonl", 3)
+    process.kill()
+    # Standard error ends with its last writer.
+    errors = finish(process)
+    (step,) = re.findall(r"^tpengine: terminated after step (\d+) of 100000: saved in", errors, re.MULTILINE)
+    newest = checkpoints_of(out).newest()
+    assert newest is not None and read_index(newest).step == int(step)

@@ -13,8 +13,11 @@ from parity import config_of
 from rank_pool import RankPool
 
 import tpengine.checkpoint.storage as storage
+from tpengine.checkpoint.index import Index
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.resume import Checkpoint
+from tpengine.run import _check_same_checkpoint
 from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.trainer import RunError, Trainer
 
@@ -48,9 +51,9 @@ def run_steps(config: Config) -> list[list[int]]:
 def test_every_so_many_steps_and_the_last_and_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     for seen in ranks.run(run_steps, 2, config_saving(2, tmp_path)):
         assert seen == [[], [2], [2], [2, 4], [4, 5]]
-    for seen in ranks.run(run_steps, 2, config_saving(2, tmp_path, keep=1)):
+    (tmp_path / "other").mkdir()
+    for seen in ranks.run(run_steps, 2, config_saving(2, tmp_path / "other", keep=1)):
         assert seen == [[], [2], [2], [4], [5]]
-    assert (tmp_path / "checkpoints.1" / "step-00000005").is_dir(), "an earlier run's checkpoints are gone"
 
 
 def test_zero_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
@@ -111,22 +114,67 @@ def test_a_stop_saves_and_says_how_to_go_on(ranks: RankPool, tmp_path: Path) -> 
 
 
 def directory_of_one_rank(config: Config) -> str:
-    """Rank 1 lives where rank 0's directory is not."""
-    is_dir = Path.is_dir
+    """Rank 1 has a directory of its own under the same name: it does not see what rank 0 puts there."""
+    exists = Path.exists
     try:
         if torch.distributed.get_rank() == 1:
-            Path.is_dir = lambda path: path.name != "checkpoints" and is_dir(path)  # type: ignore[method-assign]
+            Path.exists = lambda path: not path.name.startswith(".seen-") and exists(path)  # type: ignore
         prepared(config)
     except RunError as error:
         return str(error)
     finally:
-        Path.is_dir = is_dir  # type: ignore[method-assign]
+        Path.exists = exists  # type: ignore[method-assign]
     return "no error"
 
 
 def test_a_directory_that_not_all_ranks_see_is_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(directory_of_one_rank, 2, config_saving(2, tmp_path)):
         assert "ranks [1] do not see" in message and "--train.checkpoint-every 0" in message
+
+
+def shard_on_another_disk(config: Config) -> tuple[str | None, list[int]]:
+    """What rank 1 has written for step 4 is not where rank 0 looks for it."""
+    trainer, checkpoints = prepared(config)
+    write = storage.Writer._write
+
+    def elsewhere(self: storage.Writer, *args: Any) -> Any:
+        results = write(self, *args)
+        if self._step == 4 and trainer.mesh.at.pp == 1:
+            for path in self._directory.begin(4).glob("rank-00001-*"):
+                path.unlink()
+        return results
+
+    storage.Writer._write = elsewhere  # type: ignore[method-assign]
+    try:
+        with checkpoints:
+            for step in range(4):
+                trainer.train_step(step)
+                checkpoints.after_step(step + 1)
+            checkpoints.wait()
+            return checkpoints._failure, checkpoints._directory.steps()
+    finally:
+        storage.Writer._write = write  # type: ignore[method-assign]
+
+
+def test_a_checkpoint_that_lacks_a_shard_never_gets_its_name(ranks: RankPool, tmp_path: Path) -> None:
+    for failure, steps in ranks.run(shard_on_another_disk, 2, config_saving(2, tmp_path)):
+        assert failure is not None and "rank-00001-of-00002.safetensors" in failure
+        assert steps == [2], "the good checkpoint is gone"
+
+
+def resume_from_different(_: int) -> str:
+    rank = torch.distributed.get_rank()
+    index = Index(step=4 - 2 * rank, tensors={}, files={}, state={})
+    try:
+        _check_same_checkpoint(Checkpoint(Path("x"), index), CPU)
+        return "no error"
+    except RunError as error:
+        return str(error)
+
+
+def test_ranks_that_find_different_checkpoints_stop(ranks: RankPool) -> None:
+    for message in ranks.run(resume_from_different, 2, 0):
+        assert "all ranks must resume from the same checkpoint: ranks [1] have found another than rank 0" in message
 
 
 def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, list[int]]:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -80,12 +81,78 @@ def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path)
 
 def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
-        done = run(0, *SMALL, "--run-dir", ".", cwd=tmp_path)
+        done = run(0, *SMALL, "--train.checkpoint-every", "0", "--run-dir", ".", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "metrics.1.jsonl" in done.stderr
     assert len(records(tmp_path)) == 4
     assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 4
     assert tomllib.loads((tmp_path / "config.1.toml").read_text())["train"]["steps"] == 4
+
+
+def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> None:
+    """Forgetting --resume must not bury what there is."""
+    assert run(0, *SMALL, "--run-dir", "out", cwd=tmp_path).returncode == 0
+    done = run(0, *SMALL, "--run-dir", "out", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "must not bury the checkpoints of another: out has step-00000004: continue it with --resume" in done.stderr
+    done = run(0, "--run-dir", "out", "--resume", cwd=tmp_path)
+    assert done.returncode == 0 and "all 4 steps are done" in done.stdout and "held-out loss" in done.stdout
+    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "3", cwd=tmp_path)
+    assert done.returncode == 2 and "must not be shorter than it is" in done.stderr
+    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "5", "--optim.lr", "0.001", cwd=tmp_path)
+    assert done.returncode == 0 and "changed since the checkpoint: optim.lr from 0.003 to 0.001" in done.stdout
+    assert len(records(tmp_path / "out")) == 5
+
+
+def test_metrics_of_a_run_that_cannot_be_continued_are_kept(tmp_path: Path) -> None:
+    """--resume without any checkpoint starts at step 1."""
+    assert run(0, *SMALL, "--train.checkpoint-every", "0", "--run-dir", "out", cwd=tmp_path).returncode == 0
+    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "2", cwd=tmp_path)
+    assert done.returncode == 0 and "no checkpoint yet: starting at step 1" in done.stdout
+    assert len((tmp_path / "out" / "metrics.1.jsonl").read_text().splitlines()) == 4
+    assert len(records(tmp_path / "out")) == 2
+
+
+def start_long_run(tmp_path: Path) -> subprocess.Popen[str]:
+    """A run in one process that has made its first step."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tpengine.train", *SMALL, "--train.steps", "100000", "--run-dir", "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    return process
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    for arguments in (SMALL, ("--resume",)):
+        done = run(0, *arguments, "--run-dir", "out", cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert "a run directory belongs to one run at a time: out cannot be locked" in done.stderr
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "continue with --run-dir out --resume" in errors
+    assert run(0, "--run-dir", "out", "--resume", "--train.steps", str(len(records(tmp_path / "out"))), cwd=tmp_path)
+
+
+def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    before = len(records(tmp_path / "out"))
+    while len(records(tmp_path / "out")) < before + 30:
+        assert process.poll() is None, "the run ended because nobody read its output"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert process.stderr is not None and "terminated after step" in process.stderr.read()
 
 
 def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:
@@ -173,18 +240,7 @@ def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_saves_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tpengine.train", *SMALL, "--train.steps", "100000", "--run-dir", "out"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            break
+    process = start_long_run(tmp_path)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -79,7 +80,10 @@ def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, numbe
 
 
 def test_a_deaf_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
-    body = "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
+    body = (
+        "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
+        "activity.longest_seconds = 1.0\n"
+    )
     code, errors = leave(body + DEAF, tmp_path, signal.SIGTERM)
     assert code == 70
     assert "rank 3 ends: SIGTERM, and nothing moved for 5 s after it: step 7, in 0B1 for " in errors
@@ -127,3 +131,58 @@ def test_a_finished_watch_gives_the_signals_back(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "True -1\n", done.stderr
+
+
+def test_a_rank_that_waits_for_nobody_is_never_given_up(tmp_path: Path) -> None:
+    """A long forward pass is no sign of a dead peer: it ends, and the run saves."""
+    body = (
+        "watch._rank = 0\nwatch.stoppable = True\nwatch.waits = lambda what: what != '0F0'\n"
+        "activity.longest_seconds = 0.1\nactivity.begin('0F0')\nprint('ready', flush=True)\n"
+        "time.sleep(7)\nwatch.leave_stopped(watch.stop, 'saved')"
+    )
+    assert leave(body, tmp_path, signal.SIGTERM) == (143, "tpengine: saved\n")
+
+
+def test_a_rank_whose_standard_error_is_closed_still_leaves(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(HEAD + "".join(f"    {line}\n" for line in DEAF.splitlines()))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() and process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+
+
+def test_a_rank_that_torchrun_has_left_behind_stops_by_itself(tmp_path: Path) -> None:
+    """Nobody would pass on a request to it any more, and the next run would find it writing."""
+    script, said = tmp_path / "program.py", tmp_path / "said"
+    script.write_text(
+        HEAD
+        + "    watch.stoppable = True\n    print('ready', flush=True)\n"
+        + "    while not watch.stop:\n        time.sleep(0.05)\n"
+        + f"    open({str(said)!r}, 'w').write(str(watch.stop))\n"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(script)!r}])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "drill"},
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    process.kill()
+    process.stdout.read()  # until the rank itself has ended
+    assert said.read_text() == str(int(signal.SIGTERM))
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    body = "watch.stoppable = True\nprint('ready', flush=True)\ntime.sleep(1)\nprint(watch.stop, file=sys.stderr)"
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        + HEAD
+        + "".join(f"    {line}\n" for line in body.splitlines())
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=30)[1] == "0\n"

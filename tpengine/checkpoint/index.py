@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,9 +144,12 @@ def check_file(directory: Path, name: str, entry: FileEntry) -> None:
 
 def _check_size(path: Path, entry: FileEntry, remedy: str) -> None:
     try:
-        size = path.stat().st_size
+        status = path.lstat()
     except OSError as error:
         raise CheckpointError(f"a checkpoint needs all its files: {path}: {error.strerror}: {remedy}") from None
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"a checkpoint's files must be regular files: {path} is none: {remedy}")
     if size != entry.num_bytes:
         raise CheckpointError(
             f"a checkpoint's files must have their size: {path} has {size} bytes, the index says {entry.num_bytes}: "

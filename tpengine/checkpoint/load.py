@@ -46,7 +46,7 @@ def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block]) -
         names = sorted(index.files)
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_file(directory, name, index.files[name])
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return str(error)
     return None
 

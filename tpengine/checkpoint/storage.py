@@ -116,7 +116,11 @@ class Writer(StorageWriter):
             assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
             dtype = _NAME_OF[tensor.properties.dtype]
             tensors[name] = TensorEntry(dtype, tuple(tensor.size), tuple(pieces[name]))
-        write_index(self._directory.begin(self._step), Index(self._step, tensors, files, self._state))
+        beside = self._directory.begin(self._step)
+        for name, entry in files.items():  # another node may have written to a disk of its own
+            if (beside / name).stat().st_size != entry.num_bytes:
+                raise OSError(f"{name} is not what its rank has written")
+        write_index(beside, Index(self._step, tensors, files, self._state))
         self._directory.complete(self._step)
         self._directory.prune(self._keep)
 

@@ -61,7 +61,7 @@ class DataParallel:
         ValueError: ranks differ in their parameters (name, shape, strides, dtype, frozen or trained, shared or not),
             buffers or `bucket_bytes`; raised on every rank. From backward: a gradient is sparse.
         RuntimeError: from backward, the one before was not followed by `finish`; from `finish`, a frozen parameter has
-            been thawed.
+            been thawed, or another parameter has taken the place of one.
 
     The gradients: `.grad` is a view of a bucket, and zero_grad may set it to None or to zero. A parameter whose `.grad`
         is None on every replica keeps None, so that weight decay leaves it alone as in one process; used on some
@@ -95,6 +95,7 @@ class DataParallel:
             device=None,
             count_usage=True,
         )
+        self._model, self._known = model, set(model.parameters())
         self._views = {p: self.buckets.gradients[name] for name, p in trained.items()}
         self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
@@ -113,6 +114,12 @@ class DataParallel:
         for it, and it contributes zeros. It reduces whatever `.grad` holds, so a second call in a row (on all ranks)
         takes the mean of equal gradients: harmless, and as dear as the first.
         """
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in self._known]
+        if trained:
+            raise RuntimeError(
+                f"trained parameters must be those of construction: {trained} have been replaced or added since: call "
+                "remove() and make a new DataParallel"
+            )
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -280,8 +281,20 @@ def test_any_flipped_bit_of_a_file(tmp_path: Path) -> None:
         assert "must match their hashes" in file_refusal(tmp_path, lambda: check_file(tmp_path, A, index.files[A]))
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """A directory of the right size; a failing disk is the same to the reader."""
-    (tmp_path / A).mkdir()
-    entry = FileEntry((tmp_path / A).stat().st_size, "0" * 64)
-    assert "must be readable" in file_refusal(tmp_path, lambda: check_file(tmp_path, A, entry))
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / A).write_bytes(b"x")
+
+    def failing_disk(path: Path) -> FileEntry:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("tpengine.checkpoint.index.hash_file", failing_disk)
+    message = file_refusal(tmp_path, lambda: check_file(tmp_path, A, FileEntry(1, "0" * 64)))
+    assert "must be readable" in message and "Input/output error" in message
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    """A pipe would hang whoever hashes it, a device never end."""
+    make(tmp_path / A)
+    entry = FileEntry((tmp_path / A).lstat().st_size, "0" * 64)
+    assert "must be regular files" in file_refusal(tmp_path, lambda: check_file(tmp_path, A, entry))

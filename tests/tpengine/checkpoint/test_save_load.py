@@ -145,6 +145,25 @@ def test_the_files_are_plain_safetensors(ranks: RankPool, tmp_path: Path) -> Non
     assert held == named
 
 
+def save_fewer_rows_than_ranks(path: str) -> None:
+    """An empty block lies at the offset of the next one, as if both were the same."""
+    saver = Saver(CheckpointDirectory(Path(path)), keep=1)
+    values = whole_tensor(torch.float32, (1, 3))
+    saver.save(1, {"row": block_of(values, "rows")}, {})
+    failure = saver.wait()
+    assert failure is None, failure
+    block = replace(block_of(values, "whole"), tensor=torch.zeros(1, 3))
+    directory = Path(path) / "step-00000001"
+    load(directory, read_index(directory), {"row": block})
+    assert torch.equal(block.tensor, values)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_an_empty_block_does_not_stand_for_its_neighbour(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    ranks.run(save_fewer_rows_than_ranks, world, str(tmp_path))
+    assert len(read_index(tmp_path / "step-00000001").tensors["row"].pieces) == 1
+
+
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set attributes, and set them back: the workers are shared by all tests."""

@@ -597,6 +597,25 @@ def test_sparse_gradients_and_thawed_parameters_are_refused(ranks: RankPool) -> 
 # What it leaves alone.
 
 
+def replaced(how: str) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    replicas = DataParallel(model, world())
+    if how == "head":
+        model[1] = nn.Linear(2, 1)
+    else:
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    model(torch.randn(3, 2)).sum().backward()
+    return error_of(replicas.finish)
+
+
+@pytest.mark.parametrize("how", ["head", "assign"])
+def test_replaced_parameters_are_refused(ranks: RankPool, how: str) -> None:
+    """Their gradients would lie in no bucket, and silently differ between the replicas."""
+    for said in ranks.run(replaced, 2, how):
+        assert said.startswith("RuntimeError: trained parameters must be those of construction: ["), said
+        assert "1.weight" in said and "make a new DataParallel" in said
+
+
 def statistics() -> tuple[list[str], list[dict[str, Tensor]]]:
     comm = world()
     torch.manual_seed(comm.rank)
