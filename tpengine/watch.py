@@ -133,6 +133,8 @@ class Watch:
             self.stop = number
             if number == signal.SIGINT:
                 self._leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
+            if self.activity.step is None and self._rank != 0:
+                self._leave(128 + number, "")  # ranks start together: who found an error has said it
             name = signal.Signals(number).name
             self._leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
         if not self.stop:

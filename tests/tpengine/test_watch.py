@@ -69,6 +69,11 @@ def test_before_training_a_request_to_terminate_names_what_was_going_on(tmp_path
     assert errors.startswith("tpengine: rank 3 ends: SIGTERM: step 7, in reading for 0.")
 
 
+def test_ranks_that_only_start_are_silent(tmp_path: Path) -> None:
+    """torchrun ends them when one has found an error of the user's, which is one line."""
+    assert leave("activity.step = None\n" + DEAF, tmp_path, signal.SIGTERM) == (143, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, number: signal.Signals) -> None:
     body = (
