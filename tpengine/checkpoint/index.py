@@ -99,6 +99,8 @@ def read_index(directory: Path) -> Index:
     path = directory / INDEX_FILE
     remedy = f"resume from an older checkpoint by moving {directory} away"
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # would hang whoever reads it
+            raise CheckpointError(f"a checkpoint's index must be a regular file: {path} is none: {remedy}")
         raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"a checkpoint needs a readable index: {path}: {error.strerror}: {remedy}") from None

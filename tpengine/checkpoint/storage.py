@@ -93,6 +93,8 @@ class Writer(StorageWriter):
         path = self._directory.begin(self._step) / name
         blocks = {_key(item.index): _tensor(planner, item) for item in plan.items}
         save_file(blocks, str(path))
+        # safetensors writes for the owner's eyes only; whoever may enter the directory may read what is in it.
+        path.chmod(path.parent.stat().st_mode & 0o666)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         entry = hash_file(path)

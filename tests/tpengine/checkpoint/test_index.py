@@ -292,6 +292,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "must be readable" in message and "Input/output error" in message
 
 
+def test_an_index_that_is_a_pipe_hangs_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX_FILE)
+    with pytest.raises(CheckpointError, match="must be a regular file"):
+        read_index(tmp_path)
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], object]) -> None:
     """A pipe would hang whoever hashes it, a device never end."""

@@ -140,6 +140,7 @@ def test_the_files_are_plain_safetensors(ranks: RankPool, tmp_path: Path) -> Non
         assert torch.equal(found, values), name
     held = set()
     for shard in shards:
+        assert (directory / shard).stat().st_mode == (directory / "index.json").stat().st_mode, "not for others to read"
         with safe_open(directory / shard, framework="pt") as file:
             held |= {(shard, key) for key in file.keys()}  # noqa: SIM118
     assert held == named
