@@ -1,5 +1,7 @@
 """Rung: GPU. The same engine on CUDA: one card, and several ranks on one card through the host.
 
+Checkpoints from and to a card, and the parallelism of any module on one, are here too.
+
 Skips only for want of a GPU. NCCL between cards needs two of them and is not checked here.
 """
 
@@ -13,16 +15,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity import Outcome, compare, config_of, outcome_of
 from rank_pool import RankPool
+from torch import nn
 from tpkernels.random import normal_block
 
+from tpengine.checkpoint.save import Saver
+from tpengine.collectives import Communicator
 from tpengine.config import Config, validate
 from tpengine.data import open_corpus
+from tpengine.data_parallel import DataParallel
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.metrics import step_record
+from tpengine.pipeline import Pipeline
 from tpengine.presets import llama_1b
+from tpengine.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.trainer import Trainer
+from tpengine.training_state import blocks_of, restore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -59,6 +69,70 @@ def test_initial_weights_have_the_cpus_bits() -> None:
         arguments = (3, "w", (300, 257), (10, 20), (200, 100))
         cpu = normal_block(*arguments, std=0.02, dtype=dtype)
         assert torch.equal(normal_block(*arguments, std=0.02, dtype=dtype, device="cuda").cpu(), cpu)
+
+
+def save_from(config: Config, run_dir: str, device: str) -> list[float]:
+    """Train two steps, save, train on; return the losses after the save."""
+    trainer = Trainer(config, open_corpus(config), torch.device(device))
+    for step in range(2):
+        trainer.train_step(step)
+    saver = Saver(checkpoints_of(run_dir), keep=1)
+    saver.save(2, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), 2))
+    losses = [trainer.train_step(step).loss for step in (2, 3)]
+    assert saver.wait() is None
+    return losses
+
+
+def resume_on(config: Config, run_dir: str, device: str) -> list[float]:
+    trainer = Trainer(config, open_corpus(config), torch.device(device))
+    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
+    assert checkpoint is not None and restore(trainer, checkpoint) == 2
+    return [trainer.train_step(step).loss for step in (2, 3)]
+
+
+@pytest.mark.parametrize(("source", "target"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_a_run_moves_between_card_and_host(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    """What is copied aside is what was there at the save, though the card goes on computing."""
+    config = config_of(1, 2, 1, tied=True, kv_heads=1)
+    want = ranks.run(save_from, 2, config, str(tmp_path), source)[0]
+    got = ranks.run(resume_on, 2, config_of(1, 1, 2, tied=True, kv_heads=1), str(tmp_path), target)[0]
+    assert all(abs(a - b) <= 1e-9 * b for a, b in zip(got, want, strict=True)), (got, want)
+
+
+def any_module(how: str, device: str) -> float:
+    """The loss after three steps of a small net, data-parallel or in stages."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2)).double().to(device)
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=generator).to(device)
+    targets = torch.randn(8, 2, dtype=torch.float64, generator=generator).to(device)
+    comm = Communicator(dist.group.WORLD)
+    pipe = Pipeline(model, inputs[:2], nn.functional.mse_loss, num_micro_batches=4) if how == "stages" else None
+    replicas = DataParallel(model, comm) if pipe is None else None
+    parameters = list(model.parameters() if pipe is None else pipe.stage.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2) if parameters else None
+    loss = 0.0
+    for _ in range(3):
+        if pipe is not None:
+            loss = pipe.step(inputs, targets)
+        else:
+            assert replicas is not None
+            mine = nn.functional.mse_loss(model(inputs[comm.rank :: comm.size]), targets[comm.rank :: comm.size])
+            mine.backward()
+            replicas.finish()
+            loss = float(comm.all_reduce_(mine.detach().clone())) / comm.size
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("how", ["replicas", "stages"])
+def test_any_module_trains_on_a_card_as_on_the_cpu(ranks: RankPool, how: str) -> None:
+    cpu, cuda = (ranks.run(any_module, 2, how, device)[0] for device in ("cpu", "cuda"))
+    assert abs(cuda - cpu) <= 1e-9 * cpu
 
 
 def train_one_billion(config: Config) -> tuple[list[float], dict[str, float]]:
