@@ -15,9 +15,9 @@ class Doing:
     """One thing a rank does.
 
     Attributes:
-        what: an action of the plan, or words for what lies between plans ("sums the loss").
+        what: an action of the plan, or words for what lies between plans ("summing the loss").
         began_at: time.monotonic, in seconds.
-        timed: whether it may outlive no time limit. Writing a checkpoint takes as long as the disk does.
+        timed: whether the time limit applies to it. Writing a checkpoint takes as long as the disk does.
     """
 
     what: object

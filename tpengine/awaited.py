@@ -20,7 +20,7 @@ def explain(trainer: Trainer, peers: Peers, what: object) -> str:
         what: an action of a plan, or words for what lies between plans, in which all ranks meet.
 
     Returns:
-        Such as ", waiting for rank 3 (pp), which is gone"; in a computation without peers ", waiting for nobody".
+        Such as ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
     """
     by_axis = awaited(trainer, what)
     if not by_axis:

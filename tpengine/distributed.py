@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import re
 import socket
@@ -106,17 +107,18 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return False
 
 
-def all_equal(text: str, device: torch.device) -> list[int]:
-    """Compare a hexadecimal digest over all ranks.
+def differing_ranks(text: str, device: torch.device) -> list[int]:
+    """Compare a text over all ranks, by its hash.
 
     Returns:
-        The ranks whose digest differs from rank 0's; empty if all agree.
+        The ranks whose text differs from rank 0's; empty if all agree.
     """
-    words = [int(text[i : i + 15], 16) for i in range(0, 60, 15)]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    words = [int(digest[i : i + 15], 16) for i in range(0, 60, 15)]
     mine = torch.tensor(words, dtype=torch.int64, device=link_device(device))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, everyone[0])]
+    return [rank for rank, words_of_rank in enumerate(everyone) if not torch.equal(words_of_rank, everyone[0])]
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.plan import SCHEDULES, Action, Kind, Plan, forward_only, lower, verify
-from tpengine.same_model import broadcast_model, check_same, describe_model
+from tpengine.same_model import broadcast_model, check_same, describe_model, differing_members
 from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
 from tpengine.stage import Stage
 from tpengine.transfers import Transfers
@@ -304,8 +304,7 @@ def _check_arguments(
 
 def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:
     """Compare the plan over the ranks, as nodes may differ in version: what was verified is what runs."""
-    digests = comm.all_gather(torch.tensor([list(bytes.fromhex(plan.digest()))], dtype=torch.uint8, device=device))
-    differing = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0].tolist()]
+    differing = differing_members(plan.text().encode(), device, comm)
     if differing:
         raise RuntimeError(
             f"all ranks must have the same plan: ranks {differing} differ from rank 0: start every rank with the same "

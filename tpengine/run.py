@@ -6,12 +6,11 @@ Used by train.py.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tpengine.awaited import awaited, explain
 from tpengine.checkpoint.index import CheckpointError
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus
-from tpengine.distributed import all_equal, max_over_ranks, start, stop
+from tpengine.distributed import differing_ranks, max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
@@ -37,31 +36,39 @@ from tpengine.watch import Watch
 _PROMPT_TOKENS = 16
 
 
-def train(
-    config: Config,
-    corpus: Corpus,
-    launch: Launch,
-    device: torch.device,
-    run_dir: Path | None,
-    checkpoint: Checkpoint | None,
-    watch: Watch,
-) -> None:
-    """Train, evaluate and sample; collective over all ranks.
+@dataclass(frozen=True)
+class Job:
+    """What one rank is to do.
 
-    Args:
+    Attributes:
         config: validated configuration.
         corpus: its text.
-        launch, device: this rank and where it computes; no process group may exist yet.
+        launch, device: this rank and where it computes.
         run_dir: existing directory for config.toml, metrics.jsonl and TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to go on; None starts at step 0.
+    """
+
+    config: Config
+    corpus: Corpus
+    launch: Launch
+    device: torch.device
+    run_dir: Path | None
+    checkpoint: Checkpoint | None
+
+
+def train(job: Job, watch: Watch) -> None:
+    """Train, evaluate and sample; collective over all ranks. No process group may exist yet.
+
+    Args:
+        job: what to train.
         watch: hears signals and hangs while this runs.
 
     Raises:
         RunError: what the user can mend, raised on all ranks alike.
     """
-    start(device, launch)
+    start(job.device, job.launch)
     try:
-        _train(config, corpus, launch, device, run_dir, checkpoint, watch)
+        _train(job, watch)
     except RunError as error:
         # All ranks are here. What the traceback keeps alive holds process groups.
         traceback.clear_frames(error.__traceback__)
@@ -76,28 +83,21 @@ def _end_groups(watch: Watch) -> None:
     stop()
 
 
-def _train(
-    config: Config,
-    corpus: Corpus,
-    launch: Launch,
-    device: torch.device,
-    run_dir: Path | None,
-    checkpoint: Checkpoint | None,
-    watch: Watch,
-) -> None:
-    console = console_for(launch.rank)
+def _train(job: Job, watch: Watch) -> None:
+    config, corpus, device, checkpoint = job.config, job.corpus, job.device, job.checkpoint
+    console = console_for(job.launch.rank)
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
     watch.waits = lambda what: bool(awaited(trainer, what))
     _check_same_checkpoint(checkpoint, device)
-    checkpoints = RunCheckpoints(trainer, run_dir)
+    checkpoints = RunCheckpoints(trainer, job.run_dir)
     first_step = 0
     if checkpoint is not None:
         try:
             first_step = restore(trainer, checkpoint)
         except CheckpointError as error:
             raise RunError(str(error)) from None
-    with _open_writer(trainer, run_dir, console, checkpoint) as writer, checkpoints:
+    with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints:
         _steps(trainer, first_step, console, writer, checkpoints, watch)
     held_out = None
     if config.train.eval_micro_batches:
@@ -115,7 +115,7 @@ def _train(
 def _check_same_checkpoint(checkpoint: Checkpoint | None, device: torch.device) -> None:
     """Compare over all ranks what each has found: nodes may see other directories under the same name."""
     found = "none" if checkpoint is None else f"{checkpoint.index.step} {sorted(checkpoint.index.files.items())}"
-    differing = all_equal(hashlib.sha256(found.encode()).hexdigest(), device)
+    differing = differing_ranks(found, device)
     if differing:
         raise RunError(
             f"all ranks must resume from the same checkpoint: ranks {differing} have found another than rank 0: use a "

@@ -35,11 +35,9 @@ class RunCheckpoints:
         self._trainer, self._train = trainer, trainer.config.train
         self._saved_step: int | None = None
         self._failure: str | None = None
-        self._directory = CheckpointDirectory(Path())
         self._saver: Saver | None = None
         if self._train.checkpoint_every:
-            self._directory = _agree_on_directory(trainer, run_dir)
-            self._saver = Saver(self._directory, self._train.keep_checkpoints)
+            self._saver = Saver(_agree_on_directory(run_dir), self._train.keep_checkpoints)
 
     def __enter__(self) -> RunCheckpoints:
         return self
@@ -81,10 +79,10 @@ class RunCheckpoints:
 
     def where(self) -> str:
         """What is on disk and how to go on from it, to end a message with."""
-        newest = self._directory.newest() if self._saver is not None else None
+        newest = self._saver.directory.newest() if self._saver is not None else None
         if newest is None:
             return ": no checkpoint is saved"
-        return f": saved in {newest}; continue with --run-dir {shlex.quote(str(self._directory.path.parent))} --resume"
+        return f": saved in {newest}; continue with --run-dir {shlex.quote(str(newest.parents[1]))} --resume"
 
     def raise_if_the_last_is_missing(self) -> None:
         """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
@@ -122,7 +120,7 @@ class RunCheckpoints:
             )
 
 
-def _agree_on_directory(trainer: Trainer, run_dir: Path | None) -> CheckpointDirectory:
+def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
     """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
     told: list[str | None] = [None]
     if run_dir is not None:

@@ -32,6 +32,13 @@ def describe_model(model: nn.Module) -> list[str]:
     return lines
 
 
+def differing_members(text: bytes, device: torch.device, comm: Communicator) -> list[int]:
+    """The ranks of a communicator whose text differs from its rank 0's, by its hash; empty if all agree."""
+    mine = torch.tensor([list(hashlib.sha256(text).digest())], dtype=torch.uint8, device=device)
+    digests = comm.all_gather(mine).tolist()
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+
 def check_same(lines: Sequence[str], model: nn.Module, comm: Communicator) -> None:
     """Compare the lines over the ranks; collective.
 
@@ -45,8 +52,7 @@ def check_same(lines: Sequence[str], model: nn.Module, comm: Communicator) -> No
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     text = "\n".join(lines).encode()
-    digests = comm.all_gather(torch.tensor([list(hashlib.sha256(text).digest())], dtype=torch.uint8, device=device))
-    differing = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0].tolist()]
+    differing = differing_members(text, device, comm)
     if not differing:
         return
     size = int(comm.all_reduce_max_(torch.tensor(len(text), device=device)))

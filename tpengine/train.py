@@ -28,7 +28,7 @@ def main() -> None:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
         from tpengine.distributed import choose_device, is_lost_connection
-        from tpengine.run import train
+        from tpengine.run import Job, train
         from tpengine.trainer import RunError
 
         device = choose_device(config.device, launch)
@@ -36,7 +36,7 @@ def main() -> None:
         run_dir, _lock = open_run_dir(config) if launch.rank == 0 else (None, None)
         checkpoint = find_checkpoint(config, corpus.fingerprint()) if config.resume else None
         try:
-            train(config, corpus, launch, device, run_dir, checkpoint, watch)
+            train(Job(config, corpus, launch, device, run_dir, checkpoint), watch)
         except RunError as error:
             message = str(error)
         except Exception as error:

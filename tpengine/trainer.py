@@ -6,7 +6,6 @@ handlers connect its actions to stage, transfers, buckets and optimizer; the los
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from tpengine.collectives import Communicator
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
 from tpengine.data_parallel import GradientBuckets
-from tpengine.distributed import all_equal, link_device, max_over_ranks
+from tpengine.distributed import differing_ranks, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
@@ -340,7 +339,7 @@ class Trainer:
         mine = (self.plan.digest(), dump_toml(replace(self.config, run_dir="")), self.corpus.fingerprint())
         names = ("plan", "configuration", "text")
         for name, value in zip(names, mine, strict=True):
-            differing = all_equal(hashlib.sha256(value.encode()).hexdigest(), self.device)
+            differing = differing_ranks(value, self.device)
             if differing:
                 raise RunError(
                     f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "

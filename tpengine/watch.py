@@ -55,7 +55,7 @@ class Watch:
             process at once with 128 + its number.
         timeout_seconds: how long a timed activity may take; 0 for ever.
         waits: whether what it does can only end if other ranks act; a rank that computes is never given up.
-        explain: what the rank waits for, in words, for the report: (what it does) -> " and waits for rank 3 (pp)".
+        explain: what the rank waits for, in words, for the report: (what it does) -> ", waiting for rank 3 (pp)".
         parting: ends the line of rank 0 when an interrupt ends it at once: what is left on disk.
     """
 

@@ -16,7 +16,7 @@ import tpengine.checkpoint.storage as storage
 from tpengine.checkpoint.index import Index
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import Checkpoint
+from tpengine.resume import Checkpoint, checkpoints_of
 from tpengine.run import _check_same_checkpoint
 from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.trainer import RunError, Trainer
@@ -44,7 +44,7 @@ def run_steps(config: Config) -> list[list[int]]:
             trainer.train_step(step)
             checkpoints.after_step(step + 1)
             checkpoints.wait()
-            seen.append(checkpoints._directory.steps())
+            seen.append(checkpoints_of(config.run_dir).steps())
     return seen
 
 
@@ -151,7 +151,7 @@ def shard_on_another_disk(config: Config) -> tuple[str | None, list[int]]:
                 trainer.train_step(step)
                 checkpoints.after_step(step + 1)
             checkpoints.wait()
-            return checkpoints._failure, checkpoints._directory.steps()
+            return checkpoints._failure, checkpoints_of(config.run_dir).steps()
     finally:
         storage.Writer._write = write  # type: ignore[method-assign]
 
@@ -198,10 +198,10 @@ def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, 
                 checkpoints.after_step(step + 1)
         checkpoints.raise_if_the_last_is_missing()
     except RunError as error:
-        return str(error), checkpoints._directory.steps()
+        return str(error), checkpoints_of(config.run_dir).steps()
     finally:
         storage.save_file = save_file
-    return "no error", checkpoints._directory.steps()
+    return "no error", checkpoints_of(config.run_dir).steps()
 
 
 @pytest.mark.parametrize(("broken", "steps"), [((2,), [2, 5]), ((1, 2), [5]), ((), [4, 5])])

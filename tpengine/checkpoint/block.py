@@ -1,8 +1,8 @@
 """A rank's block of a global tensor, as torch.distributed.checkpoint's planners see it.
 
 `Block` answers what the planners ask a DTensor (write items, chunk list) with the same metadata: global shape, offset,
-local shape. It is not a DTensor, because a DTensor cuts a dim as torch.chunk does,
-and a vocabulary whose padding is not stored, or a KV head that several ranks hold, is cut otherwise.
+local shape. It is not a DTensor, because a DTensor cuts a dim as torch.chunk does, and a vocabulary whose padding is
+not stored, or a KV head that several ranks hold, is cut otherwise.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ INDEX_FILE = "index.json"
 _FORMAT, _VERSION = "tpengine checkpoint", 1
 # safetensors' names.
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-_HASH_BLOCK_BYTES = 1 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -79,6 +78,11 @@ class Index:
     state: Mapping[str, Any]
 
 
+def use_an_older(directory: Path) -> str:
+    """The remedy for a checkpoint that cannot be used."""
+    return f"resume from an older checkpoint by moving {directory} away"
+
+
 def write_index(directory: Path, index: Index) -> None:
     """Write and sync `directory`/index.json."""
     body = {"format": _FORMAT, "version": _VERSION, **asdict(index)}
@@ -96,8 +100,7 @@ def read_index(directory: Path) -> Index:
     Raises:
         CheckpointError: no index, one that was cut or altered, a version of the future, a missing or cut file.
     """
-    path = directory / INDEX_FILE
-    remedy = f"resume from an older checkpoint by moving {directory} away"
+    path, remedy = directory / INDEX_FILE, use_an_older(directory)
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # would hang whoever reads it
             raise CheckpointError(f"a checkpoint's index must be a regular file: {path} is none: {remedy}")
@@ -122,18 +125,15 @@ def read_index(directory: Path) -> Index:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file, read in blocks."""
-    digest, size = hashlib.sha256(), 0
+    """Size and SHA-256 of a file, as it was read."""
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileEntry(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), digest)
 
 
 def check_file(directory: Path, name: str, entry: FileEntry) -> None:
     """Raise CheckpointError unless the file's bytes are those that were written."""
-    remedy = f"resume from an older checkpoint by moving {directory} away"
+    remedy = use_an_older(directory)
     _check_size(directory / name, entry, remedy)
     try:
         is_whole = hash_file(directory / name) == entry

@@ -34,11 +34,14 @@ class Saver:
         directory: the run's checkpoints, the same directory on all ranks.
         keep: how many complete checkpoints to keep.
 
+    Attributes:
+        directory: the one given.
+
     Memory: a copy, on the host, of the blocks this rank stores, kept from one checkpoint to the next.
     """
 
     def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
-        self._directory, self._keep = directory, keep
+        self.directory, self._keep = directory, keep
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -79,7 +82,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():
-                return f"{self._directory.of_step(self._step)}: still being written after {seconds} s"
+                return f"{self.directory.of_step(self._step)}: still being written after {seconds} s"
             self._thread = None
         failure, self._failure = self._failure, None
         return failure
@@ -92,12 +95,12 @@ class Saver:
         return Block(self._copies[name], block.offset, block.global_shape)
 
     def _write(self, copies: Mapping[str, Block], state: Mapping[str, Any]) -> None:
-        writer = Writer(self._directory, self._step, state, self._keep)
+        writer = Writer(self.directory, self._step, state, self._keep)
         try:
             save_state_dict(dict(copies), storage_writer=writer, planner=BlockSavePlanner(), process_group=self._group)
         except CheckpointException as error:
             reasons = {one_line(str(failure)) for failure, _ in error.failures.values()}
-            self._failure = f"{self._directory.of_step(self._step)}: {'; '.join(sorted(reasons))}"
-            self._directory.abandon(self._step)
+            self._failure = f"{self.directory.of_step(self._step)}: {'; '.join(sorted(reasons))}"
+            self.directory.abandon(self._step)
         except RuntimeError as error:  # a peer is gone: the main thread finds out too, and reports
-            self._failure = f"{self._directory.of_step(self._step)}: {one_line(str(error))}"
+            self._failure = f"{self.directory.of_step(self._step)}: {one_line(str(error))}"

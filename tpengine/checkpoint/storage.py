@@ -29,7 +29,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.index import CheckpointError, FileEntry, Index, Piece, TensorEntry, hash_file, write_index
+from tpengine.checkpoint.index import (
+    CheckpointError,
+    FileEntry,
+    Index,
+    Piece,
+    TensorEntry,
+    hash_file,
+    use_an_older,
+    write_index,
+)
 
 _DTYPE_OF: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -193,8 +202,7 @@ class Reader(StorageReader):
                     planner.commit_tensor(item, target)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"a checkpoint's files must hold what its index says: {path}: {error}: resume from an older "
-                f"checkpoint by moving {self._directory} away"
+                f"a checkpoint's files must hold what its index says: {path}: {error}: {use_an_older(self._directory)}"
             ) from None
 
     @classmethod

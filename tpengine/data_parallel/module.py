@@ -95,7 +95,7 @@ class DataParallel:
             device=None,
             count_usage=True,
         )
-        self._model, self._known = model, set(model.parameters())
+        self._model = model
         self._views = {p: self.buckets.gradients[name] for name, p in trained.items()}
         self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
@@ -114,13 +114,13 @@ class DataParallel:
         for it, and it contributes zeros. It reduces whatever `.grad` holds, so a second call in a row (on all ranks)
         takes the mean of equal gradients: harmless, and as dear as the first.
         """
-        trained = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in self._known]
-        if trained:
+        elsewhere = {n: p for n, p in self._model.named_parameters() if p.requires_grad and p not in self._views}
+        thawed = [name for name, parameter in elsewhere.items() if self._frozen.get(name) is parameter]
+        if len(thawed) < len(elsewhere):
             raise RuntimeError(
-                f"trained parameters must be those of construction: {trained} have been replaced or added since: call "
-                "remove() and make a new DataParallel"
+                f"trained parameters must be those of construction: {sorted(elsewhere.keys() - set(thawed))} have been "
+                "replaced or added since: call remove() and make a new DataParallel"
             )
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"frozen parameters lie in no bucket: {thawed} have been thawed since: call remove() and make a new "
