@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutations import survivors
 from parity import Outcome, compare, config_of
-from rank_pool import RankError, RankPool
+from rank_pool import RankPool
 
 from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -264,15 +265,11 @@ def test_every_mutation_of_resuming_turns_the_comparison_red(
     config = config_for(1, 2, 2)
     assert ranks.run(train_and_save, 4, config, str(tmp_path))[0] is None
     compare(ranks.run(resume_broken, 4, config, str(tmp_path), "restore"), reference)
-    survivors = []
-    for mutation in MUTATIONS:
-        outcomes = ranks.run(resume_broken, 4, config, str(tmp_path), mutation.__name__)
-        try:
-            compare(outcomes, reference)
-        except RankError:
-            raise  # a crash is not a verdict
-        except AssertionError:
-            continue
-        survivors.append(mutation.__name__)
-    count_mutations("resuming (parity)", len(MUTATIONS) - len(survivors), len(MUTATIONS))
-    assert not survivors
+    names = [mutation.__name__ for mutation in MUTATIONS]
+    unnoticed = survivors(
+        names,
+        lambda name: ranks.run(resume_broken, 4, config, str(tmp_path), name),
+        lambda outcomes: compare(outcomes, reference),
+    )
+    count_mutations("resuming (parity)", len(names) - len(unnoticed), len(names))
+    assert not unnoticed

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError, RankPool
+from mutations import survivors
+from odd_module import odd_model, tokens_of, world
+from rank_pool import RankPool
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tpengine.collectives import Communicator, Pending
@@ -24,10 +25,6 @@ TOLERANCE = 1e-9
 
 # By step: the gradients after `finish`; last: the parameters.
 Record = list[dict[str, Tensor | None]]
-
-
-def world() -> Communicator:
-    return Communicator(dist.group.WORLD)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -110,37 +107,7 @@ def test_images_with_a_distributed_sampler_train_as_in_one_process(ranks: RankPo
     compare(ranks.run(train_images, IMAGE_RANKS), [*record, values(model)])
 
 
-# A model in which not every parameter takes part.
-
 STEPS = 6
-
-
-class Odd(nn.Module):
-    """Shared, frozen, unused and sometimes used parameters; `route` says which branches a sample takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.unused = nn.Linear(6, 6)
-        self.body = nn.Linear(6, 6)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.branch = nn.Linear(6, 6)
-        self.rare = nn.Parameter(torch.ones(()))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor, route: str) -> Tensor:
-        x = self.frozen(torch.tanh(self.body(self.embed(tokens))))
-        if "branch" in route:
-            x = x + self.branch(x)
-        if "rare" in route:
-            x = x * self.rare
-        return nn.functional.cross_entropy(self.head(x), tokens.roll(1))
-
-
-def odd_model(seed: int) -> Odd:
-    torch.manual_seed(seed)
-    return Odd().double()
 
 
 def route(rank: int, num_ranks: int, step: int) -> str:
@@ -154,10 +121,6 @@ def route(rank: int, num_ranks: int, step: int) -> str:
         "rare" if rank == 0 else "",
         "idle",
     ][step]
-
-
-def tokens_of(rank: int, step: int) -> Tensor:
-    return torch.randint(11, (9,), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -277,17 +240,10 @@ def test_every_mutation_turns_the_comparison_red(
 ) -> None:
     wanted = odd_reference(2, True)
     compare(ranks.run(train_odd, 2, True, "no_mutation"), wanted)
-    survivors = []
-    for mutation in MUTATIONS:
-        try:
-            compare(ranks.run(train_odd, 2, True, mutation.__name__), wanted)
-        except RankError:
-            raise  # a crash is not a verdict
-        except AssertionError:
-            continue
-        survivors.append(mutation.__name__)
-    count_mutations("data parallel for any module", len(MUTATIONS) - len(survivors), len(MUTATIONS))
-    assert not survivors, f"the comparison did not notice {survivors}"
+    names = [mutation.__name__ for mutation in MUTATIONS]
+    unnoticed = survivors(names, lambda name: ranks.run(train_odd, 2, True, name), lambda got: compare(got, wanted))
+    count_mutations("data parallel for any module", len(names) - len(unnoticed), len(names))
+    assert not unnoticed, f"the comparison did not notice {unnoticed}"
 
 
 # Dtypes and strides.
@@ -447,51 +403,7 @@ def test_gradients_are_views_of_the_bucket(ranks: RankPool) -> None:
     assert ranks.run(places_of_gradients, 2) == [[True] * 8] * 2
 
 
-# Misuse.
-
-
-def error_of(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def forget_finish(second: str) -> str:
-    model = odd_model(seed=0)
-    replicas = DataParallel(model, world())
-    model(tokens_of(0, 0), "").backward()
-    if second == "no_sync":
-        with replicas.no_sync():
-            return error_of(model(tokens_of(0, 1), "").backward)
-    if second == "other parameters":  # none of them had a gradient in the first backward
-        return error_of(model.branch(torch.ones(6).double()).sum().backward)
-    return error_of(model(tokens_of(0, 1), "").backward)
-
-
-def checkpointed(use_reentrant: bool) -> str:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    replicas = DataParallel(model, world())
-    x = torch.ones(2, 3, requires_grad=True)
-    for layer in model:
-        x = checkpoint(layer, x, use_reentrant=use_reentrant)
-    error = error_of(x.sum().backward)
-    replicas.finish()
-    return error
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_reentrant_checkpointing_is_refused(ranks: RankPool, use_reentrant: bool) -> None:
-    for error in ranks.run(checkpointed, 2, use_reentrant):
-        assert ("use_reentrant=False" in error) == use_reentrant, error
-
-
-@pytest.mark.parametrize("second", ["same", "other parameters", "no_sync"])
-def test_a_forgotten_finish_is_an_error(ranks: RankPool, second: str) -> None:
-    for error in ranks.run(forget_finish, 2, second):
-        assert error.startswith("RuntimeError: each backward outside no_sync() must be followed by finish()")
-        assert "\n" not in error
+# What it leaves alone.
 
 
 def finish_twice() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
@@ -508,112 +420,6 @@ def finish_twice() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
 def test_finish_twice_is_harmless(ranks: RankPool) -> None:
     for once, twice in ranks.run(finish_twice, 2):
         assert all(twice[name] is value or torch.equal(twice[name], value) for name, value in once.items())
-
-
-class Doubled(nn.Module):
-    """Two linear layers, alike in shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
-
-
-def refuse(difference: str) -> str:
-    comm = world()
-    model, bucket_bytes = Doubled(), 1000
-    if comm.rank == 1:
-        match difference:
-            case "name":
-                model.three = model.two
-                del model.two
-            case "number":
-                model.three = nn.Linear(3, 3)
-            case "shape":
-                model.two = nn.Linear(3, 4)
-            case "strides":
-                model.two.weight = nn.Parameter(model.two.weight.detach().T)
-            case "dtype":
-                model.two.bfloat16()
-            case "frozen":
-                model.two.weight.requires_grad_(False)
-            case "shared":
-                model.two.weight = model.one.weight
-            case "buffer":
-                model.mask = torch.ones(4, dtype=torch.bool)
-            case "buckets":
-                bucket_bytes = 2000
-    return error_of(lambda: DataParallel(model, comm, bucket_bytes))
-
-
-@pytest.mark.parametrize(
-    ("difference", "theirs"),
-    [
-        ("name", "'parameter three.weight [3, 3] strides [3, 1] torch.float32 trained device 0'"),
-        ("number", "'parameter three.weight [3, 3] strides [3, 1] torch.float32 trained device 0'"),
-        ("shape", "'parameter two.weight [4, 3] strides [3, 1] torch.float32 trained device 0'"),
-        ("strides", "'parameter two.weight [3, 3] strides [1, 3] torch.float32 trained device 0'"),
-        ("dtype", "'parameter two.weight [3, 3] strides [3, 1] torch.bfloat16 trained device 0'"),
-        ("frozen", "'parameter two.weight [3, 3] strides [3, 1] torch.float32 frozen device 0'"),
-        ("shared", "'parameter two.weight shared with one.weight'"),
-        ("buffer", "'buffer mask [4] torch.bool'"),
-        ("buckets", "'bucket_bytes 2000'"),
-    ],
-)
-def test_models_that_differ_are_refused_on_all_ranks(ranks: RankPool, difference: str, theirs: str) -> None:
-    errors = ranks.run(refuse, 3, difference)
-    assert errors[0].startswith("ValueError: all ranks must build the same model: ranks [1] differ from rank 0"), errors
-    assert len(set(errors)) == 1 and "\n" not in errors[0] and theirs in errors[0], errors
-
-
-def test_models_that_agree_are_not_refused(ranks: RankPool) -> None:
-    assert ranks.run(refuse, 3, "nothing") == [""] * 3
-
-
-def misuse() -> list[str]:
-    errors = []
-    embedding = nn.Embedding(5, 2, sparse=True)
-    DataParallel(embedding, world())
-    errors.append(error_of(embedding(torch.tensor([1, 2])).sum().backward))
-
-    model = odd_model(seed=0)
-    replicas = DataParallel(model, world())
-    model.frozen.bias.requires_grad_(True)
-    errors.append(error_of(replicas.finish))
-    replicas.remove()
-    replicas = DataParallel(model, world())
-    model(tokens_of(dist.get_rank(), 0), "").backward()
-    errors.append(error_of(replicas.finish))
-    return errors
-
-
-def test_sparse_gradients_and_thawed_parameters_are_refused(ranks: RankPool) -> None:
-    for sparse, thawed, again in ranks.run(misuse, 2):
-        assert sparse.startswith("ValueError: buckets hold dense gradients: a parameter of shape [5, 2]")
-        assert thawed.startswith("RuntimeError: frozen parameters lie in no bucket: ['frozen.bias'] have been thawed")
-        assert again == ""
-
-
-# What it leaves alone.
-
-
-def replaced(how: str) -> str:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    replicas = DataParallel(model, world())
-    if how == "head":
-        model[1] = nn.Linear(2, 1)
-    else:
-        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    model(torch.randn(3, 2)).sum().backward()
-    return error_of(replicas.finish)
-
-
-@pytest.mark.parametrize("how", ["head", "assign"])
-def test_replaced_parameters_are_refused(ranks: RankPool, how: str) -> None:
-    """Their gradients would lie in no bucket, and silently differ between the replicas."""
-    for said in ranks.run(replaced, 2, how):
-        assert said.startswith("RuntimeError: trained parameters must be those of construction: ["), said
-        assert "1.weight" in said and "make a new DataParallel" in said
 
 
 def statistics() -> tuple[list[str], list[dict[str, Tensor]]]:
