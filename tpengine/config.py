@@ -68,6 +68,9 @@ class ParallelConfig:
     """Data-parallel replicas."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
+    tp_comm: Literal["fused", "plain"] = "fused"
+    """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (CPU
+    ranks of one host), or collectives."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
 
@@ -261,6 +264,7 @@ def _check_ranges(config: Config) -> None:
             raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
     for owner, section, name in (
         (config.parallel, "parallel.", "schedule"),
+        (config.parallel, "parallel.", "tp_comm"),
         (config.train, "train.", "dtype"),
         (config, "", "device"),
     ):

@@ -17,6 +17,8 @@ import torch.distributed as dist
 # that group, and its threads, alive beyond `stop`.
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
+from tpkernels.processes import host_identity
+from tpkernels.signals import PeerGone
 
 from tpengine.launch import Launch
 
@@ -101,7 +103,7 @@ def stop() -> None:
 def is_lost_connection(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, says that another rank is gone: then nothing is wrong here."""
     while error is not None:
-        if isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error)):
+        if isinstance(error, PeerGone) or (isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -128,6 +130,14 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=link_device(device))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
+
+
+def hosts_of_ranks(device: torch.device) -> list[int]:
+    """The identity of each rank's host, by rank; collective."""
+    mine = torch.tensor([host_identity()], dtype=torch.int64, device=link_device(device))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [int(host) for host in everyone]
 
 
 def link_device(device: torch.device) -> torch.device:

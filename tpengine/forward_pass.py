@@ -57,6 +57,7 @@ class ForwardPass:
             fetch=lambda action: stage.take_output(action.piece[1]),
             deliver=lambda action, tensor: stage.receive_input(action.piece[1], tensor),
             device=self._trainer.device,
+            mailbox=self._trainer.mailbox,
         )
 
         def wait(action: Action) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.wgrad import accumulate_wgrad
 
 from tpengine.collectives import Communicator
 
@@ -86,14 +87,7 @@ class BufferSink:
         self._buffers, self._listener = dict(buffers), listener
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        buffer = self._buffers[param]
-        if x.dtype == buffer.dtype:
-            buffer.addmm_(dy.T, x)
-        elif x.is_cuda:
-            buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
-        else:
-            # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding a micro-batch.
-            buffer.add_(dy.T @ x)
+        accumulate_wgrad(self._buffers[param], dy, x)
         self._contributed(param)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:

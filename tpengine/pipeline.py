@@ -24,9 +24,12 @@ from tpengine.plan import SCHEDULES, Action, Kind, Plan, forward_only, lower, ve
 from tpengine.same_model import broadcast_model, check_same, describe_model, differing_members
 from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
 from tpengine.stage import Stage
-from tpengine.transfers import Transfers
+from tpengine.transfers import Transfers, open_mailbox
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+# How long a message waits for a rank that lives, as over gloo: another rank may be busy with the caller's own work.
+_MESSAGE_SECONDS = 1800.0
 
 
 class Pipeline:
@@ -116,6 +119,7 @@ class Pipeline:
         self._targets: Sequence[Tensor] = ()
         self._outputs: list[Tensor] = []
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._mailbox = open_mailbox(self.plan, self._group, self._device, _MESSAGE_SECONDS)
 
     @property
     def is_first(self) -> bool:
@@ -191,7 +195,7 @@ class Pipeline:
             receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
             receive(action.piece[1], tensor)
 
-        transfers = Transfers(plan, rank, self._group, fetch, deliver, self._device)
+        transfers = Transfers(plan, rank, self._group, fetch, deliver, self._device, self._mailbox)
 
         def wait(action: Action) -> None:
             for transfer in action.subs:

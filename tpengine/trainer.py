@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.activity import Activity
-from tpengine.collectives import Communicator
+from tpengine.communicators import Communicators, exchange_seconds
 from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
 from tpengine.data_parallel import GradientBuckets
@@ -24,14 +24,14 @@ from tpengine.distributed import differing_ranks, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
-from tpengine.mesh import Mesh, Shape, build_mesh
+from tpengine.mesh import Shape, build_mesh
 from tpengine.model import Transformer
 from tpengine.optim import AdamW, clip_, learning_rate, squared_norm
 from tpengine.parameters import EMBEDDING, kv_replicas
 from tpengine.plan import Action, Kind, verify_loss_weights
 from tpengine.stage import Stage
 from tpengine.step_plan import Layout, layout_of, training_plan
-from tpengine.transfers import Transfers
+from tpengine.transfers import Transfers, open_mailbox
 
 
 class RunError(RuntimeError):
@@ -53,42 +53,6 @@ class StepResult:
     lr: float
 
 
-@dataclass(frozen=True)
-class Communicators:
-    """The mesh's groups as the parts use them."""
-
-    tp: Communicator
-    pp: Communicator
-    dp: Communicator
-    replica: Communicator | None
-    dp_tp: Communicator
-    dp_replica: Communicator
-    ends: Communicator
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> Communicators:
-        """Wrap each group."""
-        return cls(
-            tp=Communicator(mesh.tp),
-            pp=Communicator(mesh.pp),
-            dp=Communicator(mesh.dp),
-            replica=None if mesh.replica is None else Communicator(mesh.replica),
-            dp_tp=Communicator(mesh.dp_tp),
-            dp_replica=Communicator(mesh.dp_replica),
-            ends=Communicator(mesh.ends),
-        )
-
-    def connect(self, device: torch.device) -> None:
-        """Move one number over every group, in the same order on all ranks.
-
-        NCCL asks that all members take part in a group's first call, which a pipeline's first transfer is not; and what
-        cannot connect fails here, not in the middle of a step.
-        """
-        for comm in (self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends):
-            if comm is not None:
-                comm.all_reduce_(torch.zeros(1, device=device))
-
-
 class Trainer:
     """One rank of a training run.
 
@@ -102,6 +66,7 @@ class Trainer:
     Attributes:
         model: this rank's slice, in this rank's shards.
         plan, layout, mesh, comms: see their types.
+        mailbox: carries the pipeline's messages between CPU ranks of one host; None where the process group does.
 
     Raises:
         ValueError: the plan fails verification (a bug of a schedule, named).
@@ -126,7 +91,7 @@ class Trainer:
         self._check_same_run()
         shape = Shape.of(config.parallel)
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp))
-        self.comms = Communicators.of(self.mesh)
+        self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
 
         self._sink = BufferSink()
@@ -158,7 +123,8 @@ class Trainer:
             (lambda mb: self._batch.tokens[mb]) if at == 0 else None,
             self._weighted_loss if at == shape.pp - 1 else None,
         )
-        self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device)
+        self.mailbox = open_mailbox(self.plan, self.mesh.pp, device, exchange_seconds(config))
+        self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device, self.mailbox)
         self._trace = trace
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])

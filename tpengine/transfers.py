@@ -3,10 +3,17 @@
 Everything is asynchronous between post and wait. A receive lands in the static slot the plan's live ranges give it;
 slots are separate tensors (slices of one would share autograd's version counter) and are reused only when no live
 micro-batch needs them, which the verifier has proved. Over gloo, tensors of a GPU are staged through the host.
+
+Between CPU ranks of one host messages go through shared memory (`open_mailbox`): posting a send copies it into the
+receiver's queue, waiting for a receive copies it out. The queue holds as many messages as a receiver can be behind in
+this plan, so that a send waits for nobody, as if it were asynchronous.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +21,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from tpkernels.host_memory import MemoryRefused
+from tpkernels.mailbox import Mailbox
 
 from tpengine.plan import Action, Kind, Plan, TensorSpec, receive_slots
 from tpengine.plan.actions import RECEIVES
+
+
+def open_mailbox(plan: Plan, group: ProcessGroup, device: torch.device, timeout_seconds: float) -> Mailbox | None:
+    """Open shared memory for the messages of a plan, between CPU ranks of one host; collective.
+
+    Args:
+        plan: the verified plan.
+        group: the pipeline's ranks, in stage order.
+        device: where tensors live.
+        timeout_seconds: how long a message waits for a rank that lives.
+
+    Returns:
+        None on GPUs, for one rank, and where the ranks are on several hosts or the memory is refused, which is said:
+        then messages go through the process group.
+
+    Memory: a rank's two queues of as many messages as the plan keeps live, and one.
+    """
+    if device.type != "cpu" or dist.get_world_size(group) == 1:
+        return None
+    specs = [chunk.input for chunk in plan.chunks if chunk.input is not None]
+    slot_bytes = max(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
+    slots = [receive_slots(actions) for actions in plan.actions]
+    num_slots = 1 + max(max(of_rank.num_forward, of_rank.num_backward) for of_rank in slots)
+    try:
+        return Mailbox.open(group, slot_bytes, num_slots, timeout_seconds=timeout_seconds)
+    except MemoryRefused as error:
+        if dist.get_rank(group) == 0:
+            print(f"tpengine: pipeline messages go through the process group: {error}", file=sys.stderr)
+        return None
 
 
 class Transfers:
@@ -29,6 +67,7 @@ class Transfers:
         fetch: action -> tensor to send.
         deliver: (action, tensor) -> None, called when a receive is waited for; the tensor is a slot.
         device: where tensors live.
+        mailbox: carries the messages; None for the process group.
 
     Memory: the receive slots, whose number follows from the plan, and the tensors being sent.
     """
@@ -41,8 +80,13 @@ class Transfers:
         fetch: Callable[[Action], Tensor],
         deliver: Callable[[Action, Tensor], None],
         device: torch.device,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self._plan, self._group, self._device = plan, group, device
+        self._mailbox = mailbox
+        # Messages of a rank arrive in the order they were posted, whichever is waited for first.
+        self._posted: dict[int, deque[Action]] = {}
+        self._arrived: set[Action] = set()
         self._fetch, self._deliver = fetch, deliver
         self._staged = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._slot_numbers = receive_slots(plan.actions[stage])
@@ -51,6 +95,14 @@ class Transfers:
 
     def post(self, action: Action) -> None:
         """Start a send, a receive, or all transfers of an exchange together."""
+        if self._mailbox is not None:
+            for transfer in action.transfers:
+                peer = self._plan.peer(transfer)
+                if transfer.kind in RECEIVES:
+                    self._posted.setdefault(peer, deque()).append(transfer)
+                else:
+                    self._mailbox.send(peer, self._fetch(transfer))
+            return
         operations = []
         tensors = []
         for transfer in action.transfers:
@@ -73,10 +125,24 @@ class Transfers:
 
     def wait(self, transfer: Action) -> None:
         """Wait for one transfer; a received tensor is delivered, a sent one let go."""
+        if self._mailbox is not None:
+            if transfer.kind in RECEIVES:
+                self._take(self._mailbox, transfer)
+                self._deliver(transfer, self._slot(transfer))
+            return
         work, tensor = self._pending.pop(transfer)
         work.wait()
         if transfer.kind in RECEIVES:
             self._deliver(transfer, tensor.to(self._device) if self._staged else tensor)
+
+    def _take(self, mailbox: Mailbox, transfer: Action) -> None:
+        """Copy messages into their slots until that of `transfer` has come."""
+        peer = self._plan.peer(transfer)
+        while transfer not in self._arrived:
+            oldest = self._posted[peer].popleft()
+            mailbox.receive(peer, self._slot(oldest))
+            self._arrived.add(oldest)
+        self._arrived.remove(transfer)
 
     def _to_link(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._staged else tensor.contiguous()

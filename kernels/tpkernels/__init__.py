@@ -21,6 +21,11 @@ _HOME = {
     "reduce_scatter_work": "work",
     "all_reduce_work": "work",
     "Work": "work",
+    "Communicator": "communicator",
+    "all_gather_matmul": "all_gather_matmul",
+    "matmul_reduce_scatter": "matmul_reduce_scatter",
+    "matmul_all_reduce": "matmul_all_reduce",
+    "wgrad_": "wgrad",
 }
 
 __all__ = sorted(_HOME)

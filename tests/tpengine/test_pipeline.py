@@ -296,11 +296,16 @@ def test_gradients_of_awkward_stages(ranks: RankPool, what: str, cut: list[int])
 
 
 def sent_from_slots(mutated: bool) -> tuple[int, bool]:
-    """Send from a stage of views; return (sends out of a receive slot, whether `forward` gave the whole's outputs)."""
+    """Over the process group, send from a stage of views.
+
+    Returns:
+        (sends out of a receive slot, whether `forward` gave the whole's outputs).
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Identity())
     inputs = torch.randn(8, 2, 3)
     pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=8)
+    pipe._mailbox = None
     if mutated:
         pipe._apart = lambda tensor: tensor  # type: ignore[method-assign]
     count, to_link = 0, Transfers._to_link

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
@@ -26,9 +27,9 @@ from tpengine.gradients import GradientSink, ParamGradSink
 class _ColumnParallel(torch.autograd.Function):
     """Local shapes: x[T/tp, D], w_i[F_i/tp, D], y_i[T, F_i/tp].
 
-    forward:  X = all_gather(x);  y_i = X @ w_i.T      one gather, one GEMM on the packed weights
-    dgrad:    dx = reduce_scatter(sum_i dy_i @ w_i)    one GEMM, one reduce-scatter
-    wgrad:    dw_i = dy_i.T @ X                        into the sink
+    forward:  y_i = all_gather(x) @ w_i.T              one gather, one matmul on the packed weights
+    dgrad:    dx = reduce_scatter(sum_i dy_i @ w_i)    its dual
+    wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
 
     X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward.
     """
@@ -42,18 +43,20 @@ class _ColumnParallel(torch.autograd.Function):
         comm: Communicator,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        full = comm.all_gather(x)
+        tokens = comm.size * x.shape[0]
+        (y,), full = gather_matmul(x, [packed.T], comm, tokens, "all_gather_matmul", keep=True)
+        assert full is not None, "asked for"
         ctx.save_for_backward(full, packed)
         ctx.layers, ctx.comm = layers, comm
-        return (full @ packed.T).split([w.shape[0] for w in weights], dim=1)
+        return y.split([w.shape[0] for w in weights], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         full, packed = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
-            dx = ctx.comm.reduce_scatter(dy @ packed)
+            pieces = packed.split([dy.shape[1] for dy in dys])
+            dx = matmul_scatter(list(zip(dys, pieces, strict=True)), ctx.comm, "all_gather_matmul")
         for layer, dy in zip(ctx.layers, dys, strict=True):
             if layer.weight.requires_grad:
                 layer.sink.weight_grad(layer.weight, full, dy, layer.replicas)
@@ -64,24 +67,25 @@ class _RowParallel(torch.autograd.Function):
     """Local shapes: x[T, F/tp], w[D, F/tp], y[T/tp, D].
 
     forward:  y = reduce_scatter(x @ w.T)
-    dgrad:    dx = DY @ w  with DY = all_gather(dy)
-    wgrad:    dw = DY.T @ x                            into the sink
+    dgrad:    dx = all_gather(dy) @ w                  its dual
+    wgrad:    dw = DY.T @ x, DY = all_gather(dy)       into the sink
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        return comm.reduce_scatter(x @ weight.T)
+        return matmul_scatter([(x, weight.T)], comm, "matmul_reduce_scatter")
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        full = ctx.comm.all_gather(dy)
-        dx = full @ weight if ctx.needs_input_grad[0] else None
+        matrices = [weight] if ctx.needs_input_grad[0] else []
+        dxs, full = gather_matmul(dy, matrices, ctx.comm, x.shape[0], "matmul_reduce_scatter", keep=True)
+        assert full is not None, "asked for"
         if ctx.parameter.requires_grad:
             ctx.sink.weight_grad(ctx.parameter, x, full)
-        return dx, None, None, None
+        return dxs[0] if dxs else None, None, None, None
 
 
 def check_tokens(num_tokens: int, comm: Communicator) -> None:

@@ -1,0 +1,170 @@
+"""all_gather_matmul: the column-parallel matmul, its token shards gathered on the way in.
+
+    y_i[T, F_i/tp] = all_gather_tp(x[T/tp, D]) @ w_i[F_i/tp, D].T + b_i
+    dx[T/tp, D]    = reduce_scatter_tp(sum_i dy_i @ w_i)
+    dw_i           = dy_i.T @ all_gather_tp(x);  db_i = sum over T of dy_i
+
+Forward is `gather_matmul`, dx is its dual `matmul_scatter` (exchange_matmul.py); here are the specification, the
+registration with torch.library and the public function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.arena import shard_rows
+from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
+
+_NAME = "all_gather_matmul"
+
+
+def all_gather_matmul_reference(
+    shards: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The specification: all ranks' shards and one rank's weights -> that rank's outputs."""
+    full = torch.cat(list(shards))
+    outputs = [full @ weight.T for weight in weights]
+    return [y + bias for y, bias in zip(outputs, biases, strict=True)] if biases else outputs
+
+
+@torch.library.custom_op("tpkernels::all_gather_matmul", mutates_args=())
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, num_tokens: int, keep_gathered: bool
+) -> list[Tensor]:
+    comm = communicator_named(group)
+    outputs, full = gather_matmul(x, [w.T for w in weights], comm, num_tokens, _NAME, keep=keep_gathered)
+    for y, bias in zip(outputs, biases, strict=False):
+        y.add_(bias)
+    if full is None:
+        return outputs
+    return [*outputs, full.clone() if full is x else full]
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, num_tokens: int, keep_gathered: bool
+) -> list[Tensor]:
+    outputs = [x.new_empty(num_tokens, w.shape[0]) for w in weights]
+    return [*outputs, x.new_empty(num_tokens, x.shape[1])] if keep_gathered else outputs
+
+
+@torch.library.custom_op("tpkernels::all_gather_matmul_dgrad", mutates_args=())
+def _dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None, group: str) -> Tensor:
+    comm = communicator_named(group)
+    return matmul_scatter(list(zip(dys, weights, strict=True)), comm, _NAME, dgathered)
+
+
+@_dgrad.register_fake
+def _(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None, group: str) -> Tensor:
+    comm = communicator_named(group)
+    rows = shard_rows(dys[0].shape[0], comm.size, comm.rank)
+    return dys[0].new_empty(rows.stop - rows.start, weights[0].shape[1])
+
+
+@torch.library.custom_op("tpkernels::all_gather", mutates_args=())
+def _all_gather(x: Tensor, group: str, num_tokens: int) -> Tensor:
+    full = communicator_named(group).all_gather_rows(x, num_tokens, operation=_NAME)
+    return full.clone() if full is x else full
+
+
+@_all_gather.register_fake
+def _(x: Tensor, group: str, num_tokens: int) -> Tensor:
+    return x.new_empty(num_tokens, *x.shape[1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, group, num_tokens, keep_gathered = inputs
+    ctx.save_for_backward(output[-1] if keep_gathered else x, *weights)
+    ctx.call = group, num_tokens, keep_gathered, len(biases)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    kept, *weights = ctx.saved_tensors
+    group, num_tokens, keep_gathered, num_biases = ctx.call
+    dys = list(grads[: len(weights)])
+    dx = dweights = dbiases = None
+    if ctx.needs_input_grad[0]:
+        dx = _dgrad(dys, weights, grads[-1] if keep_gathered else None, group)
+    if _any(ctx.needs_input_grad[1]):
+        full = kept if keep_gathered else _all_gather(kept, group, num_tokens)
+        dweights = [dy.T @ full for dy in dys]
+    if num_biases:
+        dbiases = [dy.sum(0) for dy in dys]
+    return dx, dweights, dbiases if num_biases else [], None, None, None
+
+
+def _any(needs: bool | Sequence[bool]) -> bool:
+    return needs if isinstance(needs, bool) else any(needs)
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    comm: Communicator,
+    *,
+    biases: Sequence[Tensor] | None = None,
+    num_tokens: int | None = None,
+    keep_gathered: bool = True,
+    return_gathered: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gather the token shards and multiply them by one or several weights.
+
+        y_i[T, F_i/tp] = all_gather_tp(x[T/tp, D]) @ w_i[F_i/tp, D].T + b_i[F_i/tp]
+        dx[T/tp, D] = reduce_scatter_tp(sum_i dy_i @ w_i);  dw_i = dy_i.T @ all_gather_tp(x)
+
+    Args:
+        x: [T/tp, D], this rank's rows: ceil(T/tp) of them, on the last ranks fewer or none.
+        weights: w_i [F_i/tp, D], one gather for all of them.
+        comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
+        biases: b_i [F_i/tp], one a weight.
+        num_tokens: T, equal on all ranks; default comm.size * x.shape[0].
+        keep_gathered: keep the gathered x for dw; else gather it again in backward, T*D elements less memory.
+        return_gathered: also return a private copy of the gathered x, which is differentiable too.
+
+    Returns:
+        (y_0, y_1, ...) of x's dtype, then the gathered x[T, D] if asked for; new tensors.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; over an arena on every rank if they do not fit on one.
+        PeerError: over an arena, a peer did not take part.
+
+    Cost: 2*T*D*sum(F_i)/tp flops; (tp-1)/tp*T*D elements received. Order: starts with its own rows; returns when all
+    peers have published theirs. Numerics: those of the GEMM on each rank's rows, the same bits on every run.
+    Source: Shoeybi et al., arXiv 1909.08053 (column-parallel); Korthikanti et al., arXiv 2205.05198 (sequence shards);
+    Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
+    """
+    tokens = comm.size * x.shape[0] if num_tokens is None else num_tokens
+    problem = _problem(x, weights, biases, comm, tokens)
+    if problem:
+        comm.refuse(x, problem)
+    keep = keep_gathered or return_gathered
+    outputs = _forward(x, list(weights), list(biases or ()), comm.name, tokens, keep)
+    return tuple(outputs) if return_gathered or not keep else tuple(outputs[:-1])
+
+
+def _problem(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, comm: Communicator, num_tokens: int
+) -> str:
+    """What is wrong with the arguments; empty if nothing is."""
+    shapes = f"x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}"
+    if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
+        return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes}: give every weight x's last dim"
+    if any(t.dtype != x.dtype or t.device != x.device for t in (*weights, *(biases or ()))):
+        return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
+    if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
+        return f"{_NAME} needs one bias [F/tp] a weight: biases {[tuple(b.shape) for b in biases]}, {shapes}"
+    rows = shard_rows(num_tokens, comm.size, comm.rank)
+    if x.shape[0] != rows.stop - rows.start:
+        return (
+            f"rank {comm.rank} of {comm.size} holds {rows.stop - rows.start} of {num_tokens} tokens: {_NAME} got "
+            f"{x.shape[0]}: pass rows {rows.start} to {rows.stop}, or another num_tokens"
+        )
+    return ""

@@ -1,0 +1,135 @@
+"""Messages between neighbours of a ring of ranks on one host, through symmetric memory.
+
+Each rank has two outboxes in its memory, for rank + 1 and for rank - 1, each a ring of slots. `send` copies into the
+next slot and raises a flag; `receive` copies out of it and raises the flag that gives the slot back. Messages of a pair
+arrive in the order they were sent.
+
+A send waits only if every slot of the outbox still holds something: with as many slots as the receiver may be behind
+it never does, and no order of sends and receives that works with buffered messages can block.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.signals import Signals, control_bytes, words_over, wrapped
+from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
+
+_OPERATIONS = ("receive", "send")
+_RECEIVE, _SEND = range(2)
+# What a slot begins with: the number of elements and the size of one.
+_HEADER_BYTES = ALIGNMENT_BYTES
+
+
+class Mailbox:
+    """One rank's outboxes and its view of its neighbours'.
+
+    Args:
+        memory: the group's symmetric memory.
+        slot_bytes: data of one slot; longer messages take several.
+        num_slots: of each outbox.
+        name: the group, for messages.
+        members: numbers of the ranks among all processes, for messages.
+        timeout_seconds: how long to wait for a neighbour.
+
+    Attributes:
+        slot_bytes, num_slots: as given.
+
+    Use `Mailbox.open`.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        slot_bytes: int,
+        num_slots: int,
+        name: str,
+        members: list[int],
+        timeout_seconds: float,
+    ) -> None:
+        self._memory, self.slot_bytes, self.num_slots = memory, slot_bytes, num_slots
+        self._rank, self._world, self._members = memory.rank, memory.world, members
+        size = control_bytes(memory.world)
+        self._stride = _HEADER_BYTES + slot_bytes
+        self._slots_offset = 2 * size
+
+        def signals(offset: int) -> Signals:
+            areas = [words_over(memory.bytes_of(rank, offset, size)) for rank in range(memory.world)]
+            return Signals(areas, memory.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
+
+        self._arrivals, self._returns = signals(0), signals(size)
+        self._num_sent = [0] * memory.world
+        self._num_received = [0] * memory.world
+
+    @classmethod
+    def open(cls, group: ProcessGroup, slot_bytes: int, num_slots: int, *, timeout_seconds: float = 300.0) -> Mailbox:
+        """Make the mailbox of a group whose ranks share a host; collective.
+
+        Args:
+            group: the ranks, over gloo.
+            slot_bytes, num_slots: see Mailbox; equal on all ranks.
+            timeout_seconds: how long a message waits for a neighbour that lives.
+
+        Raises:
+            MemoryRefused: on all ranks alike; see HostMemory.allocate.
+        """
+        slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        total = 2 * control_bytes(dist.get_world_size(group)) + 2 * num_slots * (_HEADER_BYTES + slot_bytes)
+        memory = HostMemory.allocate(group, total)
+        members = dist.get_process_group_ranks(group)
+        return cls(memory, slot_bytes, num_slots, group.group_name, members, timeout_seconds)
+
+    @torch.no_grad()
+    def send(self, peer: int, x: Tensor) -> None:
+        """Copy a CPU tensor into the outbox for `peer`, a neighbour; `x` may be changed afterwards.
+
+        Raises:
+            PeerError: the outbox is full and the peer takes nothing.
+        """
+        for piece in self._pieces(x.detach().reshape(-1)):
+            number = self._num_sent[peer]
+            if number >= self.num_slots:
+                self._returns.wait(peer, wrapped(number + 1 - self.num_slots), _SEND)
+            header, data = self._slot(self._rank, peer, number, piece)
+            header.copy_(torch.tensor([len(piece), piece.element_size()]))
+            data.copy_(piece)
+            self._num_sent[peer] = number + 1
+            self._arrivals.notify(peer, wrapped(number + 1))
+
+    @torch.no_grad()
+    def receive(self, peer: int, out: Tensor) -> None:
+        """Wait for the next message of `peer`, a neighbour, and copy it into `out`, a contiguous CPU tensor.
+
+        Raises:
+            ValueError: the message has another size.
+            PeerError: it does not come.
+        """
+        for piece in self._pieces(out.detach().view(-1)):
+            number = self._num_received[peer]
+            self._arrivals.wait(peer, wrapped(number + 1), _RECEIVE)
+            header, data = self._slot(peer, self._rank, number, piece)
+            sent = header.tolist()
+            if sent != [len(piece), piece.element_size()]:
+                raise ValueError(
+                    f"a message must have the size that is received: rank {self._members[peer]} sent {sent[0]} "
+                    f"elements of {sent[1]} bytes, rank {self._members[self._rank]} expects {len(piece)} of "
+                    f"{piece.element_size()}: make both the same"
+                )
+            piece.copy_(data)
+            self._num_received[peer] = number + 1
+            self._returns.notify(peer, wrapped(number + 1))
+
+    def _pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split(max(1, self.slot_bytes // flat.element_size()))
+
+    def _slot(self, owner: int, receiver: int, number: int, piece: Tensor) -> tuple[Tensor, Tensor]:
+        """Header and data of slot `number` of the owner's outbox for `receiver`, shaped as `piece`."""
+        ahead = (receiver - owner) % self._world
+        assert ahead in (1, self._world - 1), f"rank {owner} has no outbox for {receiver}, which is no neighbour"
+        outbox = 0 if ahead == 1 else 1
+        offset = self._slots_offset + (outbox * self.num_slots + number % self.num_slots) * self._stride
+        header = self._memory.block(owner, offset, (2,), torch.int64)
+        return header, self._memory.block(owner, offset + _HEADER_BYTES, piece.shape, piece.dtype)

@@ -1,0 +1,90 @@
+"""matmul_all_reduce: the row-parallel matmul without sequence shards; every rank keeps every token.
+
+    y[T, D]     = all_reduce_tp(x[T, F/tp] @ w[D, F/tp].T) + b
+    dx[T, F/tp] = dy[T, D] @ w;  dw = dy.T @ x;  db = sum over T of dy       dy equal on all ranks
+
+A reduce-scatter on the way out of the matmul, then a gather of the sums: each token's owner adds once, so that all
+ranks have the same bits. Backward needs no communication; its dual is a column-parallel matmul of replicated tokens, whose
+dx is all-reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.exchange_matmul import matmul_scatter
+from tpkernels.matmul_reduce_scatter import matmul_problem
+
+_NAME = "matmul_all_reduce"
+
+
+def matmul_all_reduce_reference(xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """The specification: all ranks' x and w -> the output of every rank."""
+    total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
+    assert isinstance(total, Tensor), "there is at least one rank"
+    return total if bias is None else total + bias
+
+
+@torch.library.custom_op("tpkernels::matmul_all_reduce", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    comm = communicator_named(group)
+    mine = matmul_scatter([(x, weight.T)], comm, _NAME)
+    y = comm.all_gather_rows(mine, x.shape[0], operation=_NAME)
+    return y if bias is None else y.add_(bias)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    dx = dy @ weight if ctx.needs_input_grad[0] else None
+    dw = dy.T @ x if ctx.needs_input_grad[1] else None
+    return dx, dw, dy.sum(0) if ctx.has_bias else None, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight whose inputs are cut over the ranks, and sum over the ranks.
+
+        y[T, D] = all_reduce_tp(x[T, F/tp] @ w[D, F/tp].T) + b[D]
+        dx[T, F/tp] = dy @ w;  dw = dy.T @ x;  db = sum over T of dy
+
+    Args:
+        x: [T, F/tp], all tokens.
+        weight: w [D, F/tp].
+        comm: the tp ranks.
+        bias: b [D], equal on all ranks, added once.
+
+    Returns:
+        [T, D] of x's dtype, the same bits on all ranks; a new tensor.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; over an arena on every rank if they do not fit on one.
+        PeerError: over an arena, a peer did not take part.
+
+    dy must be equal on all ranks, as it is where all of them go on in the same way with y.
+
+    Cost: 2*T*D*F/tp flops; 2*(tp-1)/tp*T*D elements sent. Numerics: as matmul_reduce_scatter.
+    Source: Shoeybi et al., arXiv 1909.08053, section 3.
+    """
+    problem = matmul_problem(_NAME, x, weight, bias)
+    if problem:
+        comm.refuse(x, problem)
+    y: Tensor = _forward(x, weight, bias, comm.name)
+    return y

@@ -1,0 +1,120 @@
+"""matmul_reduce_scatter: the row-parallel matmul, its partial sums scattered to the tokens' owners on the way out.
+
+    y[T/tp, D]   = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T) + b
+    dx[T, F/tp]  = all_gather_tp(dy[T/tp, D]) @ w
+    dw           = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
+
+Forward is `matmul_scatter`, dx is its dual `gather_matmul` (exchange_matmul.py), which also leaves the gathered dy that
+dw needs; here are the specification, the registration with torch.library and the public function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.arena import shard_rows
+from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
+
+_NAME = "matmul_reduce_scatter"
+
+
+def matmul_reduce_scatter_reference(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], rank: int, bias: Tensor | None = None
+) -> Tensor:
+    """The specification: all ranks' x and w -> the output of `rank`."""
+    total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
+    assert isinstance(total, Tensor), "there is at least one rank"
+    y = total[shard_rows(len(total), len(xs), rank)]
+    return y if bias is None else y + bias
+
+
+@torch.library.custom_op("tpkernels::matmul_reduce_scatter", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    y = matmul_scatter([(x, weight.T)], communicator_named(group), _NAME)
+    return y if bias is None else y.add_(bias)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    comm = communicator_named(group)
+    rows = shard_rows(x.shape[0], comm.size, comm.rank)
+    return x.new_empty(rows.stop - rows.start, weight.shape[0])
+
+
+@torch.library.custom_op("tpkernels::matmul_reduce_scatter_dgrad", mutates_args=())
+def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int) -> list[Tensor]:
+    comm = communicator_named(group)
+    (dx,), full = gather_matmul(dy, [weight], comm, num_tokens, _NAME, keep=True)
+    assert full is not None, "asked for"
+    return [dx, full.clone() if full is dy else full]
+
+
+@_dgrad.register_fake
+def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int) -> list[Tensor]:
+    return [dy.new_empty(num_tokens, weight.shape[1]), dy.new_empty(num_tokens, dy.shape[1])]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, group = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.call = group, bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    group, has_bias = ctx.call
+    dx, full = _dgrad(dy, weight, group, x.shape[0])
+    dw = full.T @ x if ctx.needs_input_grad[1] else None
+    return dx if ctx.needs_input_grad[0] else None, dw, full.sum(0) if has_bias else None, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight whose inputs are cut over the ranks, sum, and keep this rank's tokens.
+
+        y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T) + b[D]
+        dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
+
+    Args:
+        x: [T, F/tp], all tokens.
+        weight: w [D, F/tp].
+        comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
+        bias: b [D], equal on all ranks, added once; its gradient is the same on all ranks.
+
+    Returns:
+        [ceil(T/tp), D] of x's dtype, on the last ranks fewer rows or none; a new tensor.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; over an arena on every rank if they do not fit on one.
+        PeerError: over an arena, a peer did not take part.
+
+    Cost: 2*T*D*F/tp flops; (tp-1)/tp*T*D elements sent. Order: computes the rows of rank+1 first, its own last; returns
+    when every peer's partial rows are added. Numerics: partial sums in x's dtype, added in rank order in
+    promote_types(dtype, float32) over an arena (by the collective otherwise): the same bits on every run.
+    Source: as all_gather_matmul.
+    """
+    problem = matmul_problem(_NAME, x, weight, bias)
+    if problem:
+        comm.refuse(x, problem)
+    y: Tensor = _forward(x, weight, bias, comm.name)
+    return y
+
+
+def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """What is wrong with the arguments of a row-parallel matmul; empty if nothing is."""
+    shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+    if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
+        return f"{name} needs x[T, F/tp] and weight [D, F/tp]: {shapes}: give the weight x's last dim"
+    others = (weight,) if bias is None else (weight, bias)
+    if any(t.dtype != x.dtype or t.device != x.device for t in others):
+        return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes}: pass one number a row of the weight"
+    return ""

@@ -1,0 +1,180 @@
+"""Symmetric memory: as many bytes on every rank of a group, which all of them can address.
+
+`SymmetricMemory` is what the fused operators know of it: blocks of any rank's memory as tensors, and the table of
+addresses that a kernel receives instead of a process group. `HostMemory` is the backend for processes of one host:
+memory without a name (host_memory.py), mapped by every rank. The backend for GPUs belongs to the Triton kernels.
+
+The decision a reader will question: blocks are tensors of their own, made over the mapping one by one. Slices of one
+tensor would share autograd's version counter, and writing one block would break the backward pass of another. For the
+same reason no operator returns or keeps a block: what a peer writes is noticed by nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.host_memory import MemoryRefused, allocate, map_shared, open_of_peer
+from tpkernels.processes import host_identity
+from tpkernels.signals import words_refused
+
+# Data begins on lines of their own, aligned for the widest vector loads.
+ALIGNMENT_BYTES = 64
+_MOST_BLOCKS = 4096
+_TOKEN_BYTES = 8
+
+
+class SymmetricMemory(Protocol):
+    """Memory of a group's ranks, addressable by each of them.
+
+    Attributes:
+        rank, world: this rank's place in the group and the number of ranks.
+        num_bytes: of each rank's part.
+        addresses: where each rank's part begins, as seen from here.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
+
+    def block(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View part of a rank's memory as a contiguous tensor."""
+
+
+class HostMemory:
+    """Symmetric memory between processes of one host.
+
+    Args:
+        mappings: every rank's memory as mapped here, by rank.
+        rank: this rank.
+        pids: every rank's process.
+
+    Attributes:
+        pids: as given.
+        And those of SymmetricMemory.
+
+    Use `HostMemory.allocate`. When the last tensor over it is gone, so is the mapping; the last process that holds it
+    frees the memory, however it ends.
+    """
+
+    def __init__(self, mappings: Sequence[mmap.mmap], rank: int, pids: Sequence[int]) -> None:
+        self.rank, self.world, self.pids = rank, len(mappings), tuple(pids)
+        self.num_bytes = len(mappings[rank])
+        self._views = [memoryview(mapping) for mapping in mappings]
+        self._blocks: dict[tuple[object, ...], Tensor] = {}
+        self.addresses = tuple(self.block(owner, 0, (1,), torch.uint8).data_ptr() for owner in range(self.world))
+
+    def bytes_of(self, owner: int, offset_bytes: int, num_bytes: int) -> memoryview:
+        """View part of a rank's memory as bytes."""
+        return self._views[owner][offset_bytes : offset_bytes + num_bytes]
+
+    def block(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View part of a rank's memory as a contiguous tensor.
+
+        Args:
+            owner: the rank whose memory it is.
+            offset_bytes: where it begins, a multiple of the element's size.
+            shape, dtype: of the tensor; it must end within the memory.
+
+        Returns:
+            A tensor over the memory itself, the same one each time. It is for the caller's eyes only, until it signals.
+        """
+        key = (owner, offset_bytes, tuple(shape), dtype)
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _MOST_BLOCKS:  # lengths that change with every call
+                self._blocks.clear()
+            count = math.prod(shape)
+            if count:
+                block = torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
+            else:  # frombuffer refuses a count of 0
+                block = torch.empty(*shape, dtype=dtype)
+            self._blocks[key] = block
+        return block
+
+    @classmethod
+    def allocate(cls, group: ProcessGroup, num_bytes: int) -> HostMemory:
+        """Allocate on every rank and map all ranks' parts; collective.
+
+        Args:
+            group: the ranks; its backend must move CPU tensors (gloo).
+            num_bytes: of each rank's part, equal on all ranks.
+
+        Raises:
+            MemoryRefused: on all ranks alike: ranks on several hosts, memory that does not fit or is forbidden, a
+                machine that cannot signal; the message says which.
+
+        Cost: two small all-gathers; world * num_bytes of address space a rank, num_bytes of memory.
+        """
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        hosts = [entry[0] for entry in _exchange(group, [host_identity()])]
+        if len(set(hosts)) > 1:
+            raise MemoryRefused(f"the ranks are on {len(set(hosts))} hosts")
+        fd, problem = -1, words_refused()
+        if not problem:
+            try:
+                fd = allocate(num_bytes, world)
+            except MemoryRefused as error:
+                problem = str(error)
+        opened: list[int] = []
+        try:
+            mappings: list[mmap.mmap] = []
+            token = secrets.randbits(62)
+            if not problem:
+                own = map_shared(fd, num_bytes)
+                own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
+            entries = _exchange(group, [os.getpid(), fd, token])
+            _raise_together(group, problem)
+            try:
+                for pid, peer_fd, _ in entries:
+                    opened.append(open_of_peer(pid, peer_fd))
+                    mappings.append(map_shared(opened[-1], num_bytes))
+                # A process number that means another process here would open another file, or none.
+                if any(
+                    mapping[-_TOKEN_BYTES:] != entry[2].to_bytes(_TOKEN_BYTES, "little")
+                    for mapping, entry in zip(mappings, entries, strict=True)
+                ):
+                    problem = "process numbers do not mean the same on all ranks"
+            except (MemoryRefused, OSError, ValueError) as error:
+                problem = str(error)
+            # Every rank has opened what it needs when all have answered: the descriptors may go.
+            _raise_together(group, problem)
+        finally:
+            for descriptor in [*opened, *([fd] if fd >= 0 else [])]:
+                os.close(descriptor)
+        for mapping in mappings:
+            mapping.madvise(mmap.MADV_DONTFORK)
+        return cls(mappings, rank, [entry[0] for entry in entries])
+
+
+def _exchange(group: ProcessGroup, values: Sequence[int]) -> list[list[int]]:
+    mine = torch.tensor(values, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [entry.tolist() for entry in everyone]
+
+
+def _raise_together(group: ProcessGroup, problem: str) -> None:
+    """Raise MemoryRefused on all ranks if one of them has a problem: the lowest rank's."""
+    lengths = _exchange(group, [len(problem.encode())])
+    longest = max(length[0] for length in lengths)
+    if not longest:
+        return
+    text = problem.encode().ljust(longest, b" ")
+    problems = [bytes(entry).decode().strip() for entry in _exchange(group, list(text))]
+    rank = next(rank for rank, other in enumerate(problems) if other)
+    raise MemoryRefused(f"rank {dist.get_global_rank(group, rank)}: {problems[rank]}")

@@ -1,0 +1,90 @@
+"""The mesh's groups as the engine's parts use them, and which of them exchange through shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from tpkernels.arena import exchange_bytes
+
+from tpengine.collectives import Communicator
+from tpengine.config import Config
+from tpengine.distributed import hosts_of_ranks
+from tpengine.mesh import Mesh
+
+# Sums of gradients move in pieces of a quarter of this: 25 MB between two ranks take 8 ms, over gloo 24 to 30.
+_SUM_ARENA_BYTES = 16_000_000
+# How long to wait for a peer that lives, where --train.timeout-seconds leaves it to the communication library: gloo's.
+_GLOO_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """A communicator for each group of the mesh."""
+
+    tp: Communicator
+    pp: Communicator
+    dp: Communicator
+    replica: Communicator | None
+    dp_tp: Communicator
+    dp_replica: Communicator
+    ends: Communicator
+
+    @classmethod
+    def of(cls, mesh: Mesh, config: Config, device: torch.device) -> Communicators:
+        """Wrap each group; collective.
+
+        On CPU the tp ranks of a host exchange through an arena unless `parallel.tp_comm` is plain.
+        """
+        hosts = hosts_of_ranks(device)
+
+        def through_memory(group: ProcessGroup, arena_bytes: int) -> Communicator:
+            if device.type != "cpu":
+                return Communicator(group)
+            return Communicator(group, arena_bytes=arena_bytes, timeout_seconds=exchange_seconds(config))
+
+        def for_sums(group: ProcessGroup | None) -> Communicator:
+            """Gradients are summed through memory where the ranks share a host; elsewhere nobody expects it."""
+            if group is None or len({hosts[rank] for rank in dist.get_process_group_ranks(group)}) > 1:
+                return Communicator(group)
+            return through_memory(group, _SUM_ARENA_BYTES)
+
+        dp = for_sums(mesh.dp)
+        return cls(
+            tp=through_memory(mesh.tp, tp_arena_bytes(config)),
+            pp=Communicator(mesh.pp),
+            dp=dp,
+            replica=None if mesh.replica is None else Communicator(mesh.replica),
+            dp_tp=for_sums(mesh.dp_tp),
+            dp_replica=dp if mesh.dp_replica is mesh.dp else for_sums(mesh.dp_replica),
+            ends=for_sums(mesh.ends),
+        )
+
+    def connect(self, device: torch.device) -> None:
+        """Move one number over every group, in the same order on all ranks.
+
+        NCCL asks that all members take part in a group's first call, which a pipeline's first transfer is not; and what
+        cannot connect fails here, not in the middle of a step.
+        """
+        for comm in (self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends):
+            if comm is not None:
+                comm.all_reduce_(torch.zeros(1, device=device))
+                # Through an arena the group itself has not been used yet.
+                comm.all_reduce_max_(torch.zeros(1, device=device))
+
+
+def exchange_seconds(config: Config) -> float:
+    """How long an exchange through memory waits for a peer that lives."""
+    return config.train.timeout_seconds or _GLOO_SECONDS
+
+
+def tp_arena_bytes(config: Config) -> int:
+    """Bytes of arena a rank for the exchanges of a micro-batch's activations x[T, D]; 0 where they are collectives."""
+    assert config.parallel.tp is not None, "resolve the layout first: config.resolve_layout"
+    if config.parallel.tp_comm == "plain" or config.parallel.tp == 1:
+        return 0
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    item_bytes = getattr(torch, config.train.dtype).itemsize
+    return exchange_bytes(tokens, config.model.hidden_size * item_bytes, config.parallel.tp)
