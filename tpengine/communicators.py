@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from tpkernels.arena import exchange_bytes
+from tpkernels.mailbox import Mailbox
 
 from tpengine.collectives import Communicator
 from tpengine.config import Config
@@ -61,6 +62,23 @@ class Communicators:
             dp_replica=dp if mesh.dp_replica is mesh.dp else for_sums(mesh.dp_replica),
             ends=for_sums(mesh.ends),
         )
+
+    def describe(self, mailbox: Mailbox | None) -> str:
+        """Say how this rank exchanges on each axis: "tp, dp through 20.2 MB of shared memory a rank; pp by gloo"."""
+        memory = {
+            "tp": self.tp.arena.memory if self.tp.arena else None,
+            "pp": mailbox.memory if mailbox else None,
+            "dp": self.dp.arena.memory if self.dp.arena else None,
+        }
+        sizes = {"tp": self.tp.size, "pp": self.pp.size, "dp": self.dp.size}
+        used = {axis: found.num_bytes for axis, found in memory.items() if found is not None}
+        others = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+        parts = []
+        if used:
+            parts.append(f"{', '.join(used)} through {sum(used.values()) / 1e6:.1f} MB of shared memory a rank")
+        if others:
+            parts.append(f"{', '.join(others)} by {dist.get_backend()}")
+        return "; ".join(parts) or "none, one process"
 
     def connect(self, device: torch.device) -> None:
         """Move one number over every group, in the same order on all ranks.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 from tpkernels.processes import host_identity
-from tpkernels.signals import PeerGone
+from tpkernels.signals import PeerError
 
 from tpengine.launch import Launch
 
@@ -100,13 +100,15 @@ def stop() -> None:
     gc.collect()
 
 
-def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that another rank is gone: then nothing is wrong here."""
+def lost_peer(error: BaseException | None) -> str:
+    """How an error, or what caused it, says that the fault is another rank's; empty if it does not."""
     while error is not None:
-        if isinstance(error, PeerGone) or (isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error))):
-            return True
+        if isinstance(error, PeerError):
+            return error.what
+        if isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error)):
+            return "a connection closed"
         error = error.__cause__ or error.__context__
-    return False
+    return ""
 
 
 def differing_ranks(text: str, device: torch.device) -> list[int]:

@@ -33,9 +33,13 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
 
 
 def show_plan(
-    console: Console, config: Config, layout: Layout, plan: Plan, device: torch.device, run_dir: Path
+    console: Console, config: Config, layout: Layout, plan: Plan, device: torch.device, exchange: str, run_dir: Path
 ) -> None:
-    """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes."""
+    """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes.
+
+    Args:
+        exchange: how the ranks exchange tensors, in words.
+    """
     train, model = config.train, config.model
     tokens = train.micro_batch_size * train.seq_len
     lines = [
@@ -54,6 +58,7 @@ def show_plan(
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
     bubble = f"{plan.schedule}, bubble {simulate(plan).bubble:.1%} of the step (backward = 2 forward)"
     lines.append(("pipeline", bubble if layout.pp > 1 else "one stage, no bubble"))
+    lines.append(("exchange", exchange))
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)

@@ -133,7 +133,8 @@ def _open_writer(
         return
     first_step = checkpoint.index.step if checkpoint is not None else 0
     config, device = trainer.config, trainer.device
-    show_plan(console, config, trainer.layout, trainer.plan, device, run_dir)
+    exchange = trainer.comms.describe(trainer.mailbox)
+    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir)
     if config.resume:
         _say_what_is_resumed(console, config, checkpoint)
     _write_config(trainer, run_dir)

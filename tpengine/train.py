@@ -27,7 +27,7 @@ def main() -> None:
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
-        from tpengine.distributed import choose_device, is_lost_connection
+        from tpengine.distributed import choose_device, lost_peer
         from tpengine.run import Job, train
         from tpengine.trainer import RunError
 
@@ -40,9 +40,10 @@ def main() -> None:
         except RunError as error:
             message = str(error)
         except Exception as error:
-            if is_lost_connection(error):
+            lost = lost_peer(error)
+            if lost:
                 time.sleep(_DYING_SECONDS)
-                watch.report_and_leave("a connection closed")
+                watch.report_and_leave(lost)
             traceback.print_exc()
             watch.report_and_leave(repr(error.__cause__ or error))
     if message is not None:

@@ -153,6 +153,8 @@ class Trainer:
         self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
         self._loss_sum.zero_()
         self.buckets.zero()
+        # Every micro-batch multiplies by the same weights.
+        self.model.prepare(self.config.train.micro_batch_size * self.config.train.seq_len)
         self.executor.run(self.plan.actions[self.mesh.at.pp])
         self.activity.begin("summing the loss")
         return self._result(step)
@@ -217,7 +219,7 @@ class Trainer:
             Kind.WAIT: self._wait,
             Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
             Kind.CLIP: lambda _: self._clip(),
-            Kind.STEP: lambda _: self.optimizer.step(self._lr),
+            Kind.STEP: lambda _: self._step(),
         }
 
     def _backward(self, action: Action) -> None:
@@ -254,6 +256,10 @@ class Trainer:
 
     def _sum_tied_embeddings(self) -> None:
         self.comms.ends.all_reduce_(self.buckets.gradients[EMBEDDING])
+
+    def _step(self) -> None:
+        self.model.release()
+        self.optimizer.step(self._lr)
 
     def _clip(self) -> None:
         total = squared_norm(self._owned_gradients(), self.device)

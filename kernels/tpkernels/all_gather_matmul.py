@@ -56,14 +56,20 @@ def _(
 @torch.library.custom_op("tpkernels::all_gather_matmul_dgrad", mutates_args=())
 def _dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None, group: str) -> Tensor:
     comm = communicator_named(group)
+    if not dys:
+        assert dgathered is not None, "some output has a gradient"
+        dx = comm.reduce_scatter(dgathered)
+        return dx.clone() if dx is dgathered else dx
     return matmul_scatter(list(zip(dys, weights, strict=True)), comm, _NAME, dgathered)
 
 
 @_dgrad.register_fake
 def _(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None, group: str) -> Tensor:
     comm = communicator_named(group)
-    rows = shard_rows(dys[0].shape[0], comm.size, comm.rank)
-    return dys[0].new_empty(rows.stop - rows.start, weights[0].shape[1])
+    gradient = dys[0] if dys else dgathered
+    assert gradient is not None, "some output has a gradient"
+    rows = shard_rows(gradient.shape[0], comm.size, comm.rank)
+    return gradient.new_empty(rows.stop - rows.start, weights[0].shape[1] if dys else gradient.shape[1])
 
 
 @torch.library.custom_op("tpkernels::all_gather", mutates_args=())
@@ -81,21 +87,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     x, weights, biases, group, num_tokens, keep_gathered = inputs
     ctx.save_for_backward(output[-1] if keep_gathered else x, *weights)
     ctx.call = group, num_tokens, keep_gathered, len(biases)
+    # What nobody used has no gradient, instead of one of zeros.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     kept, *weights = ctx.saved_tensors
     group, num_tokens, keep_gathered, num_biases = ctx.call
     dys = list(grads[: len(weights)])
-    dx = dweights = dbiases = None
-    if ctx.needs_input_grad[0]:
-        dx = _dgrad(dys, weights, grads[-1] if keep_gathered else None, group)
-    if _any(ctx.needs_input_grad[1]):
+    dgathered = grads[-1] if keep_gathered else None
+    used = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
+    dx = None
+    if ctx.needs_input_grad[0] and (used or dgathered is not None):
+        dx = _dgrad([dy for dy, _ in used], [w for _, w in used], dgathered, group)
+    dweights: list[Tensor | None] = [None] * len(weights)
+    if _any(ctx.needs_input_grad[1]) and used:
         full = kept if keep_gathered else _all_gather(kept, group, num_tokens)
-        dweights = [dy.T @ full for dy in dys]
-    if num_biases:
-        dbiases = [dy.sum(0) for dy in dys]
-    return dx, dweights, dbiases if num_biases else [], None, None, None
+        dweights = [None if dy is None else dy.T @ full for dy in dys]
+    dbiases = [None if dy is None else dy.sum(0) for dy in dys[:num_biases]]
+    return dx, dweights, dbiases, None, None, None
 
 
 def _any(needs: bool | Sequence[bool]) -> bool:
@@ -127,7 +137,8 @@ def all_gather_matmul(
         biases: b_i [F_i/tp], one a weight.
         num_tokens: T, equal on all ranks; default comm.size * x.shape[0].
         keep_gathered: keep the gathered x for dw; else gather it again in backward, T*D elements less memory.
-        return_gathered: also return a private copy of the gathered x, which is differentiable too.
+        return_gathered: also return the gathered x, which is differentiable too. It is a copy that no rank writes to;
+            backward reads it, so it must not be changed before.
 
     Returns:
         (y_0, y_1, ...) of x's dtype, then the gathered x[T, D] if asked for; new tensors.
@@ -141,7 +152,7 @@ def all_gather_matmul(
     Source: Shoeybi et al., arXiv 1909.08053 (column-parallel); Korthikanti et al., arXiv 2205.05198 (sequence shards);
     Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
     """
-    tokens = comm.size * x.shape[0] if num_tokens is None else num_tokens
+    tokens = comm.size * len(x) if num_tokens is None and x.ndim else num_tokens or 0
     problem = _problem(x, weights, biases, comm, tokens)
     if problem:
         comm.refuse(x, problem)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -26,16 +27,6 @@ from tpkernels.signals import PeerError, Signals, control_bytes, words_over, wra
 from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
 
 NUM_GENERATIONS = 2
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
 _OPERATIONS = (
     "a refused call",
     "all_gather",
@@ -45,6 +36,10 @@ _OPERATIONS = (
     "matmul_reduce_scatter",
     "matmul_all_reduce",
 )
+
+
+# The announcement of a rank that takes part in a call only to say that it cannot.
+_REFUSED = (0, 0, 0, 0, 0)
 
 
 class CallMismatch(ValueError):
@@ -101,6 +96,7 @@ class Arena:
         areas = [words_over(memory.bytes_of(rank, 0, size)) for rank in range(self.world)]
         self.signals = Signals(areas, self.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
         self._epoch = first_epoch
+        self._ended_by: BaseException | None = None
         for peer in self._peers:
             # Nobody reads these before the barrier that ends `open`.
             self.signals.notify(peer, wrapped(first_epoch))
@@ -147,9 +143,10 @@ class Arena:
 
         The others raise CallMismatch, instead of waiting for this rank in vain.
         """
-        self._begin((0, 0, 0, 0, 0))
+        self._begin(_REFUSED)
         for peer in self._peers:
             self.signals.notify(peer, self.epoch)
+        self._hear_all(_REFUSED)
         raise ValueError(message)
 
     def gather(self, x: Tensor, num_rows: int, operation: str) -> Iterator[tuple[slice, Tensor]]:
@@ -161,12 +158,12 @@ class Arena:
             operation: what for, in messages.
 
         Yields:
-            (rows of the whole, shard [rows, columns]): this rank's own, which is `x` itself, then those of rank + 1, ...
+            (rows of the whole, shard [rows, columns]): this rank's own, which is `x` itself, then that of rank + 1, ...
             A peer's shard is its memory, to be read before the next one is asked for, and never kept.
 
         Raises:
             CallMismatch: on all ranks, if they call different things.
-            ValueError: on this rank if `x` is not its shard (on the others CallMismatch), or a row does not fit.
+            ValueError: `x` is not this rank's shard, or a row does not fit; on other ranks CallMismatch.
             PeerError: a peer is missing.
         """
         columns, item = x.shape[1], x.element_size()
@@ -250,10 +247,9 @@ class Arena:
     def _rows_that_fit(self, room_bytes: int, row_bytes: int, operation: str) -> int:
         rows = room_bytes // max(row_bytes, 1)
         if not rows:
-            needed = NUM_GENERATIONS * self.generation_bytes // max(room_bytes, 1) * row_bytes
-            raise ValueError(
+            self.refuse(
                 f"a row must fit into the arena: {operation} has rows of {row_bytes} bytes, the arena room for "
-                f"{room_bytes}: open it with {max(needed, row_bytes * NUM_GENERATIONS)} bytes"
+                f"{room_bytes}: open it with {exchange_bytes(self.world, row_bytes, self.world)} bytes"
             )
         return rows
 
@@ -269,21 +265,27 @@ class Arena:
         self.signals.wait(peer, self.epoch, call[0])
         theirs = self.signals.announced(peer, generation, len(call))
         if theirs != call:
-            raise CallMismatch(
+            self._hear_all(call)
+            self._ended_by = CallMismatch(
                 f"every rank of group {self.name} must make the same call: rank {self._members[self.rank]} calls "
                 f"{_describe(call)}, rank {self._members[peer]} {_describe(theirs)}: make both the same"
             )
+            raise self._ended_by
+
+    def _hear_all(self, call: tuple[int, ...]) -> None:
+        """Wait for every peer, as each call must before the next one writes where they may still read."""
+        for peer in self._peers:
+            self.signals.wait(peer, self.epoch, call[0])
 
     @contextlib.contextmanager
     def _poison_if_left(self, operation: str) -> Iterator[None]:
         """Tell the others if this rank leaves a call before its end: they would wait for it in vain."""
         try:
             yield
-        except (PeerError, CallMismatch):
-            # The group is poisoned already; or every rank raises, each having notified all others.
-            raise
-        except BaseException:
-            self.signals.fail(_OPERATIONS.index(operation), self.epoch)
+        except BaseException as error:
+            # After a mismatch every rank raises, each having heard all others; after a PeerError the group is poisoned.
+            if error is not self._ended_by and not isinstance(error, PeerError):
+                self.signals.fail(_OPERATIONS.index(operation), self.epoch)
             raise
 
     def _block(
@@ -296,14 +298,22 @@ class Arena:
 def _call(operation: str, num_rows: int, columns: int, x: Tensor, first: int) -> tuple[int, ...]:
     """What all ranks must agree on, as int32 words."""
     sizes = (num_rows, columns, first)
-    return (_OPERATIONS.index(operation), *(wrapped(size) for size in sizes), _DTYPES.index(x.dtype))
+    return (_OPERATIONS.index(operation), *(wrapped(size) for size in sizes), _dtype_number(x.dtype))
+
+
+def _dtype_number(dtype: torch.dtype) -> int:
+    """A number for each dtype, the same in every process."""
+    return zlib.crc32(str(dtype).encode()) & 0x7FFFFFFF
 
 
 def _describe(call: tuple[int, ...]) -> str:
     operation, num_rows, columns, first, dtype = call
     if operation == 0:
         return "something it refused"
-    name = str(_DTYPES[dtype]).removeprefix("torch.")
+    names = {
+        _dtype_number(t): str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)
+    }
+    name = names.get(dtype, "of an unknown dtype")
     return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}"
 
 

@@ -12,6 +12,7 @@ it is the same on every run.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class Communicator:
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
-        name: by which registered operators find the communicator; equal on all members.
+        name: by which registered operators find the communicator, in this process.
         arena: None if collectives are used.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
@@ -103,11 +104,14 @@ class Communicator:
         self._newest: _Submitted | None = None
         self.name = _ALONE
         if group is not None and self.size > 1:
-            self.name = group.group_name
+            self.name = next(name for i in itertools.count() if (name := f"{group.group_name}/{i}") not in _BY_NAME)
             _BY_NAME[self.name] = self
 
     def arena_for(self, x: Tensor) -> Arena | None:
         """The arena if an exchange of `x` goes through it; it is the caller's to use until it returns."""
+        if torch.compiler.is_compiling():
+            # What other processes write cannot be traced; the registered operators are opaque to torch.compile.
+            torch._dynamo.graph_break()
         if self._newest is not None:
             # An exchange under way comes first on all ranks.
             self._newest.wait()
@@ -134,6 +138,10 @@ class Communicator:
 
         Returns:
             A new tensor; with one rank `x` itself.
+
+        Raises:
+            ValueError: over an arena, a row (an element of dim 0) does not fit into it.
+            PeerError: over an arena, a peer did not take part; so do the other exchanges.
 
         Cost: each rank sends (R - 1) times its bytes.
         """
@@ -200,7 +208,7 @@ class Communicator:
     def broadcast_(self, x: Tensor) -> Tensor:
         """Overwrite the ranks' tensors with that of the group's rank 0. Returns x."""
         if self.size > 1:
-            host = x.cpu() if self._gloo and x.is_cuda else x
+            host = x.cpu().contiguous() if self._gloo else x.contiguous()
             dist.broadcast(host, group=self.group, group_src=0)
             if host is not x:
                 x.copy_(host)
@@ -221,8 +229,9 @@ class Communicator:
     def _start(self, x: Tensor, op: Any) -> Pending:
         if self.size == 1:
             return _Done()
-        if self._gloo and x.is_cuda:
-            host = x.cpu()
+        if (self._gloo and x.is_cuda) or not x.is_contiguous():
+            # What lies between the elements of a tensor with gaps is nobody's to sum.
+            host = x.cpu().contiguous() if self._gloo else x.contiguous()
             return _Staged(dist.all_reduce(host, op, group=self.group, async_op=True), host, x)
         pending: Pending = dist.all_reduce(x, op, group=self.group, async_op=True)
         return pending
@@ -277,7 +286,7 @@ _BY_NAME: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDict
 
 
 def communicator_named(name: str) -> Communicator:
-    """Find the newest communicator of a group by its name.
+    """Find a communicator by its name.
 
     Raises:
         ValueError: there is none, or nobody holds it any more.

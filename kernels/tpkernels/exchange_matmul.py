@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tpkernels.communicator import Communicator
+from tpkernels.host_gemm import Matrix, accumulate_product, product
 
 
 def gather_matmul(
-    x: Tensor, matrices: Sequence[Tensor], comm: Communicator, num_tokens: int, operation: str, *, keep: bool
+    x: Tensor, matrices: Sequence[Matrix], comm: Communicator, num_tokens: int, operation: str, *, keep: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """Multiply the gathered rows by each matrix; one gather for all.
 
@@ -30,7 +30,7 @@ def gather_matmul(
 
     Args:
         x: this rank's rows, as shard_rows(num_tokens) says.
-        matrices: m_i, any strides.
+        matrices: m_i, any strides, or prepared.
         num_tokens: T.
         operation: what for, in messages.
         keep: also return the gathered x.
@@ -43,28 +43,28 @@ def gather_matmul(
     arena = comm.arena_for(x)
     if arena is None or comm.size == 1:
         full = comm.all_gather_rows(x, num_tokens)
-        return [full @ matrix for matrix in matrices], full if keep else None
+        return [product(full, matrix) for matrix in matrices], full if keep else None
     gathered = x.new_empty(num_tokens, x.shape[1]) if keep else None
     products = [x.new_empty(num_tokens, matrix.shape[1]) for matrix in matrices]
     for rows, shard in arena.gather(x, num_tokens, operation):
         if rows.start == rows.stop:
             continue
-        for matrix, product in zip(matrices, products, strict=True):
-            torch.mm(shard, matrix, out=product[rows])
+        for matrix, y in zip(matrices, products, strict=True):
+            product(shard, matrix, out=y[rows])
         if gathered is not None:
             gathered[rows].copy_(shard)
     return products, gathered
 
 
 def matmul_scatter(
-    terms: Sequence[tuple[Tensor, Tensor]], comm: Communicator, operation: str, addend: Tensor | None = None
+    terms: Sequence[tuple[Tensor, Matrix]], comm: Communicator, operation: str, addend: Tensor | None = None
 ) -> Tensor:
     """Multiply, sum over the ranks, keep this rank's rows.
 
         y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D])
 
     Args:
-        terms: pairs (x_i, m_i), any strides.
+        terms: pairs (x_i, m_i), any strides, m_i may be prepared.
         operation: what for, in messages.
         addend: added before the sum.
 
@@ -77,9 +77,9 @@ def matmul_scatter(
     num_tokens, columns = first.shape[0], matrix.shape[1]
 
     def partial(rows: slice, out: Tensor) -> None:
-        torch.mm(first[rows], matrix, out=out)
+        product(first[rows], matrix, out)
         for x, m in terms[1:]:
-            out.addmm_(x[rows], m)
+            accumulate_product(out, x[rows], m)
         if addend is not None:
             out.add_(addend[rows])
 

@@ -22,13 +22,15 @@ class MemoryRefused(RuntimeError):
     """The machine does not give the shared memory that was asked for; the message says how much and why."""
 
 
-def available_bytes() -> int | None:
-    """Bytes of memory that can still be allocated here, by the machine and by its control group; None if unknown."""
-    found = []
+def available_bytes() -> int:
+    """Bytes of memory that can still be allocated here, by the machine and by its control group; 0 where unknown.
+
+    Without /proc nothing could be shared anyhow, and allocating blindly may take the machine down.
+    """
     try:
-        found.append(_field("/proc/meminfo", "MemAvailable:") * 1024)
+        found = [_field("/proc/meminfo", "MemAvailable:") * 1024]
     except OSError:
-        return None
+        return 0
     for limit, used, stat, cache in _CONTROL_GROUP_FILES:
         try:
             # Pages of files that nobody has read lately count as used and are given up when memory is asked for.
@@ -77,7 +79,7 @@ def allocate(num_bytes: int, num_copies: int = 1) -> int:
     """
     what = f"shared memory of {num_bytes} bytes for each of {num_copies} rank{'s' if num_copies > 1 else ''}"
     free = available_bytes()
-    if free is not None and num_bytes * num_copies > free:
+    if num_bytes * num_copies > free:
         raise MemoryRefused(f"{what} does not fit: {free} bytes are free")
     fd = _open_without_name(what)
     try:

@@ -36,7 +36,7 @@ class Mailbox:
         timeout_seconds: how long to wait for a neighbour.
 
     Attributes:
-        slot_bytes, num_slots: as given.
+        memory, slot_bytes, num_slots: as given.
 
     Use `Mailbox.open`.
     """
@@ -50,7 +50,7 @@ class Mailbox:
         members: list[int],
         timeout_seconds: float,
     ) -> None:
-        self._memory, self.slot_bytes, self.num_slots = memory, slot_bytes, num_slots
+        self.memory, self.slot_bytes, self.num_slots = memory, slot_bytes, num_slots
         self._rank, self._world, self._members = memory.rank, memory.world, members
         size = control_bytes(memory.world)
         self._stride = _HEADER_BYTES + slot_bytes
@@ -131,5 +131,5 @@ class Mailbox:
         assert ahead in (1, self._world - 1), f"rank {owner} has no outbox for {receiver}, which is no neighbour"
         outbox = 0 if ahead == 1 else 1
         offset = self._slots_offset + (outbox * self.num_slots + number % self.num_slots) * self._stride
-        header = self._memory.block(owner, offset, (2,), torch.int64)
-        return header, self._memory.block(owner, offset + _HEADER_BYTES, piece.shape, piece.dtype)
+        header = self.memory.block(owner, offset, (2,), torch.int64)
+        return header, self.memory.block(owner, offset + _HEADER_BYTES, piece.shape, piece.dtype)

@@ -4,8 +4,8 @@
     dx[T, F/tp] = dy[T, D] @ w;  dw = dy.T @ x;  db = sum over T of dy       dy equal on all ranks
 
 A reduce-scatter on the way out of the matmul, then a gather of the sums: each token's owner adds once, so that all
-ranks have the same bits. Backward needs no communication; its dual is a column-parallel matmul of replicated tokens, whose
-dx is all-reduced.
+ranks have the same bits. Backward needs no communication; its dual is a column-parallel matmul of replicated tokens,
+whose dx is all-reduced.
 """
 
 from __future__ import annotations

@@ -212,7 +212,6 @@ class Signals:
         self._peers = [(rank + i) % world for i in range(1, world)]
         self._poison_word, self._reset_word = world * LINE_WORDS, (world + 1) * LINE_WORDS
         self._call_word = (world + 2) * LINE_WORDS
-        self._num_resets = 0
 
     def announce(self, generation: int, call: Sequence[int]) -> None:
         """Write what this rank's call is; published by the next `notify`."""
@@ -275,19 +274,28 @@ class Signals:
         Raises:
             PeerTimeout, PeerGone: a rank did not come; the group stays poisoned.
         """
-        number = self._num_resets + 1
+        # Attempts that failed count on no rank, or on all: one more than any rank has ended.
+        number = 1 + max(area.load(self._reset_word + 2) for area in self._areas)
         self._own.store(self._reset_word + 1, epoch)
         self._own.store(self._reset_word, number)
-        self._meet(self._reset_word, number)
+        try:
+            self._meet(self._reset_word, number)
+        except PeerError:
+            self._own.store(self._reset_word, number - 1)
+            raise
         newest = epoch
         for peer in self._peers:
             theirs = self._areas[peer].load(self._reset_word + 1)
             newest = theirs if reached(theirs, newest) else newest
+        verdict = self._own.load(self._poison_word)
         self._own.store(self._poison_word, 0)
         # Nobody goes on before every area is clear.
         self._own.store(self._reset_word + 2, number)
-        self._meet(self._reset_word + 2, number)
-        self._num_resets = number
+        try:
+            self._meet(self._reset_word + 2, number)
+        except PeerError:
+            self._own.store(self._poison_word, verdict or _Verdict.FAILED)
+            raise
         return newest
 
     def _meet(self, word: int, number: int) -> None:

@@ -98,13 +98,16 @@ class HostMemory:
         if block is None:
             if len(self._blocks) >= _MOST_BLOCKS:  # lengths that change with every call
                 self._blocks.clear()
-            count = math.prod(shape)
-            if count:
-                block = torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
-            else:  # frombuffer refuses a count of 0
-                block = torch.empty(*shape, dtype=dtype)
-            self._blocks[key] = block
+            block = self._blocks[key] = self._over(owner, offset_bytes, shape, dtype)
         return block
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # A block made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            count = math.prod(shape)
+            if not count:  # frombuffer refuses it
+                return torch.empty(*shape, dtype=dtype)
+            return torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
 
     @classmethod
     def allocate(cls, group: ProcessGroup, num_bytes: int) -> HostMemory:
@@ -118,7 +121,10 @@ class HostMemory:
             MemoryRefused: on all ranks alike: ranks on several hosts, memory that does not fit or is forbidden, a
                 machine that cannot signal; the message says which.
 
-        Cost: two small all-gathers; world * num_bytes of address space a rank, num_bytes of memory.
+            ValueError: the ranks ask for different sizes.
+
+        Cost: a few small all-gathers; world * num_bytes of address space a rank, num_bytes of memory, and until it is
+            gone a file descriptor for each rank (Python's mmap keeps one).
         """
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         hosts = [entry[0] for entry in _exchange(group, [host_identity()])]
@@ -135,12 +141,20 @@ class HostMemory:
             mappings: list[mmap.mmap] = []
             token = secrets.randbits(62)
             if not problem:
-                own = map_shared(fd, num_bytes)
-                own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
-            entries = _exchange(group, [os.getpid(), fd, token])
+                try:
+                    own = map_shared(fd, num_bytes)
+                    own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
+                except (OSError, ValueError, OverflowError) as error:
+                    problem = f"shared memory of {num_bytes} bytes cannot be mapped: {error}"
+            entries = _exchange(group, [os.getpid(), fd, token, num_bytes])
             _raise_together(group, problem)
+            if len({entry[3] for entry in entries}) > 1:
+                raise ValueError(
+                    f"every rank must ask for as much memory: got {[entry[3] for entry in entries]} bytes by rank: use "
+                    "the same on all"
+                )
             try:
-                for pid, peer_fd, _ in entries:
+                for pid, peer_fd, _, _ in entries:
                     opened.append(open_of_peer(pid, peer_fd))
                     mappings.append(map_shared(opened[-1], num_bytes))
                 # A process number that means another process here would open another file, or none.

@@ -111,3 +111,13 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         y: Tensor = self.o_proj(rearrange(mixed, "b h s e -> (b s) (h e)"))
         return y
+
+    def prepare(self, num_tokens: int) -> None:
+        """As ColumnParallelLinear.prepare, for all weights."""
+        self._qkv.prepare(num_tokens)
+        self.o_proj.prepare(num_tokens)
+
+    def release(self) -> None:
+        """Go back to the weights themselves."""
+        self._qkv.release()
+        self.o_proj.release()

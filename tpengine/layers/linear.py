@@ -7,7 +7,8 @@ Each is the other's dual: the backward of the gather is a reduce-scatter and the
 weights share one gather and one GEMM when their storage is packed (`PackedWeights`), and are separate parameters
 all the same: a fused [q; k; v] shard read at another tp would be permuted with right shapes and no error.
 
-No bias (Llama has none). Weight gradients go to a sink (gradients.py), never through autograd.
+No bias (Llama has none). Weight gradients go to a sink (gradients.py), not through autograd; only under torch.compile,
+which traces no sinks, the registered operators are used with autograd's own accumulation.
 """
 
 from __future__ import annotations
@@ -18,10 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.all_gather_matmul import all_gather_matmul
 from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.host_gemm import PreparedMatrix
+from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
+
+
+class _Prepared:
+    """The two forms in which a weight w[out, in] is multiplied, as they were when it was prepared.
+
+    forward:  m = w.T       dgrad:  m = w
+    """
+
+    def __init__(self, weight: Tensor, num_rows: int) -> None:
+        self.forward = PreparedMatrix(weight.T, num_rows)
+        self.dgrad = PreparedMatrix(weight, num_rows)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -39,15 +54,17 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         packed: Tensor,
+        prepared: _Prepared | None,
         layers: Sequence[ColumnParallelLinear],
         comm: Communicator,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         tokens = comm.size * x.shape[0]
-        (y,), full = gather_matmul(x, [packed.T], comm, tokens, "all_gather_matmul", keep=True)
+        matrix = prepared.forward if prepared else packed.T
+        (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=True)
         assert full is not None, "asked for"
         ctx.save_for_backward(full, packed)
-        ctx.layers, ctx.comm = layers, comm
+        ctx.layers, ctx.comm, ctx.prepared = layers, comm, prepared
         return y.split([w.shape[0] for w in weights], dim=1)
 
     @staticmethod
@@ -55,12 +72,13 @@ class _ColumnParallel(torch.autograd.Function):
         full, packed = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            pieces = packed.split([dy.shape[1] for dy in dys])
-            dx = matmul_scatter(list(zip(dys, pieces, strict=True)), ctx.comm, "all_gather_matmul")
+            dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
+            matrix = ctx.prepared.dgrad if ctx.prepared else packed
+            dx = matmul_scatter([(dy, matrix)], ctx.comm, "all_gather_matmul")
         for layer, dy in zip(ctx.layers, dys, strict=True):
             if layer.weight.requires_grad:
                 layer.sink.weight_grad(layer.weight, full, dy, layer.replicas)
-        return (dx, None, None, None) + (None,) * len(dys)
+        return (dx, None, None, None, None) + (None,) * len(dys)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -72,20 +90,34 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, prepared: _Prepared | None, comm: Communicator, sink: GradientSink
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        return matmul_scatter([(x, weight.T)], comm, "matmul_reduce_scatter")
+        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, sink, weight, prepared
+        matrix = prepared.forward if prepared else weight.T
+        return matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        matrices = [weight] if ctx.needs_input_grad[0] else []
+        matrix = ctx.prepared.dgrad if ctx.prepared else weight
+        matrices = [matrix] if ctx.needs_input_grad[0] else []
         dxs, full = gather_matmul(dy, matrices, ctx.comm, x.shape[0], "matmul_reduce_scatter", keep=True)
         assert full is not None, "asked for"
         if ctx.parameter.requires_grad:
             ctx.sink.weight_grad(ctx.parameter, x, full)
-        return dxs[0] if dxs else None, None, None, None
+        return dxs[0] if dxs else None, None, None, None, None
+
+
+def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> bool:
+    """Whether torch.compile is tracing and the registered operators do for these layers what their Functions do.
+
+    They give weight gradients to autograd, which is what ParamGradSink does with those that are whole on each rank.
+    """
+    return torch.compiler.is_compiling() and all(
+        isinstance(layer.sink, ParamGradSink) and getattr(layer, "replicas", None) is None for layer in layers
+    )
 
 
 def check_tokens(num_tokens: int, comm: Communicator) -> None:
@@ -142,6 +174,7 @@ class ColumnParallelLinear(nn.Module):
         shards = comm.size // (replicas.size if replicas else 1)
         rows = _check_divides("column-parallel out_features", out_features, shards)
         self.comm, self.replicas = comm, replicas
+        self._prepared: _Prepared | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -151,8 +184,22 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
-        (y,) = _ColumnParallel.apply(x, self.weight.detach(), (self,), self.comm, self.weight)
+        if _is_traceable((self,)):
+            (y,) = all_gather_matmul(x, (self.weight,), self.comm)
+            return y
+        (y,) = _ColumnParallel.apply(x, self.weight.detach(), self._prepared, (self,), self.comm, self.weight)
         return y
+
+    def prepare(self, num_tokens: int) -> None:
+        """Bring the weight into the layout its products read fastest, for as long as it does not change.
+
+        Call `release` before the weight changes: until then products use what it was.
+        """
+        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size)
+
+    def release(self) -> None:
+        """Go back to the weight itself."""
+        self._prepared = None
 
 
 class PackedWeights:
@@ -169,14 +216,27 @@ class PackedWeights:
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         self.layers = layers
         self._storage = self._pack()
+        self._prepared: _Prepared | None = None
+
+    def prepare(self, num_tokens: int) -> None:
+        """As ColumnParallelLinear.prepare, for all of them as one."""
+        if not self._is_packed([layer.weight for layer in self.layers]):
+            self._storage = self._pack()
+        self._prepared = _Prepared(self._storage, num_tokens // self.layers[0].comm.size)
+
+    def release(self) -> None:
+        """Go back to the weights themselves."""
+        self._prepared = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x[T/tp, D] -> (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
         weights = [layer.weight for layer in self.layers]
+        if _is_traceable(self.layers):
+            return all_gather_matmul(x, weights, self.layers[0].comm)
         if not self._is_packed(weights):
             self._storage = self._pack()
         outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
-            x, self._storage, self.layers, self.layers[0].comm, *weights
+            x, self._storage, self._prepared, self.layers, self.layers[0].comm, *weights
         )
         return outputs
 
@@ -229,6 +289,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         columns = _check_divides("row-parallel in_features", in_features, comm.size)
         self.comm = comm
+        self._prepared: _Prepared | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -236,5 +297,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x[T, F/tp] -> y[T/tp, D]."""
         check_tokens(x.shape[0], self.comm)
-        y: Tensor = _RowParallel.apply(x, self.weight, self.comm, self.sink)
+        if _is_traceable((self,)):
+            return matmul_reduce_scatter(x, self.weight, self.comm)
+        y: Tensor = _RowParallel.apply(x, self.weight, self._prepared, self.comm, self.sink)
         return y
+
+    def prepare(self, num_tokens: int) -> None:
+        """As ColumnParallelLinear.prepare."""
+        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size)
+
+    def release(self) -> None:
+        """Go back to the weight itself."""
+        self._prepared = None

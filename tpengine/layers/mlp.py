@@ -45,3 +45,13 @@ class SwiGLU(nn.Module):
         gate, up = self._gate_up.forward(x)
         y: Tensor = self.down_proj(F.silu(gate) * up)
         return y
+
+    def prepare(self, num_tokens: int) -> None:
+        """As ColumnParallelLinear.prepare, for all weights."""
+        self._gate_up.prepare(num_tokens)
+        self.down_proj.prepare(num_tokens)
+
+    def release(self) -> None:
+        """Go back to the weights themselves."""
+        self._gate_up.release()
+        self.down_proj.release()

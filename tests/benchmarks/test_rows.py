@@ -1,0 +1,77 @@
+"""Rung: pure. What a row says of itself: units, machine, source; and that it names no host."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import platform
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rows
+from benchmarks.rows import append, cpu_model, environment, make_row
+
+WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
+
+
+def test_a_row_has_its_case_its_fields_and_where_it_was_measured() -> None:
+    row = make_row(
+        "matmul", threads_per_rank=1, fields={"a_median_seconds": 0.5, "a_num_samples": 3, "check": "passed"}
+    )
+    assert row.keys() == WHERE | {"case", "threads_per_rank", "a_median_seconds", "a_num_samples", "check"}
+    assert next(iter(row)) == "case" and row["case"] == "matmul" and row["threads_per_rank"] == 1
+
+
+def test_a_float_without_a_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must end in a unit: speed, time:"):
+        make_row("x", threads_per_rank=1, fields={"speed": 1.0, "time": 2.0, "count": 3, "read_bytes": 4.0})
+
+
+@pytest.mark.parametrize("name", ["case", "commit", "threads_per_rank"])
+def test_a_field_that_hides_the_environment_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"must not hide the environment's: {name}"):
+        make_row("x", threads_per_rank=1, fields={name: "other"})
+
+
+def test_the_environment_names_no_host_and_no_user() -> None:
+    text = json.dumps(environment())
+    assert platform.node() not in text and f"/{getpass.getuser()}" not in text
+
+
+def test_results_do_not_make_the_tree_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def git(*arguments: str) -> str:
+        asked.append(arguments)
+        return ""
+
+    monkeypatch.setattr(rows, "_git", git)
+    assert environment()["dirty"] is False
+    assert any(":!benchmarks/results" in arguments for arguments in asked)
+
+
+def test_without_git_the_source_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rows, "_ROOT", tmp_path)
+    found = environment()
+    assert found["commit"] is None and found["dirty"] is None
+
+
+def test_the_processor_is_named_with_family_and_model(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: Some CPU\n\n"
+        "processor\t: 1\nmodel name\t: Other\n"
+    )
+    assert cpu_model(cpuinfo) == "Some CPU (family 25, model 17)"
+    assert cpu_model(tmp_path / "none") == platform.machine()
+
+
+def test_rows_are_appended_one_a_line_and_numbers_are_finite(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for number in (1, 2):
+        append(path, {"case": "x", "n": number})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2]
+    with pytest.raises(ValueError):
+        append(path, {"case": "x", "a_ratio": math.nan})

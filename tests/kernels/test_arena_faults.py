@@ -1,0 +1,389 @@
+"""Rung: gloo ranks. Ranks that do not come, fail, die or call something else: all hear, soon, and who it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from arena_ranks import Case, cases, differences, hostile_communicator
+from rank_pool import RankError, RankPool
+from tpkernels.all_gather_matmul import all_gather_matmul
+from tpkernels.arena import Arena, CallMismatch
+from tpkernels.communicator import Communicator
+from tpkernels.matmul_all_reduce import matmul_all_reduce
+from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.signals import GroupPoisoned, PeerError, PeerGone, PeerTimeout
+
+TIMEOUT_SECONDS = 1.0
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def arena_of(comm: Communicator) -> Arena:
+    assert comm.arena is not None
+    return comm.arena
+
+
+def check_all_is_well(comm: Communicator) -> None:
+    wrong = [differences(case, comm) for case in cases((1, 7))]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def forward(operator: str, comm: Communicator) -> None:
+    ones = torch.ones
+    if operator == "all_gather_matmul":
+        all_gather_matmul(ones(2, 3), [ones(4, 3)], comm)
+    elif operator == "matmul_reduce_scatter":
+        matmul_reduce_scatter(ones(5, 3), ones(4, 3), comm)
+    else:
+        matmul_all_reduce(ones(5, 3), ones(4, 3), comm)
+
+
+def check_a_rank_that_skips_a_call() -> None:
+    """The last rank never signals; the others raise within the bound; nobody goes on before all have reset."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13)
+    arena, late = arena_of(comm), comm.size - 1
+    for operator in OPERATIONS:
+        arena.signals.timeout_seconds = 30.0
+        check_all_is_well(comm)
+        arena.signals.timeout_seconds = TIMEOUT_SECONDS
+        epoch = arena.epoch + 1
+        if comm.rank != late:
+            begin = time.monotonic()
+            with pytest.raises((PeerTimeout, GroupPoisoned)) as error:
+                forward(operator, comm)
+            assert time.monotonic() - begin < 2 * TIMEOUT_SECONDS
+            text = str(error.value)
+            for part in (f"for rank {late}", operator, f"epoch {epoch}", "1 s", "reset it on every rank"):
+                assert part in text, (part, text)
+        dist.barrier()
+        for other in OPERATIONS:
+            with pytest.raises(GroupPoisoned, match=f"for rank {late}"):
+                forward(other, comm)
+        dist.barrier()
+        arena.reset()
+    arena.signals.timeout_seconds = 30.0
+    check_all_is_well(comm)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_skips_a_call(ranks: RankPool, world: int) -> None:
+    ranks.run(check_a_rank_that_skips_a_call, world)
+
+
+def check_names_among_all_processes() -> None:
+    """In a group of ranks 1 and 3, its rank 1 is called rank 3."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    comm = hostile_communicator(groups[rank % 2], 1 << 13, timeout_seconds=0.2)
+    if rank < 2:
+        with pytest.raises(PeerTimeout, match=f"rank {rank} waited in .* for rank {rank + 2},"):
+            forward("all_gather_matmul", comm)
+
+
+def test_ranks_are_named_as_the_user_knows_them(ranks: RankPool) -> None:
+    ranks.run(check_names_among_all_processes, 4)
+
+
+class Planted(Exception):
+    """The failure that a test causes."""
+
+
+def fail_in_partial(arena: Arena) -> None:
+    def partial(rows: slice, out: torch.Tensor) -> None:
+        raise Planted
+
+    arena.reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")
+
+
+def fail_before_own_rows(arena: Arena) -> None:
+    def partial(rows: slice, out: torch.Tensor) -> None:
+        out.zero_()
+        if rows.start == 0:
+            raise Planted
+
+    arena.reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")
+
+
+def fail_at_the_first_shard(arena: Arena) -> None:
+    for _ in arena.gather(torch.ones(6 // arena.world, 3), 6, "all_gather"):
+        raise Planted
+
+
+def fail_at_the_last_shard(arena: Arena) -> None:
+    for count, _ in enumerate(arena.gather(torch.ones(6 // arena.world, 3), 6, "all_gather"), 1):
+        if count == arena.world:
+            raise Planted
+
+
+def leave_early(arena: Arena) -> None:
+    for _ in arena.gather(torch.ones(6 // arena.world, 3), 6, "all_gather"):
+        break
+    raise Planted
+
+
+FAILURES = (fail_in_partial, fail_before_own_rows, fail_at_the_first_shard, fail_at_the_last_shard, leave_early)
+
+
+def check_failures_in_the_middle() -> None:
+    """Rank 0 raises what it raised; the others hear in that call or in the next, long before their bound."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=30.0)
+    arena = arena_of(comm)
+    for failure in FAILURES:
+        begin = time.monotonic()
+        with pytest.raises(
+            Planted if comm.rank == 0 else GroupPoisoned, match="" if comm.rank == 0 else "rank 0 failed"
+        ):
+            if comm.rank == 0:
+                failure(arena)
+            operation = "reduce_scatter" if "partial" in failure.__name__ or "own" in failure.__name__ else "all_gather"
+            for _ in range(2):
+                if operation == "all_gather":
+                    comm.all_gather(torch.ones(6 // comm.size, 3))
+                else:
+                    comm.reduce_scatter(torch.ones(6, 3))
+        assert time.monotonic() - begin < 2
+        with pytest.raises(GroupPoisoned, match="rank 0 failed in"):
+            forward("matmul_all_reduce", comm)
+        dist.barrier()
+        arena.reset()
+        check_all_is_well(comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_fails_in_the_middle_of_a_call(ranks: RankPool, world: int) -> None:
+    ranks.run(check_failures_in_the_middle, world)
+
+
+def check_reset_without_a_rank() -> None:
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=0.3)
+    arena, absent = arena_of(comm), comm.size - 1
+    with contextlib.suppress(PeerError, Planted):
+        fail_at_the_first_shard(arena) if comm.rank == 0 else comm.all_gather(torch.ones(6 // comm.size, 3))
+    dist.barrier()
+    if comm.rank != absent:
+        with pytest.raises(PeerTimeout, match=f"rank {absent} took no part in .*reset"):
+            arena.reset()
+        with pytest.raises(GroupPoisoned):
+            forward("all_gather_matmul", comm)
+    dist.barrier()
+    arena.signals.timeout_seconds = 30.0
+    arena.reset()
+    check_all_is_well(comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reset_where_one_rank_does_not_come(ranks: RankPool, world: int) -> None:
+    ranks.run(check_reset_without_a_rank, world)
+
+
+def check_resets_one_after_the_other() -> None:
+    """Each rank's reset fails alone: the group stays poisoned, and no call takes data of the call that failed."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=0.3)
+    arena = arena_of(comm)
+    if comm.rank == 0:
+        with pytest.raises(PeerTimeout):
+            comm.all_gather(torch.full((1, 3), 5.0))
+    for turn in (1, 0):
+        dist.barrier()
+        if comm.rank == turn:
+            with pytest.raises(PeerTimeout):
+                arena.reset()
+    dist.barrier()
+    if comm.rank == 1:
+        with pytest.raises(GroupPoisoned):
+            comm.all_gather(torch.full((1, 3), 7.0))
+    dist.barrier()
+    if comm.rank == 0:
+        with pytest.raises(GroupPoisoned):
+            comm.all_gather(torch.full((1, 3), 9.0))
+    dist.barrier()
+    arena.signals.timeout_seconds = 30.0
+    arena.reset()
+    check_all_is_well(comm)
+
+
+def test_resets_that_fail_one_after_the_other(ranks: RankPool) -> None:
+    ranks.run(check_resets_one_after_the_other, 2)
+
+
+def call_of(operation: str, columns: int, dtype: torch.dtype = torch.float32) -> Callable[[Communicator], Any]:
+    """A plain exchange of 2 rows a rank."""
+    if operation == "all_gather":
+        return lambda comm: comm.all_gather(torch.ones(2, columns, dtype=dtype))
+    if operation == "reduce_scatter":
+        return lambda comm: comm.reduce_scatter(torch.ones(2 * comm.size, columns, dtype=dtype))
+    return lambda comm: forward(operation, comm)
+
+
+# What rank 0 calls, what the others do, and how either is described.
+DIFFERENT = (
+    (call_of("all_gather", 3), call_of("reduce_scatter", 3), "all_gather of 4 x 3", "reduce_scatter of 4 x 3"),
+    (call_of("all_gather", 3), call_of("all_gather", 5), "all_gather of 4 x 3", "all_gather of 4 x 5"),
+    (call_of("all_gather", 3), call_of("all_gather", 3, torch.bfloat16), "4 x 3 float32", "4 x 3 bfloat16"),
+    (call_of("matmul_all_reduce", 3), call_of("matmul_reduce_scatter", 3), "all_reduce", "reduce_scatter"),
+    (call_of("all_gather", 3), call_of("all_gather", 2000), "all_gather of 4 x 3", "all_gather of 4 x 2000"),
+    (call_of("reduce_scatter", 3), call_of("reduce_scatter", 333), "of 4 x 3", "of 4 x 333"),
+)  # fmt: skip
+
+
+def check_different_calls(first: int, last: int) -> None:
+    """Every rank hears of both calls; the next correct call works, without a reset."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 14, timeout_seconds=5.0)
+    for round_ in range(3):
+        for mine, theirs, my_text, their_text in DIFFERENT[first:last]:
+            with pytest.raises(CallMismatch) as error:
+                (mine if comm.rank == round_ % comm.size else theirs)(comm)
+            text = str(error.value).replace(f" of {2 * comm.size} x", " of 4 x").replace(f" {2 * comm.size} x", " 4 x")
+            assert my_text in text and their_text in text and "make both the same" in text, text
+            assert not differences(Case("matmul_reduce_scatter", 7), comm)
+    check_all_is_well(comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_call_different_things(ranks: RankPool, world: int) -> None:
+    ranks.run(check_different_calls, world, 0, 4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_of_which_one_moves_in_pieces(ranks: RankPool, world: int) -> None:
+    ranks.run(check_different_calls, world, 4, 6)
+
+
+def check_bad_arguments_on_one_rank() -> None:
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=5.0)
+    ones = torch.ones
+    bad: tuple[Callable[[], Any], ...] = (
+        lambda: all_gather_matmul(ones(2, 3), [ones(4, 5)], comm),
+        lambda: all_gather_matmul(ones(3, 3), [ones(4, 3)], comm, num_tokens=2 * comm.size),
+        lambda: matmul_reduce_scatter(ones(5, 3), ones(4, 5), comm),
+        lambda: matmul_all_reduce(ones(5, 3), ones(4, 3).double(), comm),
+        lambda: list(arena_of(comm).gather(ones(3, 3), 2 * comm.size, "all_gather")),
+    )
+    for round_ in range(2):
+        for call, operator in zip(bad, (*OPERATIONS[:1] * 2, *OPERATIONS[1:], OPERATIONS[0]), strict=True):
+            guilty = round_ % comm.size
+            with pytest.raises(ValueError) as error:
+                call() if comm.rank == guilty else forward(operator, comm)
+            assert isinstance(error.value, CallMismatch) == (comm.rank != guilty)
+            if comm.rank != guilty:
+                assert f"rank {guilty} something it refused" in str(error.value) and operator in str(error.value)
+            assert not differences(Case("all_gather_matmul", 7), comm)
+    for call in bad:  # on every rank alike
+        with pytest.raises(ValueError) as error:
+            call()
+        assert not isinstance(error.value, CallMismatch)
+    check_all_is_well(comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bad_arguments_on_one_rank(ranks: RankPool, world: int) -> None:
+    ranks.run(check_bad_arguments_on_one_rank, world)
+
+
+def outcome_of_a_row_too_wide_on_one_rank() -> str:
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=1.0)
+    try:
+        comm.all_gather(torch.ones(1, 3000 if comm.rank == 0 else 3))
+    except (ValueError, PeerError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_row_too_wide_on_one_rank_only(ranks: RankPool) -> None:
+    assert ranks.run(outcome_of_a_row_too_wide_on_one_rank, 2) == ["ValueError", "CallMismatch"]
+
+
+def shards_read_slowly(comm: Communicator, value: float, pause_seconds: float) -> list[float]:
+    """Gather a number from each rank; look at a peer's shard some time after it arrived."""
+    found = [0.0] * comm.size
+    for rows, shard in arena_of(comm).gather(torch.full((1, 3), value), comm.size, "all_gather"):
+        if rows.start != comm.rank:
+            time.sleep(pause_seconds)
+        found[rows.start] = float(shard[0, 0])
+    return found
+
+
+def check_a_refusal_while_a_peer_reads() -> None:
+    """Rank 0 refuses a call and makes the next one, while the last rank still reads what it published before."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=5.0, most_seconds=0.0)
+    want = [float(rank) for rank in range(comm.size)]
+    assert shards_read_slowly(comm, comm.rank, 0.2 if comm.rank == comm.size - 1 else 0.0) == want
+    with pytest.raises(ValueError):
+        if comm.rank == 0:
+            arena_of(comm).refuse("planted")
+        comm.all_gather(torch.ones(1, 3))
+    assert shards_read_slowly(comm, 10.0 + comm.rank, 0.0) == [10 + value for value in want]
+
+
+def check_a_mismatch_while_a_peer_reads() -> None:
+    """Ranks 0 and 1 differ and make the next call, while the last rank still reads what they published before."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=5.0, most_seconds=0.0)
+    want = [float(rank) for rank in range(comm.size)]
+    assert shards_read_slowly(comm, comm.rank, 0.2 if comm.rank == comm.size - 1 else 0.0) == want
+    with pytest.raises(CallMismatch):
+        comm.all_gather(torch.ones(1, 3 + comm.rank % 2))
+    assert shards_read_slowly(comm, 10.0 + comm.rank, 0.0) == [10 + value for value in want]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("check", [check_a_refusal_while_a_peer_reads, check_a_mismatch_while_a_peer_reads])
+def test_a_failed_call_does_not_overwrite_what_a_peer_reads(
+    ranks: RankPool, check: Callable[[], None], world: int
+) -> None:
+    ranks.run(check, world)
+
+
+def die_in_the_middle(directory: str) -> None:
+    """The last rank is killed in a call; the others note what they hear, and when."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 16, timeout_seconds=60.0)
+    check_all_is_well(comm)
+
+    def partial(rows: slice, out: torch.Tensor) -> None:
+        if comm.rank == comm.size - 1:
+            Path(directory, "killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.zero_()
+
+    try:
+        arena_of(comm).reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")
+    except PeerError as error:
+        heard = type(error).__name__, str(error), time.monotonic()
+        Path(directory, str(comm.rank)).write_text(json.dumps(heard))
+    with pytest.raises(GroupPoisoned):
+        check_all_is_well(comm)
+    with pytest.raises(PeerGone, match=f"rank {comm.size - 1} took no part"):
+        arena_of(comm).reset()
+
+
+@pytest.fixture
+def mortal_ranks() -> Iterator[RankPool]:
+    """A pool of its own, whose workers may be killed."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def test_a_rank_that_is_killed(mortal_ranks: RankPool, tmp_path: Path) -> None:
+    names = sorted(os.listdir("/dev/shm"))
+    with pytest.raises(RankError) as error:
+        mortal_ranks.run(die_in_the_middle, 3, str(tmp_path))
+    assert str(error.value) == "rank 2: the process died", "the others end as they should"
+    killed = float((tmp_path / "killed").read_text())
+    kinds = set()
+    for rank in range(2):
+        kind, text, seconds = json.loads((tmp_path / str(rank)).read_text())
+        kinds.add(kind)
+        assert seconds - killed < 1
+        assert "for rank 2, which is gone" in text and "reduce_scatter" in text
+    assert "PeerGone" in kinds <= {"PeerGone", "GroupPoisoned"}
+    mortal_ranks.close()
+    assert sorted(os.listdir("/dev/shm")) == names

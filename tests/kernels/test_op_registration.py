@@ -1,0 +1,167 @@
+"""Rung: gloo ranks. The fused operators as torch.library knows them: opcheck, fake tensors, torch.compile, gradcheck.
+
+Over several ranks every rank runs the same checks in the same order: an operator runs as often on each of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from arena_ranks import hostile_communicator
+from rank_pool import RankPool
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tpkernels.all_gather_matmul import all_gather_matmul
+from tpkernels.arena import shard_rows
+from tpkernels.communicator import Communicator
+from tpkernels.matmul_all_reduce import matmul_all_reduce
+from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.wgrad import wgrad_
+
+TOKENS, DIM, WIDTH = 7, 5, 3
+ops = torch.ops.tpkernels
+
+
+def draw(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
+
+
+def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Each registered operator with arguments, with and without its optional ones."""
+    rows = shard_rows(TOKENS, comm.size, comm.rank)
+    own, name = rows.stop - rows.start, comm.name
+    x, weight = draw(own, DIM, grad=grad), draw(WIDTH, DIM, grad=grad)
+    weights, biases = [weight, draw(4, DIM, grad=grad)], [draw(WIDTH, grad=grad), draw(4, grad=grad)]
+    late, narrow, bias = draw(TOKENS, WIDTH, grad=grad), draw(DIM, WIDTH, grad=grad), draw(DIM, grad=grad)
+    dys = [draw(TOKENS, WIDTH), draw(TOKENS, 4)]
+    found: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.all_gather_matmul, (x, weights, biases, name, TOKENS, True)),
+        (ops.all_gather_matmul, (x, [weight], [], name, TOKENS, False)),
+        (ops.matmul_reduce_scatter, (late, narrow, bias, name)),
+        (ops.matmul_reduce_scatter, (late, narrow, None, name)),
+        (ops.matmul_all_reduce, (late, narrow, bias, name)),
+        (ops.matmul_all_reduce, (late, narrow, None, name)),
+    ]
+    if not grad:  # these are parts of a backward pass and have none of their own
+        found += [
+            (ops.all_gather_matmul_dgrad, (dys, weights, draw(TOKENS, DIM), name)),
+            (ops.all_gather_matmul_dgrad, (dys[:1], weights[:1], None, name)),
+            (ops.all_gather, (x, name, TOKENS)),
+            (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS)),
+            (ops.wgrad_, (draw(WIDTH, DIM), draw(TOKENS, WIDTH), draw(TOKENS, DIM))),
+        ]
+    return found
+
+
+def check_with_opcheck(grad: bool) -> None:
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13)
+    for op, arguments in samples(comm, grad):
+        torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
+    ranks.run(check_with_opcheck, world, grad)
+
+
+def test_every_registered_operator_is_checked() -> None:
+    listed = {op.default.name() for op, _ in samples(Communicator(None), grad=False)}
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tpkernels::")}
+    missing = {name for name in registered if name.split("::")[1].startswith(("all_", "matmul_", "wgrad"))} - listed
+    assert not missing and len(listed) == 7
+
+
+def check_fake_shapes() -> None:
+    """Fake tensors have the shapes, dtypes and strides of the real ones, on every rank, and exchange nothing."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13)
+    assert comm.arena is not None
+    for op, arguments in samples(comm, grad=False):
+        real = op.default(*arguments)
+        epoch = comm.arena.epoch
+        mode = FakeTensorMode()
+
+        def faked(value: Any, mode: FakeTensorMode = mode) -> Any:
+            if isinstance(value, list):
+                return [faked(item) for item in value]
+            return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+        with mode:
+            fake = op.default(*map(faked, arguments))
+        assert comm.arena.epoch == epoch
+        for a, b in zip(*((y if isinstance(y, list) else [y]) for y in (real, fake)), strict=True):
+            assert (a is None and b is None) or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fake_tensors_on_uneven_shards(ranks: RankPool, world: int) -> None:
+    ranks.run(check_fake_shapes, world)
+
+
+def layer(x: Tensor, up: Tensor, down: Tensor, comm: Communicator) -> Tensor:
+    """A small feed-forward block: column-parallel, relu, row-parallel."""
+    (hidden,) = all_gather_matmul(x, [up], comm, num_tokens=TOKENS)
+    return matmul_reduce_scatter(torch.relu(hidden), down, comm)
+
+
+def check_compiled(backend: str) -> None:
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13)
+    rows = shard_rows(TOKENS, comm.size, comm.rank)
+    leaves = [draw(rows.stop - rows.start, DIM, grad=True), draw(WIDTH, DIM, grad=True), draw(DIM, WIDTH, grad=True)]
+    want = layer(*leaves, comm)
+    wants = [want, *torch.autograd.grad(want.square().sum(), leaves)]
+    # A rank whose shard has another length compiles for itself: the graph of each holds its own sizes.
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+    for _ in range(2):
+        got = compiled(*leaves, comm)
+        gots = [got, *torch.autograd.grad(got.square().sum(), leaves)]
+        for a, b in zip(gots, wants, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6) and a.shape == b.shape
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_as_eager(ranks: RankPool, backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    ranks.run(check_compiled, 2, backend)
+
+
+ALONE = Communicator(None)
+PUBLIC: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": lambda x, w, v, b, c: all_gather_matmul(x, [w, v], ALONE, biases=[b, c], return_gathered=True),
+    "all_gather_matmul, gathered again": lambda x, w, v, b, c: all_gather_matmul(
+        x, [w, v], ALONE, biases=[b, c], keep_gathered=False
+    ),
+    "matmul_reduce_scatter": lambda x, w, v, b, c: matmul_reduce_scatter(x, w, ALONE, bias=b),
+    "matmul_all_reduce": lambda x, w, v, b, c: matmul_all_reduce(x, w, ALONE, bias=b),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_gradcheck(name: str) -> None:
+    shapes = ((TOKENS, DIM), (WIDTH, DIM), (4, DIM), (WIDTH,), (4,))
+    leaves = [draw(*shape, grad=True, dtype=torch.float64) for shape in shapes]
+    used = leaves if name.startswith("all_gather") else [leaves[0], leaves[1], leaves[3]]
+
+    def call(*inputs: Tensor) -> Any:
+        return PUBLIC[name](*inputs) if len(inputs) == 5 else PUBLIC[name](*inputs[:2], None, inputs[2], None)
+
+    assert torch.autograd.gradcheck(call, used)
+
+
+def test_wgrad_in_a_compiled_function() -> None:
+    def step(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return wgrad_(buffer, dy * 2, x) + 1
+
+    dy, x = draw(TOKENS, WIDTH), draw(TOKENS, DIM)
+    buffers = [torch.ones(WIDTH, DIM), torch.ones(WIDTH, DIM)]
+    want = step(buffers[0], dy, x)
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(buffers[1], dy, x)
+    assert torch.equal(got, want) and torch.equal(buffers[0], buffers[1])
