@@ -23,6 +23,7 @@ def config_of(
     kv_heads: int,
     heads: int = 4,
     schedule: Literal["1f1b", "gpipe"] = "1f1b",
+    tp_comm: Literal["fused", "plain"] = "fused",
 ) -> Config:
     """A small model; the global batch is 4 micro-batches whatever dp is."""
     config = Config(
@@ -35,7 +36,7 @@ def config_of(
             vocab_size=250,
             tie_embeddings=tied,
         ),
-        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, schedule=schedule, bucket_bytes=40_000),
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, schedule=schedule, tp_comm=tp_comm, bucket_bytes=40_000),
         train=TrainConfig(
             seq_len=24, micro_batch_size=2, num_micro_batches=4 // dp, steps=STEPS, seed=5, dtype="float64"
         ),

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import Outcome, compare, config_of, train
+import torch.distributed as dist
+from parity import Outcome, compare, config_of, outcome_of, train
 from rank_pool import RankPool
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.trainer import Trainer
 
 LAYOUTS = [(dp, tp, pp) for dp in (1, 2) for tp in (1, 2, 4) for pp in (1, 2, 4) if 1 < dp * tp * pp <= 8]
 
@@ -39,6 +44,43 @@ def test_parity(
 ) -> None:
     outcomes = ranks.run(train, dp * tp * pp, config_of(dp, tp, pp, tied=tied, kv_heads=kv_heads))
     compare(outcomes, references[tied, kv_heads])
+
+
+def train_through(config: Config, memory: bool) -> Outcome:
+    """Train, and say first that all exchanges go through shared memory, or none."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    comms, shape = trainer.comms, trainer.mesh.shape
+    assert (comms.tp.arena is not None) == (memory and shape.tp > 1 and config.parallel.tp_comm == "fused")
+    assert (comms.dp.arena is not None) == (memory and shape.dp > 1)
+    assert (trainer.mailbox is not None) == (memory and shape.pp > 1)
+    return outcome_of(trainer)
+
+
+def train_on_a_host_each(config: Config) -> Outcome:
+    def somewhere() -> int:
+        return dist.get_rank()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tpkernels.symmetric.host_identity", somewhere)
+        patch.setattr("tpengine.distributed.host_identity", somewhere)
+        return train_through(config, memory=False)
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
+def test_parity_by_collectives(
+    ranks: RankPool, references: dict[tuple[bool, int], Outcome], dp: int, tp: int, pp: int
+) -> None:
+    """--parallel.tp-comm plain; and every rank on a host of its own, where nothing goes through memory."""
+    config = config_of(dp, tp, pp, tied=True, kv_heads=1, tp_comm="plain")
+    compare(ranks.run(train_through, dp * tp * pp, config, True), references[True, 1])
+    config = config_of(dp, tp, pp, tied=True, kv_heads=1)
+    compare(ranks.run(train_on_a_host_each, dp * tp * pp, config), references[True, 1])
+
+
+def test_parity_through_memory(ranks: RankPool, references: dict[tuple[bool, int], Outcome]) -> None:
+    """What the other tests of this file rely on: on one host all exchanges go through memory."""
+    outcomes = ranks.run(train_through, 8, config_of(2, 2, 2, tied=True, kv_heads=1), True)
+    compare(outcomes, references[True, 1])
 
 
 def test_parity_of_gpipe(ranks: RankPool, references: dict[tuple[bool, int], Outcome]) -> None:
