@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tpkernels.arena import Arena, shard_rows
 from tpkernels.communicator import Communicator
-from tpkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
-from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
+from tpkernels.fused.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
+from tpkernels.fused.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
 from tpkernels.signals import Signals
 
 _NAN_BYTE = b"\xff"  # NaN in every floating-point format when repeated

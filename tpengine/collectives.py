@@ -2,7 +2,7 @@
 
 Layers and buckets call a Communicator and nothing else, so that how bytes travel is decided in one place
 (tpkernels.communicator). The pairs here (gather and reduce_scatter, all_reduce and copy) are for layers of your own;
-ours fuse their communication with the matmul (tpkernels.exchange_matmul).
+ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul).
 """
 
 from __future__ import annotations

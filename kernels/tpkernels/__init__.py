@@ -22,9 +22,9 @@ _HOME = {
     "all_reduce_work": "work",
     "Work": "work",
     "Communicator": "communicator",
-    "all_gather_matmul": "all_gather_matmul",
-    "matmul_reduce_scatter": "matmul_reduce_scatter",
-    "matmul_all_reduce": "matmul_all_reduce",
+    "all_gather_matmul": "fused.all_gather_matmul",
+    "matmul_reduce_scatter": "fused.matmul_reduce_scatter",
+    "matmul_all_reduce": "fused.matmul_all_reduce",
     "wgrad_": "wgrad",
 }
 

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.all_gather_matmul import all_gather_matmul
 from tpkernels.arena import Arena, exchange_bytes, shard_rows
 from tpkernels.communicator import Communicator
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.host_memory import MemoryRefused
 
 KILOBYTE, PAGE = 1 << 10, 1 << 12

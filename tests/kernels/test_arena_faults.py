@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from arena_ranks import Case, cases, differences, hostile_communicator
 from rank_pool import RankError, RankPool
-from tpkernels.all_gather_matmul import all_gather_matmul
 from tpkernels.arena import Arena, CallMismatch
 from tpkernels.communicator import Communicator
-from tpkernels.matmul_all_reduce import matmul_all_reduce
-from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.signals import GroupPoisoned, PeerError, PeerGone, PeerTimeout
 
 TIMEOUT_SECONDS = 1.0

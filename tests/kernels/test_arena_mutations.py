@@ -109,7 +109,7 @@ MUTATIONS: dict[str, type[HostileArena] | tuple[str, Any]] = {
     "own rows of another rank": ("tpkernels.arena.shard_rows", rows_of_the_next_rank),
     "the first piece again and again": ("tpkernels.arena._shifted", first_piece_only),
     "epochs compared without wrapping": ("tpkernels.signals.reached", lambda seen, expected: seen >= expected),
-    "gradient of the gathered x dropped": ("tpkernels.all_gather_matmul.matmul_scatter", without_addend),
+    "gradient of the gathered x dropped": ("tpkernels.fused.all_gather_matmul.matmul_scatter", without_addend),
 }
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from arena_ranks import Case, Inputs, cases, differences, hostile_communicator, inputs_of, results
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.all_gather_matmul import all_gather_matmul
 from tpkernels.arena import Arena
 from tpkernels.communicator import Communicator
-from tpkernels.matmul_all_reduce import matmul_all_reduce
-from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.wgrad import wgrad_
 
 ROOMY, TINY = 1 << 20, 1 << 13

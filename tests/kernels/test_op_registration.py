@@ -16,11 +16,11 @@ from arena_ranks import hostile_communicator
 from rank_pool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tpkernels.all_gather_matmul import all_gather_matmul
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator
-from tpkernels.matmul_all_reduce import matmul_all_reduce
-from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.wgrad import wgrad_
 
 TOKENS, DIM, WIDTH = 7, 5, 3

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.all_gather_matmul import all_gather_matmul
-from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.host_gemm import PreparedMatrix
-from tpkernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.exchange_matmul import matmul_scatter
-from tpkernels.matmul_reduce_scatter import matmul_problem
+from tpkernels.fused.exchange_matmul import matmul_scatter
+from tpkernels.fused.matmul_reduce_scatter import matmul_problem
 
 _NAME = "matmul_all_reduce"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
 
 _NAME = "matmul_reduce_scatter"
 
