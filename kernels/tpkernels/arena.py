@@ -176,7 +176,7 @@ class Arena:
         rows_a_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
         for first in range(0, max(most, 1), rows_a_piece):
-            call = _call(operation, num_rows, columns, x, first)
+            call = _call(operation, num_rows, columns, x.dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 piece = x[first : first + rows_a_piece]
@@ -195,7 +195,7 @@ class Arena:
         num_rows: int,
         columns: int,
         dtype: torch.dtype,
-        partial: Callable[[slice, Tensor], object],
+        partial: Callable[[slice, Tensor | None], Tensor],
         operation: str,
     ) -> Tensor:
         """Sum every rank's partial rows at their owners.
@@ -204,7 +204,8 @@ class Arena:
 
         Args:
             num_rows, columns, dtype: T, D and dtype of the partial results.
-            partial: (rows, out) -> None, writes this rank's partial result for these rows into `out`.
+            partial: (rows, out) -> this rank's partial result for these rows, in `out` where one is given; otherwise a
+                new tensor, which is added to and returned.
             operation: what for, in messages.
 
         Returns:
@@ -217,12 +218,13 @@ class Arena:
         """
         item = dtype.itemsize
         own = shard_rows(num_rows, self.world, self.rank)
-        total = torch.empty(own.stop - own.start, columns, dtype=dtype)
         slot_bytes = self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         rows_a_piece = self._rows_that_fit(slot_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
+        is_whole = most <= rows_a_piece
+        total = torch.empty(own.stop - own.start, columns, dtype=dtype)
         for first in range(0, max(most, 1), rows_a_piece):
-            call = _call(operation, num_rows, columns, total, first)
+            call = _call(operation, num_rows, columns, dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 for peer in self._peers:
@@ -234,7 +236,8 @@ class Arena:
                 rows = _shifted(own, first, rows_a_piece)
                 piece = total[first : first + rows_a_piece]
                 if len(piece):
-                    partial(rows, piece)
+                    # Matmuls fill a new tensor faster than a given one (host_gemm.product).
+                    piece = partial(rows, None if is_whole else piece)
                 for peer in self._peers:
                     self._wait(peer, generation, call)
                 slots = [
@@ -242,6 +245,8 @@ class Arena:
                     for peer in range(self.world)
                 ]
                 _add_in_rank_order(slots, self.rank, piece)
+                if is_whole:
+                    total = piece
         return total
 
     def _rows_that_fit(self, room_bytes: int, row_bytes: int, operation: str) -> int:
@@ -295,10 +300,10 @@ class Arena:
         return self.memory.block(owner, offset, shape, dtype)
 
 
-def _call(operation: str, num_rows: int, columns: int, x: Tensor, first: int) -> tuple[int, ...]:
+def _call(operation: str, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
     """What all ranks must agree on, as int32 words."""
     sizes = (num_rows, columns, first)
-    return (_OPERATIONS.index(operation), *(wrapped(size) for size in sizes), _dtype_number(x.dtype))
+    return (_OPERATIONS.index(operation), *(wrapped(size) for size in sizes), _dtype_number(dtype))
 
 
 def _dtype_number(dtype: torch.dtype) -> int:

@@ -186,7 +186,7 @@ class Communicator:
             return self._reduce_scatter_by_collective(x)
         flat = x.reshape(len(x), x[:1].numel())
         total = arena.reduce_scatter(
-            len(flat), flat.shape[1], x.dtype, lambda rows, out: out.copy_(flat[rows]), "reduce_scatter"
+            len(flat), flat.shape[1], x.dtype, lambda rows, out: _copied(flat[rows], out), "reduce_scatter"
         )
         return total.view(len(total), *x.shape[1:])
 
@@ -301,11 +301,15 @@ def communicator_named(name: str) -> Communicator:
 def _all_reduce_through(arena: Arena, x: Tensor) -> None:
     """Sum in place: each rank adds its share of the elements, and all read the shares."""
     flat = x.reshape(-1, 1)
-    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: out.copy_(flat[rows]), "all_reduce")
+    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: _copied(flat[rows], out), "all_reduce")
     for rows, shard in arena.gather(total, len(flat), "all_reduce"):
         flat[rows].copy_(shard)
     if not x.is_contiguous():
         x.copy_(flat.view(x.shape))
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    return x.clone() if out is None else out.copy_(x)
 
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:

@@ -45,7 +45,11 @@ def epochs_of_an_exchange(num_rows: int, columns: int, arena_bytes: int) -> tupl
         assert torch.equal(shard, x[rows])
     gathers = arena.epoch
     total = arena.reduce_scatter(
-        num_rows, columns, torch.float32, lambda rows, out: out.copy_(x[rows]), "reduce_scatter"
+        num_rows,
+        columns,
+        torch.float32,
+        lambda rows, out: x[rows].clone() if out is None else out.copy_(x[rows]),
+        "reduce_scatter",
     )
     assert torch.equal(total, arena.world * x[own])
     return gathers, arena.epoch - gathers
@@ -60,14 +64,23 @@ def test_exchange_bytes_suffice_for_one_piece(ranks: RankPool) -> None:
         assert gathers == 1 and scatters > 1
 
 
+def zeros_of(columns: int) -> Callable[[slice, torch.Tensor | None], torch.Tensor]:
+    """A partial result of zeros."""
+
+    def partial(rows: slice, out: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, columns) if out is None else out.zero_()
+
+    return partial
+
+
 def remedy(columns: int, arena_bytes: int) -> tuple[int, int]:
     """The bytes that a refused reduce-scatter names, and the pieces it takes with so many."""
     arena = Arena.open(dist.group.WORLD, arena_bytes)
     with pytest.raises(ValueError, match="open it with") as error:
-        arena.reduce_scatter(4, columns, torch.float32, lambda rows, out: out.zero_(), "reduce_scatter")
+        arena.reduce_scatter(4, columns, torch.float32, zeros_of(columns), "reduce_scatter")
     named = int(str(error.value).split("open it with ")[1].split()[0])
     larger = Arena.open(dist.group.WORLD, named)
-    larger.reduce_scatter(4, columns, torch.float32, lambda rows, out: out.zero_(), "reduce_scatter")
+    larger.reduce_scatter(4, columns, torch.float32, zeros_of(columns), "reduce_scatter")
     return named, larger.epoch
 
 

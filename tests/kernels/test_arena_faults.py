@@ -98,17 +98,17 @@ class Planted(Exception):
 
 
 def fail_in_partial(arena: Arena) -> None:
-    def partial(rows: slice, out: torch.Tensor) -> None:
+    def partial(rows: slice, out: torch.Tensor | None) -> torch.Tensor:
         raise Planted
 
     arena.reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")
 
 
 def fail_before_own_rows(arena: Arena) -> None:
-    def partial(rows: slice, out: torch.Tensor) -> None:
-        out.zero_()
-        if rows.start == 0:
+    def partial(rows: slice, out: torch.Tensor | None) -> torch.Tensor:
+        if out is None:
             raise Planted
+        return out.zero_()
 
     arena.reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")
 
@@ -347,11 +347,11 @@ def die_in_the_middle(directory: str) -> None:
     comm = hostile_communicator(dist.group.WORLD, 1 << 16, timeout_seconds=60.0)
     check_all_is_well(comm)
 
-    def partial(rows: slice, out: torch.Tensor) -> None:
+    def partial(rows: slice, out: torch.Tensor | None) -> torch.Tensor:
         if comm.rank == comm.size - 1:
             Path(directory, "killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        out.zero_()
+        return torch.zeros(rows.stop - rows.start, 3) if out is None else out.zero_()
 
     try:
         arena_of(comm).reduce_scatter(6, 3, torch.float32, partial, "reduce_scatter")

@@ -16,7 +16,8 @@ from arena_ranks import HostileArena, cases, differences, hostile_communicator
 from mutations import survivors
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels import arena, exchange_matmul, signals
+from tpkernels import arena, signals
+from tpkernels.fused import exchange_matmul
 
 WORLD = 3
 TIMEOUT_SECONDS = 2.0

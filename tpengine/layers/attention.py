@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +25,46 @@ def rope_tables(
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(cos.dtype)
+    y = torch.empty_like(wide)
+    low, high = wide.chunk(2, dim=-1)
+    y_low, y_high = y.chunk(2, dim=-1)
+    torch.mul(low, cos, out=y_low).addcmul_(high, sin, value=-1)
+    torch.mul(high, cos, out=y_high).addcmul_(low, sin)
+    return y.to(x.dtype)
+
+
+class _Rope(torch.autograd.Function):
+    """x[B, H, S, E] -> y, rotated by the positions' angles;  dx = dy, rotated back.
+
+    Written into place in four passes: what autograd would record for the equation is half of a step's elementwise work.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(dy, cos, -sin), None, None
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x[B, H, S, E] by its position, half-split convention (as Hugging Face's Llama).
 
         y[.., i] = x[.., i] cos - x[.., i+E/2] sin;  y[.., i+E/2] = x[.., i+E/2] cos + x[.., i] sin
 
+    Args:
+        x: any strides.
+        cos, sin: [S, E/2], constant.
+
     Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.
     """
-    low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    y: Tensor = _Rope.apply(x, cos, sin)
+    return y
 
 
 class Attention(nn.Module):

@@ -40,10 +40,10 @@ class _Prepared:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Local shapes: x[T/tp, D], w_i[F_i/tp, D], y_i[T, F_i/tp].
+    """Local shapes: x[T/tp, D], w = (w_0, w_1, ...)[F/tp, D], y = (y_0, y_1, ...)[T, F/tp].
 
-    forward:  y_i = all_gather(x) @ w_i.T              one gather, one matmul on the packed weights
-    dgrad:    dx = reduce_scatter(sum_i dy_i @ w_i)    its dual
+    forward:  y = all_gather(x) @ w.T                  one gather, one matmul on the packed weights
+    dgrad:    dx = reduce_scatter(dy @ w)              its dual
     wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
 
     X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward.
@@ -58,27 +58,27 @@ class _ColumnParallel(torch.autograd.Function):
         layers: Sequence[ColumnParallelLinear],
         comm: Communicator,
         *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         tokens = comm.size * x.shape[0]
         matrix = prepared.forward if prepared else packed.T
         (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=True)
         assert full is not None, "asked for"
         ctx.save_for_backward(full, packed)
         ctx.layers, ctx.comm, ctx.prepared = layers, comm, prepared
-        return y.split([w.shape[0] for w in weights], dim=1)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         full, packed = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
             matrix = ctx.prepared.dgrad if ctx.prepared else packed
             dx = matmul_scatter([(dy, matrix)], ctx.comm, "all_gather_matmul")
-        for layer, dy in zip(ctx.layers, dys, strict=True):
+        pieces = dy.split([layer.weight.shape[0] for layer in ctx.layers], dim=1)
+        for layer, piece in zip(ctx.layers, pieces, strict=True):
             if layer.weight.requires_grad:
-                layer.sink.weight_grad(layer.weight, full, dy, layer.replicas)
-        return (dx, None, None, None, None) + (None,) * len(dys)
+                layer.sink.weight_grad(layer.weight, full, piece, layer.replicas)
+        return (dx, None, None, None, None) + (None,) * len(pieces)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -185,9 +185,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
         if _is_traceable((self,)):
-            (y,) = all_gather_matmul(x, (self.weight,), self.comm)
-            return y
-        (y,) = _ColumnParallel.apply(x, self.weight.detach(), self._prepared, (self,), self.comm, self.weight)
+            return all_gather_matmul(x, (self.weight,), self.comm)[0]
+        y: Tensor = _ColumnParallel.apply(x, self.weight.detach(), self._prepared, (self,), self.comm, self.weight)
         return y
 
     def prepare(self, num_tokens: int) -> None:
@@ -230,15 +229,19 @@ class PackedWeights:
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x[T/tp, D] -> (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
+        if _is_traceable(self.layers):
+            return all_gather_matmul(x, [layer.weight for layer in self.layers], self.layers[0].comm)
+        return self.forward_packed(x).split([layer.weight.shape[0] for layer in self.layers], dim=1)
+
+    def forward_packed(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
         weights = [layer.weight for layer in self.layers]
         if _is_traceable(self.layers):
-            return all_gather_matmul(x, weights, self.layers[0].comm)
+            return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
         if not self._is_packed(weights):
             self._storage = self._pack()
-        outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
-            x, self._storage, self._prepared, self.layers, self.layers[0].comm, *weights
-        )
-        return outputs
+        y: Tensor = _ColumnParallel.apply(x, self._storage, self._prepared, self.layers, self.layers[0].comm, *weights)
+        return y
 
     def _is_packed(self, weights: Sequence[Tensor]) -> bool:
         address = self._storage.data_ptr()

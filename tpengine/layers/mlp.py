@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,29 @@ from torch import Tensor, nn
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+
+
+class _GatedSilu(torch.autograd.Function):
+    """y[T, 2F] = (g, u) -> silu(g) * u;  dg = dsilu(dh * u, g), du = dh * silu(g), written side by side into dy.
+
+    silu(g) is computed again in backward: y is kept anyhow, as the matmul's output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        gate, up = y.chunk(2, dim=1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        gate, up = y.chunk(2, dim=1)
+        dy = torch.empty_like(y)
+        dgate, dup = dy.chunk(2, dim=1)
+        torch.ops.aten.silu_backward.grad_input(dh * up, gate, grad_input=dgate)
+        torch.mul(F.silu(gate), dh, out=dup)
+        return dy
 
 
 class SwiGLU(nn.Module):
@@ -42,8 +67,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        gate, up = self._gate_up.forward(x)
-        y: Tensor = self.down_proj(F.silu(gate) * up)
+        hidden: Tensor = _GatedSilu.apply(self._gate_up.forward_packed(x))
+        y: Tensor = self.down_proj(hidden)
         return y
 
     def prepare(self, num_tokens: int) -> None:

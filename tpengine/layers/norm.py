@@ -28,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, rstd)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        return (wide * rstd * weight).to(x.dtype)
+        return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

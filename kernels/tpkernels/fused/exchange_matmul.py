@@ -76,16 +76,13 @@ def matmul_scatter(
     first, matrix = terms[0]
     num_tokens, columns = first.shape[0], matrix.shape[1]
 
-    def partial(rows: slice, out: Tensor) -> None:
-        product(first[rows], matrix, out)
+    def partial(rows: slice, out: Tensor | None = None) -> Tensor:
+        y = product(first[rows], matrix, out)
         for x, m in terms[1:]:
-            accumulate_product(out, x[rows], m)
-        if addend is not None:
-            out.add_(addend[rows])
+            accumulate_product(y, x[rows], m)
+        return y if addend is None else y.add_(addend[rows])
 
     arena = comm.arena_for(first)
     if arena is None or comm.size == 1:
-        total = first.new_empty(num_tokens, columns)
-        partial(slice(0, num_tokens), total)
-        return comm.reduce_scatter(total)
+        return comm.reduce_scatter(partial(slice(0, num_tokens)))
     return arena.reduce_scatter(num_tokens, columns, first.dtype, partial, operation)

@@ -1,0 +1,34 @@
+"""tpengine as a contestant: its trainer, as tpengine/run.py makes it, without checkpoints, metrics and watch."""
+
+from __future__ import annotations
+
+import torch
+
+# As tpengine.distributed says: imported after the process group, it would keep that group alive.
+import torch.distributed.nn.functional
+from torch import Tensor
+
+from tpengine.config import Config
+from tpengine.data import Corpus
+from tpengine.trainer import Trainer
+
+
+class OwnEngine:
+    """One rank of a tpengine run; the default process group must exist.
+
+    Args:
+        config: validated, layout resolved, on the CPU.
+        corpus: the text.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self._trainer = Trainer(config, corpus, torch.device("cpu"))
+
+    def train_step(self, step: int) -> tuple[float, float]:
+        """Run one step; return loss and gradient norm."""
+        result = self._trainer.train_step(step)
+        return result.loss, result.grad_norm
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters; the tensors themselves."""
+        return {name: parameter.detach() for name, parameter in self._trainer.model.named_parameters()}

@@ -1,0 +1,191 @@
+"""Ranks on this host, started by one command: spawned processes, one thread each, joined by gloo over a file store.
+
+A rank holds one object; the parent calls its methods on all ranks over pipes. Between calls a rank blocks in the read
+of its pipe and uses no core, so that sets of ranks can take turns on the same cores and keep their memory apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+THREADS_PER_RANK = 1
+
+# After one rank's failure the others' reports are waited for so long: most fail because of it, and say less.
+_GRACE_SECONDS = 1.0
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised, died or did not answer in time; the message holds its traceback."""
+
+
+class Ranks:
+    """`world` processes that are the ranks of one gloo group.
+
+    Args:
+        world: number of ranks.
+        factory: importable by name; `factory(*args)` on every rank makes the object whose methods are called.
+        args: picklable.
+        seconds: longest time for any answer, the construction included.
+
+    Raises:
+        RanksFailed: as `call`.
+
+    Use it as a context manager: leaving it, by an exception or Ctrl-C too, ends every rank.
+    """
+
+    def __init__(self, world: int, factory: Callable[..., Any], *args: Any, seconds: float = 1800.0) -> None:
+        self._seconds = seconds
+        self._directory = tempfile.TemporaryDirectory(prefix="benchmark-ranks-")
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        store = str(Path(self._directory.name) / "store")
+        context = multiprocessing.get_context("spawn")
+        try:
+            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK)):
+                for rank in range(world):
+                    ours, theirs = context.Pipe()
+                    work = (theirs, rank, world, store, factory, args, sys.path[:])
+                    process = context.Process(target=_serve, args=work, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._connections.append(ours)
+            self._collect()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the object on every rank at once; return the answers by rank.
+
+        Raises:
+            RanksFailed: with the traceback of the first rank that failed; all ranks have been ended.
+        """
+        for connection in self._connections:
+            # A rank that has died shows as a closed pipe when its answer is read.
+            with contextlib.suppress(OSError):
+                connection.send((method, args))
+        return self._collect()
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+        self._directory.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _collect(self) -> list[Any]:
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        deadline = time.monotonic() + self._seconds
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures = failures or [f"ranks {sorted(waiting.values())} gave no answer in {self._seconds:g} s"]
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    done, value = connection.recv()
+                except (EOFError, OSError):
+                    done, value = False, "the process died"
+                if done:
+                    answers[rank] = value
+                else:
+                    failures.append(f"rank {rank}: {value}")
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            self.close()
+            raise RanksFailed("\n".join(failures))
+        return [answers[rank] for rank in range(len(answers))]
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)`, importable by name, on every rank of a gloo group of its own; return rank 0's answer.
+
+    Raises:
+        RanksFailed: as Ranks.call.
+    """
+    with Ranks(world, _Function, function) as ranks:
+        return ranks.call("run", *args)[0]
+
+
+class _Function:
+    """A function as an object with one method."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def run(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables for the processes started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve(
+    connection: Connection,
+    rank: int,
+    world: int,
+    store: str,
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    paths: list[str],
+) -> None:
+    # Ctrl-C reaches the whole foreground group; the parent ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = paths
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(THREADS_PER_RANK)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        target = factory(*args)
+        connection.send((True, None))
+        while True:
+            method, arguments = connection.recv()
+            connection.send((True, getattr(target, method)(*arguments)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent has gone
+        pass
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send((False, traceback.format_exc()))
+    # Other ranks may hang in a collective with this one, so nothing is torn down that would wait for them.
+    os._exit(0)

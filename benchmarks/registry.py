@@ -1,0 +1,72 @@
+"""The table of benchmarks, and the import of one of them.
+
+Modules are named by text and imported when their benchmark runs, so that a benchmark whose module is missing or broken
+costs the others nothing, and `--list` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        name: the word after `benchmarks.run`.
+        description: one line.
+        function: "module:name" of a function from the options to an exit code.
+        options: "module:name" of a frozen dataclass whose field docstrings are the help.
+    """
+
+    name: str
+    description: str
+    function: str
+    options: str
+
+    def load(self) -> tuple[Callable[[Any], int], type]:
+        """Import the benchmark's module.
+
+        Returns: its function and the type of its options.
+        Raises: ImportError, AttributeError: the module, or what it must define, is not there.
+        """
+        return _resolve(self.function), _resolve(self.options)
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _benchmark(name: str, description: str) -> Benchmark:
+    return Benchmark(name, description, f"benchmarks.{name}:main", f"benchmarks.{name}:Options")
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        benchmark.name: benchmark
+        for benchmark in (
+            _benchmark("overlap", "sharded matmuls fused with their communication, against matmul then collective"),
+            _benchmark("rival", "settings of torch's own parallelism against each other, to compare with the best"),
+            _benchmark("train", "whole training steps: tpengine against torch's own parallelism, or against itself"),
+        )
+    }
+)
+
+
+def find(name: str) -> Benchmark:
+    """Look a benchmark up.
+
+    Raises:
+        ValueError: there is none of that name; says the nearest.
+    """
+    if name not in BENCHMARKS:
+        (nearest,) = difflib.get_close_matches(name, BENCHMARKS, n=1, cutoff=0.0)
+        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: use {nearest}")
+    return BENCHMARKS[name]
