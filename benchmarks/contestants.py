@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.processes import Ranks
@@ -132,6 +134,7 @@ class Contestant:
 
     Args:
         entry: what to run.
+        after_step: called after each step, to show progress.
 
     Raises:
         RanksFailed: it could not be built, or a step failed.
@@ -139,8 +142,8 @@ class Contestant:
     Use it as a context manager.
     """
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+    def __init__(self, entry: Entry, after_step: Callable[[], object] = lambda: None) -> None:
+        self.entry, self._after_step = entry, after_step
         self.ranks = Ranks(entry.num_ranks, Member, entry)
         self._next_step = 0
 
@@ -148,6 +151,7 @@ class Contestant:
         """Run the next step on all ranks while this process sleeps."""
         steps: list[Step] = self.ranks.call("step", self._next_step)
         self._next_step += 1
+        self._after_step()
         return Step(
             max(step.seconds for step in steps),
             _known(step.loss for step in steps),
@@ -167,6 +171,18 @@ class Contestant:
 
     def __exit__(self, *_: object) -> None:
         self.ranks.close()
+
+
+@contextlib.contextmanager
+def started(entries: Mapping[str, Entry], title: str, steps: int) -> Iterator[dict[str, Contestant]]:
+    """Start all entries, and show on stderr how many of their steps are done: `steps` each after the checked ones."""
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(*Progress.get_default_columns(), console=Console(stderr=True)))
+        task = progress.add_task(title, total=len(entries) * (CHECKED_STEPS + steps))
+        yield {
+            name: stack.enter_context(Contestant(entry, lambda: progress.advance(task)))
+            for name, entry in entries.items()
+        }
 
 
 def check_agreement(contestants: Mapping[str, Contestant]) -> str:

@@ -41,7 +41,7 @@ from benchmarks.harness import Comparison, compare, spread_fields
 from benchmarks.processes import THREADS_PER_RANK, run_ranks
 from benchmarks.rows import append, make_row
 
-_TABLE_COLUMNS = 100
+_TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")
 
 

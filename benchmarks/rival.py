@@ -5,7 +5,6 @@ Every variant differs from the first, the defaults, in what its name says.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.contestants import Contestant, Entry, RivalOptions
+from benchmarks.contestants import Entry, RivalOptions, started
 from benchmarks.harness import PASSED
 from benchmarks.processes import THREADS_PER_RANK
 from benchmarks.rows import append, make_row
@@ -64,8 +63,7 @@ def main(options: Options) -> int:
     for layout in options.layouts:
         config = in_layout(base, layout, options.num_micro_batches)
         entries = {name: Entry("torch", config, rival) for name, rival in variants(layout).items()}
-        with contextlib.ExitStack() as stack:
-            contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
+        with started(entries, layout, options.steps) as contestants:
             comparison = compare_contestants(contestants, options.steps)
         exit_code |= comparison.exit_code
         fields: dict[str, Any] = {

@@ -7,7 +7,6 @@ how the two sides take turns in contestants.py, what the rival is in torch_rival
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contestants import Contestant, Entry, RivalOptions, check_agreement
+from benchmarks.contestants import Contestant, Entry, RivalOptions, check_agreement, started
 from benchmarks.harness import PASSED, Comparison, interleave
 from benchmarks.processes import THREADS_PER_RANK
 from benchmarks.rows import append, make_row
@@ -83,8 +82,7 @@ def run_case(layout: str, entries: Mapping[str, Entry], steps: int) -> dict[str,
     Returns:
         The row.
     """
-    with contextlib.ExitStack() as stack:
-        contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
+    with started(entries, layout, steps) as contestants:
         comparison = compare_contestants(contestants, steps)
         memory = {name: c.peak_memory_bytes() for name, c in contestants.items()} if comparison.passed else {}
     return case_row(layout, entries, comparison, memory)

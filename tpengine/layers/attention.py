@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from tpkernels.host_attention import causal_attention
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, accumulation_dtype
@@ -27,7 +27,7 @@ def rope_tables(
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(cos.dtype)
-    y = torch.empty_like(wide)
+    y = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     low, high = wide.chunk(2, dim=-1)
     y_low, y_high = y.chunk(2, dim=-1)
     torch.mul(low, cos, out=y_low).addcmul_(high, sin, value=-1)
@@ -140,7 +140,7 @@ class Attention(nn.Module):
         q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=self.head_size) for t in self._qkv.forward(x))
         tables = rope_tables(seq, self.head_size, self.rope_theta, accumulation_dtype(x.dtype), x.device)
         q, k = rope(q, *tables), rope(k, *tables)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mixed = causal_attention(q, k, v)
         y: Tensor = self.o_proj(rearrange(mixed, "b h s e -> (b s) (h e)"))
         return y
 
