@@ -15,8 +15,8 @@ from tpengine.config import Config
 from tpengine.distributed import hosts_of_ranks
 from tpengine.mesh import Mesh
 
-# Sums of gradients move in pieces of a quarter of this: 25 MB between two ranks take 8 ms, over gloo 24 to 30.
-_SUM_ARENA_BYTES = 16_000_000
+# Sums of gradients move in pieces of a quarter of this (rows exchange/all_reduce/... of benchmarks/results).
+SUM_ARENA_BYTES = 16_000_000
 # How long to wait for a peer that lives, where --train.timeout-seconds leaves it to the communication library: gloo's.
 _GLOO_SECONDS = 1800.0
 
@@ -50,7 +50,7 @@ class Communicators:
             """Gradients are summed through memory where the ranks share a host; elsewhere nobody expects it."""
             if group is None or len({hosts[rank] for rank in dist.get_process_group_ranks(group)}) > 1:
                 return Communicator(group)
-            return through_memory(group, _SUM_ARENA_BYTES)
+            return through_memory(group, SUM_ARENA_BYTES)
 
         dp = for_sums(mesh.dp)
         return cls(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -27,6 +28,8 @@ from tpkernels.signals import PeerError, Signals, control_bytes, words_over, wra
 from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
 
 NUM_GENERATIONS = 2
+# What splitting a matmul costs: the copies of its parts to their places.
+_SOON_SECONDS = 1e-4
 _OPERATIONS = (
     "a refused call",
     "all_gather",
@@ -149,17 +152,21 @@ class Arena:
         self._hear_all(_REFUSED)
         raise ValueError(message)
 
-    def gather(self, x: Tensor, num_rows: int, operation: str) -> Iterator[tuple[slice, Tensor]]:
+    def gather(
+        self, x: Tensor, num_rows: int, operation: str, *, into: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Publish this rank's shard and yield every shard as it arrives.
 
         Args:
             x: [rows, columns], this rank's shard: `shard_rows(num_rows, world, rank)`.
             num_rows: of all shards.
             operation: what for, in messages.
+            into: [num_rows, columns]; if all shards come at once, they are copied into it and yielded as one.
 
         Yields:
             (rows of the whole, shard [rows, columns]): this rank's own, which is `x` itself, then that of rank + 1, ...
-            A peer's shard is its memory, to be read before the next one is asked for, and never kept.
+            A peer's shard is its memory, to be read before the next one is asked for, and never kept. Or once, of all
+            rows, `into`.
 
         Raises:
             CallMismatch: on all ranks, if they call different things.
@@ -183,12 +190,30 @@ class Arena:
                 self._block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
                 for peer in self._peers:
                     self.signals.notify(peer, self.epoch)
-                yield _shifted(own, first, rows_a_piece), piece
-                for peer in self._peers:
-                    self._wait(peer, generation, call)
-                    rows = _shifted(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
-                    shape = (rows.stop - rows.start, columns)
-                    yield rows, self._block(peer, generation, 0, shape, x.dtype)
+                shards = self._peers_shards(num_rows, columns, x.dtype, first, rows_a_piece, generation, call)
+                if into is not None and most <= rows_a_piece and self._all_come_soon():
+                    into[own].copy_(x)
+                    for rows, shard in shards:
+                        into[rows].copy_(shard)
+                    yield slice(0, num_rows), into
+                else:
+                    yield _shifted(own, first, rows_a_piece), piece
+                    yield from shards
+
+    def _peers_shards(
+        self,
+        num_rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        first: int,
+        rows_a_piece: int,
+        generation: int,
+        call: tuple[int, ...],
+    ) -> Iterator[tuple[slice, Tensor]]:
+        for peer in self._peers:
+            self._wait(peer, generation, call)
+            rows = _shifted(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+            yield rows, self._block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
 
     def reduce_scatter(
         self,
@@ -276,6 +301,15 @@ class Arena:
                 f"{_describe(call)}, rank {self._members[peer]} {_describe(theirs)}: make both the same"
             )
             raise self._ended_by
+
+    def _all_come_soon(self) -> bool:
+        """Whether every peer has published, or does within the time that a matmul would lose by being split."""
+        end = time.perf_counter() + _SOON_SECONDS
+        while not all(self.signals.has_notified(peer, self.epoch) for peer in self._peers):
+            if time.perf_counter() > end:
+                return False
+            os.sched_yield()
+        return True
 
     def _hear_all(self, call: tuple[int, ...]) -> None:
         """Wait for every peer, as each call must before the next one writes where they may still read."""

@@ -13,6 +13,7 @@ gives the same bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,12 +32,13 @@ class PreparedMatrix:
 
     Attributes:
         shape: (K, N).
+        num_rows: as given.
 
     Memory: K*N elements; none where oneDNN is not used, and `matrix` itself is.
     """
 
     def __init__(self, matrix: Tensor, num_rows: int) -> None:
-        self.shape = tuple(matrix.shape)
+        self.shape, self.num_rows = tuple(matrix.shape), num_rows
         self.plain = matrix
         self.laid_out: Tensor | None = None
         reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
@@ -76,6 +78,30 @@ def accumulate_product(out: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
     if y is not None:
         return out.add_(y)
     return out.addmm_(x, matrix.plain if isinstance(matrix, PreparedMatrix) else matrix)
+
+
+def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) -> bool:
+    """Whether multiplying rows in parts gives the bits of multiplying them all at once.
+
+    The order of sums in a product follows from its sizes, not from its values, hence it is tried once for each sizes,
+    with random ones. It is not asked where the order may also follow from where operands lie (MKL).
+
+    Args:
+        matrix: m.
+        num_rows: of the left-hand side.
+        parts: rows of each part, in order; their sum is num_rows.
+    """
+    if not isinstance(matrix, PreparedMatrix) or matrix.laid_out is None:
+        return False
+    return _parts_give_the_same(matrix.shape, matrix.num_rows, num_rows, tuple(parts))
+
+
+@functools.cache
+def _parts_give_the_same(shape: tuple[int, ...], prepared_rows: int, num_rows: int, parts: tuple[int, ...]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_rows, shape[0], generator=generator)
+    matrix = PreparedMatrix(torch.randn(shape, generator=generator), prepared_rows)
+    return torch.equal(product(x, matrix), torch.cat([product(part, matrix) for part in x.split(parts)]))
 
 
 def _by_onednn(x: Tensor, matrix: Matrix) -> Tensor | None:

@@ -228,6 +228,10 @@ class Signals:
         """Let `peer` read what this rank wrote for it in call `epoch`."""
         self._areas[peer].store(self._rank * LINE_WORDS, epoch)
 
+    def has_notified(self, peer: int, epoch: int) -> bool:
+        """Whether `peer` has notified this rank of call `epoch`; what it wrote before may then be read."""
+        return reached(self._own.load(peer * LINE_WORDS), epoch)
+
     def wait(self, peer: int, epoch: int, operation: int) -> None:
         """Wait until `peer` has notified this rank of call `epoch`.
 
@@ -235,13 +239,13 @@ class Signals:
             PeerTimeout, PeerGone: it did not; the group is poisoned.
             GroupPoisoned: another rank gave up.
         """
-        word = peer * LINE_WORDS
 
         def arrived() -> bool:
-            return reached(self._own.load(word), epoch)
+            return self.has_notified(peer, epoch)
 
         def give_up(reason: int) -> PeerError:
-            return self._give_up(_Verdict(reason, self._rank, peer, operation, epoch, self._own.load(word)))
+            heard = self._own.load(peer * LINE_WORDS)
+            return self._give_up(_Verdict(reason, self._rank, peer, operation, epoch, heard))
 
         if not arrived():
             self._poll(arrived, peer, give_up, heed_poison=True)

@@ -1,0 +1,65 @@
+"""Rung: gloo ranks. Whether shards are multiplied one by one or at once, the bits are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from tpkernels.arena import exchange_bytes, shard_rows
+from tpkernels.communicator import Communicator
+from tpkernels.fused.exchange_matmul import gather_matmul
+from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
+
+TOKENS, HIDDEN, FEATURES = 400, 256, 320
+
+
+def digests_and_deliveries(num_calls: int) -> tuple[set[str], set[int], bool]:
+    """Gather and multiply while another rank is late each time.
+
+    Returns:
+        The different bits of products and gathered rows; in how many deliveries shards came; whether one was allowed.
+    """
+    comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(TOKENS, 4 * HIDDEN, dist.get_world_size()))
+    assert comm.arena is not None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    rows = [shard_rows(TOKENS, comm.size, rank) for rank in range(comm.size)]
+    matrix = PreparedMatrix(torch.randn(HIDDEN, FEATURES, generator=generator), len(x[rows[0]]))
+    deliveries: list[int] = []
+    gather = comm.arena.gather
+
+    def counted(*arguments: object, **options: object) -> object:
+        deliveries.append(0)
+        for delivery in gather(*arguments, **options):  # type: ignore[arg-type]
+            deliveries[-1] += 1
+            yield delivery
+
+    comm.arena.gather = counted  # type: ignore[method-assign, assignment]
+    digests = set()
+    for call in range(num_calls):
+        if call % comm.size == comm.rank:
+            time.sleep(0.02)
+        (y,), full = gather_matmul(x[rows[comm.rank]], [matrix], comm, TOKENS, "all_gather_matmul", keep=True)
+        assert full is not None and torch.equal(full, x)
+        torch.testing.assert_close(y, product(x, matrix), rtol=1e-4, atol=1e-4)
+        digests.add(hashlib.sha256(y.numpy().tobytes()).hexdigest())
+    return digests, set(deliveries), rows_are_independent(matrix, TOKENS, [len(x[r]) for r in rows])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_late_ranks_do_not_change_bits(ranks: RankPool, world: int) -> None:
+    outcomes = ranks.run(digests_and_deliveries, world, 20)
+    assert len(set.union(*(digests for digests, _, _ in outcomes))) == 1
+    for _, deliveries, may_be_one in outcomes:
+        assert deliveries == ({1, world} if may_be_one else {world})
+
+
+def test_plain_matrices_are_never_taken_for_independent() -> None:
+    matrix = torch.randn(HIDDEN, FEATURES)
+    assert not rows_are_independent(matrix, TOKENS, [200, 200])
+    # Too small for oneDNN.
+    assert not rows_are_independent(PreparedMatrix(matrix[:8, :8], 8), 8, [4, 4])
