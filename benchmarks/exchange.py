@@ -103,7 +103,7 @@ def _activation_cases(num_bytes: int) -> dict[str, Variants]:
     mailbox = Mailbox.open(dist.group.WORLD, num_bytes, 2)
     assert comm.arena is not None
     shard, whole = _integers(rank, tokens // world, 512), _integers(10 + rank, tokens, 512)
-    received = torch.empty_like(whole)
+    received = torch.zeros_like(whole)
 
     def gather_by_gloo() -> Tensor:
         y = whole.new_empty(whole.shape)

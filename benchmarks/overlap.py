@@ -4,7 +4,10 @@ Four bars for each operator, forward and backward, all computing the same thing 
 
     matmul    the fastest plain matmul of the same local shapes, all operands present, nothing split, nothing sent:
               torch.mm, host_gemm.product of the weight, or of the weight prepared once for many micro-batches
-    own       the matmuls as the fused operator splits them, all operands present: what splitting costs
+    own       the matmuls as the fused operator does them, all operands present: products that are scattered are
+              split by owner; products of gathered rows are not, where that gives the same bits (on ranks that begin
+              together all shards come at once; a rank whose peers are late multiplies shard by shard, see `split`)
+    split     the matmuls shard by shard; only in the rows
     serial    the collective, then the matmul; or the matmul, then the collective
     fused     the operator
 
@@ -34,7 +37,7 @@ from torch import Tensor
 from tpkernels.arena import exchange_bytes, shard_rows
 from tpkernels.communicator import Communicator
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
-from tpkernels.host_gemm import Matrix, PreparedMatrix, product
+from tpkernels.host_gemm import Matrix, PreparedMatrix, product, rows_are_independent
 from tpkernels.wgrad import accumulate_wgrad
 
 from benchmarks.harness import Comparison, compare, spread_fields
@@ -103,6 +106,9 @@ class _Right:
         self.plain, self.prepared = matrix, PreparedMatrix(matrix, num_rows)
 
 
+_Product = Callable[[Tensor, _Right], Tensor]
+
+
 class _Operands:
     """Integer-valued operands, so that every order of sums gives the same bits, and buffers made once."""
 
@@ -143,35 +149,41 @@ def _cases(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, 
             product(x[rows], m, out[rows])
         return out
 
-    def plain_products(x: Tensor, m: _Right) -> Variants:
+    lengths = [rows.stop - rows.start for rows in o.pieces]
+
+    def own_of_gathered(x: Tensor, m: Matrix) -> Tensor:
+        return product(x, m) if rows_are_independent(m, len(x), lengths) else split(x, m)
+
+    def plain_products(x: Tensor, m: _Right, own: Callable[[Tensor, Matrix], Tensor]) -> Variants:
         return {
             "torch.mm": lambda: [torch.mm(x, m.plain)],
             "host_gemm": lambda: [product(x, m.plain)],
             "prepared": lambda: [product(x, m.prepared)],
-            "own": lambda: [split(x, m.prepared)],
+            "own": lambda: [own(x, m.prepared)],
+            "split": lambda: [split(x, m.prepared)],
         }
 
     def gather_case(x: Tensor, full: Tensor, m: _Right, name: str) -> Variants:
         return {
-            **plain_products(full, m),
+            **plain_products(full, m, own_of_gathered),
             "serial": lambda: [product(plain.all_gather_rows(x, o.tokens), m.prepared)],
             "fused": lambda: [gathered(x, m.prepared, fused, name)[0]],
         }
 
     def scatter_case(x: Tensor, m: _Right, name: str) -> Variants:
         return {
-            **plain_products(x, m),
+            **plain_products(x, m, split),
             "serial": lambda: [plain.reduce_scatter(product(x, m.prepared))],
             "fused": lambda: [matmul_scatter([(x, m.prepared)], fused, name)],
         }
 
-    def pair_forward(multiply: Callable[[Tensor, _Right], Tensor]) -> list[Tensor]:
-        return [multiply(multiply(o.x_full, o.w_t), o.v_t)]
+    def pair_forward(of_gathered: _Product, to_scatter: _Product) -> list[Tensor]:
+        return [to_scatter(of_gathered(o.x_full, o.w_t), o.v_t)]
 
-    def pair_backward(multiply: Callable[[Tensor, _Right], Tensor]) -> list[Tensor]:
-        dh = multiply(o.dy_full, o.v)
+    def pair_backward(of_gathered: _Product, to_scatter: _Product) -> list[Tensor]:
+        dh = of_gathered(o.dy_full, o.v)
         dv = wgrad(o.dv, o.dy_full, o.h)
-        return [multiply(dh, o.w), dv, wgrad(o.dw, dh, o.x_full)]
+        return [to_scatter(dh, o.w), dv, wgrad(o.dw, dh, o.x_full)]
 
     def serial_forward() -> list[Tensor]:
         h = product(plain.all_gather_rows(o.x, o.tokens), o.w_t.prepared)
@@ -193,15 +205,19 @@ def _cases(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, 
         return [matmul_scatter([(dh, o.w.prepared)], fused, ag), dv, wgrad(o.dw, dh, o.x_full)]
 
     def pair_case(
-        pair: Callable[[Callable[[Tensor, _Right], Tensor]], list[Tensor]],
+        pair: Callable[[_Product, _Product], list[Tensor]],
         serial: Callable[[], list[Tensor]],
         fused: Callable[[], list[Tensor]],
     ) -> Variants:
+        def alike(multiply: _Product) -> Callable[[], list[Tensor]]:
+            return lambda: pair(multiply, multiply)
+
         return {
-            "torch.mm": lambda: pair(lambda x, m: torch.mm(x, m.plain)),
-            "host_gemm": lambda: pair(lambda x, m: product(x, m.plain)),
-            "prepared": lambda: pair(lambda x, m: product(x, m.prepared)),
-            "own": lambda: pair(lambda x, m: split(x, m.prepared)),
+            "torch.mm": alike(lambda x, m: torch.mm(x, m.plain)),
+            "host_gemm": alike(lambda x, m: product(x, m.plain)),
+            "prepared": alike(lambda x, m: product(x, m.prepared)),
+            "own": lambda: pair(lambda x, m: own_of_gathered(x, m.prepared), lambda x, m: split(x, m.prepared)),
+            "split": alike(lambda x, m: split(x, m.prepared)),
             "serial": serial,
             "fused": fused,
         }
@@ -222,7 +238,7 @@ def _check(variants: Variants) -> None:
     for got, want in zip(variants["fused"](), serial, strict=True):
         assert torch.equal(got, want), f"fused and serial differ by up to {(got - want).abs().max().item():g}"
     plain = [result.clone() for result in variants["torch.mm"]()]
-    for name in ("host_gemm", "prepared", "own"):
+    for name in ("host_gemm", "prepared", "own", "split"):
         for got, want in zip(variants[name](), plain, strict=True):
             assert torch.equal(got, want), f"{name} and torch.mm differ by up to {(got - want).abs().max().item():g}"
 
@@ -235,9 +251,9 @@ def _fields(comparison: Comparison) -> dict[str, Any]:
     medians = {name: spread.median for name, spread in seconds.items() if spread is not None}
     fastest = min(_PLAIN, key=medians.__getitem__)
     fields |= {"fastest_matmul": fastest, "num_samples": len(comparison.samples["fused"])}
-    for bar, name in (("matmul", fastest), ("own", "own"), ("serial", "serial"), ("fused", "fused")):
+    for bar, name in (("matmul", fastest), *((bar, bar) for bar in ("own", "split", "serial", "fused"))):
         fields |= spread_fields(bar, "seconds", seconds[name])
-    for bar in ("own", "serial", "fused"):
+    for bar in ("own", "split", "serial", "fused"):
         fields |= spread_fields(f"{bar}_over_matmul", "ratio", comparison.ratio(bar, fastest))
     fields |= spread_fields("fused_over_torch_mm", "ratio", comparison.ratio("fused", "torch.mm"))
     ect = {bar: medians[bar] - medians[fastest] for bar in ("own", "serial", "fused")}

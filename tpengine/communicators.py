@@ -52,30 +52,33 @@ class Communicators:
                 return Communicator(group)
             return through_memory(group, SUM_ARENA_BYTES)
 
+        def members(group: ProcessGroup | None) -> list[int]:
+            return [] if group is None else dist.get_process_group_ranks(group)
+
         dp = for_sums(mesh.dp)
         return cls(
             tp=through_memory(mesh.tp, tp_arena_bytes(config)),
             pp=Communicator(mesh.pp),
             dp=dp,
             replica=None if mesh.replica is None else Communicator(mesh.replica),
-            dp_tp=for_sums(mesh.dp_tp),
+            # One memory where two axes mean the same ranks.
+            dp_tp=dp if members(mesh.dp_tp) == members(mesh.dp) else for_sums(mesh.dp_tp),
             dp_replica=dp if mesh.dp_replica is mesh.dp else for_sums(mesh.dp_replica),
             ends=for_sums(mesh.ends),
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
         """Say how this rank exchanges on each axis: "tp, dp through 20.2 MB of shared memory a rank; pp by gloo"."""
-        memory = {
-            "tp": self.tp.arena.memory if self.tp.arena else None,
-            "pp": mailbox.memory if mailbox else None,
-            "dp": self.dp.arena.memory if self.dp.arena else None,
-        }
         sizes = {"tp": self.tp.size, "pp": self.pp.size, "dp": self.dp.size}
-        used = {axis: found.num_bytes for axis, found in memory.items() if found is not None}
+        through_memory = {"tp": self.tp.arena, "pp": mailbox, "dp": self.dp.arena}
+        used = [axis for axis, found in through_memory.items() if found is not None]
         others = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+        # Sums over two axes at once, of norm weights and tied ends, have memory of their own.
+        arenas = {comm.arena for comm in (self.tp, self.dp, self.dp_tp, self.dp_replica, self.ends) if comm.arena}
+        num_bytes = sum(arena.memory.num_bytes for arena in arenas) + (mailbox.memory.num_bytes if mailbox else 0)
         parts = []
         if used:
-            parts.append(f"{', '.join(used)} through {sum(used.values()) / 1e6:.1f} MB of shared memory a rank")
+            parts.append(f"{', '.join(used)} through {num_bytes / 1e6:.1f} MB of shared memory a rank")
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
         return "; ".join(parts) or "none, one process"

@@ -42,7 +42,9 @@ _OPERATIONS = (
 
 
 # The announcement of a rank that takes part in a call only to say that it cannot.
-_REFUSED = (0, 0, 0, 0, 0)
+_REFUSED = (0, 0, 0, 0, 0, 0)
+# An operator's forward and its dual carry one name; that one gathers and the other scatters tells them apart.
+_GATHERS, _SCATTERS = 1, 2
 
 
 class CallMismatch(ValueError):
@@ -183,7 +185,7 @@ class Arena:
         rows_a_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
         for first in range(0, max(most, 1), rows_a_piece):
-            call = _call(operation, num_rows, columns, x.dtype, first)
+            call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 piece = x[first : first + rows_a_piece]
@@ -249,7 +251,7 @@ class Arena:
         is_whole = most <= rows_a_piece
         total = torch.empty(own.stop - own.start, columns, dtype=dtype)
         for first in range(0, max(most, 1), rows_a_piece):
-            call = _call(operation, num_rows, columns, dtype, first)
+            call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 for peer in self._peers:
@@ -286,6 +288,7 @@ class Arena:
     def _begin(self, call: tuple[int, ...]) -> int:
         """Begin a call, on a generation that nobody reads any more."""
         self.signals.raise_if_poisoned()
+        self._ended_by = None
         self._epoch += 1
         generation = self._epoch % NUM_GENERATIONS
         self.signals.announce(generation, call)
@@ -334,10 +337,10 @@ class Arena:
         return self.memory.block(owner, offset, shape, dtype)
 
 
-def _call(operation: str, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
+def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
     """What all ranks must agree on, as int32 words."""
     sizes = (num_rows, columns, first)
-    return (_OPERATIONS.index(operation), *(wrapped(size) for size in sizes), _dtype_number(dtype))
+    return (_OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
 
 
 def _dtype_number(dtype: torch.dtype) -> int:
@@ -346,14 +349,15 @@ def _dtype_number(dtype: torch.dtype) -> int:
 
 
 def _describe(call: tuple[int, ...]) -> str:
-    operation, num_rows, columns, first, dtype = call
+    operation, kind, num_rows, columns, first, dtype = call
     if operation == 0:
         return "something it refused"
     names = {
         _dtype_number(t): str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)
     }
     name = names.get(dtype, "of an unknown dtype")
-    return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}"
+    what = "gathers rows" if kind == _GATHERS else "scatters sums"
+    return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {what}"
 
 
 def _shifted(rows: slice, first: int, num_rows: int) -> slice:

@@ -12,6 +12,7 @@ it is the same on every run.
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import sys
 import weakref
@@ -61,6 +62,10 @@ class _Submitted:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
+    def settle(self) -> None:
+        """Wait until it has ended, whatever came of it."""
+        concurrent.futures.wait([self._future])
+
     def wait(self) -> None:
         self._future.result()
 
@@ -82,9 +87,9 @@ class Communicator:
         arena: None if collectives are used.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
-        in the same order. Numerics: sums are added in rank order over gloo and over the arena: the same bits on every
-        run. Where the group is gloo's and tensors live on a GPU (several ranks on one card), data is staged through
-        the host.
+        in the same order. Numerics: reduce-scatters over gloo, and all sums over the arena, add in rank order: the same
+        bits on every run. Where the group is gloo's and tensors live on a GPU (several ranks on one card), data is
+        staged through the host.
     """
 
     def __init__(self, group: ProcessGroup | None, *, arena_bytes: int = 0, timeout_seconds: float = 300.0) -> None:
@@ -113,8 +118,9 @@ class Communicator:
             # What other processes write cannot be traced; the registered operators are opaque to torch.compile.
             torch._dynamo.graph_break()
         if self._newest is not None:
-            # An exchange under way comes first on all ranks.
-            self._newest.wait()
+            # An exchange under way comes first on all ranks. If it fails, its own `wait` says so, and until a reset the
+            # poisoned arena.
+            self._newest.settle()
         return self.arena if x.device.type == "cpu" else None
 
     def refuse(self, x: Tensor, message: str) -> NoReturn:

@@ -33,7 +33,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     is_ours = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and q.shape == k.shape
     if not is_ours or not q.numel() or torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        by_torch = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return by_torch.to(q.dtype)  # autocast computes it in another one
     y: Tensor = _CausalAttention.apply(q, k, v)
     return y
 
@@ -55,6 +56,13 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, y, lse = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            return _CausalAttention._in_own_dtype(q, k, v, y, lse, dy)
+
+    @staticmethod
+    def _in_own_dtype(
+        q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = [t.flatten(0, 1) for t in (q, k, v, dy, lse.unsqueeze(3), (dy * y).sum(-1, keepdim=True))]
         dq, dk, dv = _backward(*heads)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -6,8 +6,8 @@ by a matrix that was brought into its own layout once (`PreparedMatrix`), and by
 them: what a weight needs that several micro-batches, cut over the ranks, are multiplied by.
 
 This is the only file that touches these operators, which are not part of torch's documented interface; where they are
-missing, MKL does it all. The choice follows from the machine and the shapes, never from a measurement: the same run
-gives the same bits.
+missing, MKL does it all. The choice follows from the machine and the shapes, never from a time: the same run gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -90,14 +90,18 @@ def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) ->
         matrix: m.
         num_rows: of the left-hand side.
         parts: rows of each part, in order; their sum is num_rows.
+
+    Cost: two products the first time for each sizes.
     """
     if not isinstance(matrix, PreparedMatrix) or matrix.laid_out is None:
         return False
-    return _parts_give_the_same(matrix.shape, matrix.num_rows, num_rows, tuple(parts))
+    return _parts_give_the_same(matrix.shape, matrix.num_rows, num_rows, tuple(parts), torch.get_num_threads())
 
 
-@functools.cache
-def _parts_give_the_same(shape: tuple[int, ...], prepared_rows: int, num_rows: int, parts: tuple[int, ...]) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _parts_give_the_same(
+    shape: tuple[int, ...], prepared_rows: int, num_rows: int, parts: tuple[int, ...], num_threads: int
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_rows, shape[0], generator=generator)
     matrix = PreparedMatrix(torch.randn(shape, generator=generator), prepared_rows)

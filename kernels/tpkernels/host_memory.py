@@ -67,18 +67,19 @@ def _field(path: str, name: str) -> int:
     return 0
 
 
-def allocate(num_bytes: int, num_copies: int = 1) -> int:
+def allocate(num_bytes: int, num_copies: int = 1, free_bytes: int | None = None) -> int:
     """Allocate shared memory and return its file descriptor; every page of it exists.
 
     Args:
         num_bytes: size.
         num_copies: how many processes of this host allocate as much at the same time.
+        free_bytes: what was free before any of them began; default what is free now.
 
     Raises:
         MemoryRefused: it does not fit in what is free, or a limit of the process or the file system forbids it.
     """
     what = f"shared memory of {num_bytes} bytes for each of {num_copies} rank{'s' if num_copies > 1 else ''}"
-    free = available_bytes()
+    free = available_bytes() if free_bytes is None else free_bytes
     if num_bytes * num_copies > free:
         raise MemoryRefused(f"{what} does not fit: {free} bytes are free")
     fd = _open_without_name(what)

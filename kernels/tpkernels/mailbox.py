@@ -58,7 +58,8 @@ class Mailbox:
 
         def signals(offset: int) -> Signals:
             areas = [words_over(memory.bytes_of(rank, offset, size)) for rank in range(memory.world)]
-            return Signals(areas, memory.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
+            remedy = "start the ranks again"  # a mailbox cannot be reset
+            return Signals(areas, memory.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds, remedy)
 
         self._arrivals, self._returns = signals(0), signals(size)
         self._num_sent = [0] * memory.world

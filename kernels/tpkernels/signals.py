@@ -189,6 +189,7 @@ class Signals:
         name: the group, for messages.
         operations: names of the operations by number, for messages.
         timeout_seconds: how long a wait may take.
+        remedy: what helps after an error, for messages.
 
     Attributes:
         timeout_seconds: as given; may be changed.
@@ -203,9 +204,10 @@ class Signals:
         name: str,
         operations: Sequence[str],
         timeout_seconds: float,
+        remedy: str = "reset it on every rank, or start the ranks again",
     ) -> None:
         self._areas, self._rank, self._pids = areas, rank, pids
-        self._members, self._name, self._operations = members, name, operations
+        self._members, self._name, self._operations, self._remedy = members, name, operations, remedy
         self._own = areas[rank]
         self.timeout_seconds = timeout_seconds
         world = len(areas)
@@ -352,8 +354,4 @@ class Signals:
         return f"rank {waiter} waited in {call} (seen {verdict.seen}) for rank {awaited}, which {fate}"
 
     def _error(self, kind: type[PeerError], what: str) -> PeerError:
-        message = (
-            f"rank {self._members[self._rank]}: group {self._name} is poisoned: {what}: reset it on every rank, or "
-            "start the ranks again"
-        )
-        return kind(message, what)
+        return kind(f"rank {self._members[self._rank]}: group {self._name} is poisoned: {what}: {self._remedy}", what)

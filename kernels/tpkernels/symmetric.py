@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.host_memory import MemoryRefused, allocate, map_shared, open_of_peer
+from tpkernels.host_memory import MemoryRefused, allocate, available_bytes, map_shared, open_of_peer
 from tpkernels.processes import host_identity
 from tpkernels.signals import words_refused
 
@@ -127,13 +127,16 @@ class HostMemory:
             gone a file descriptor for each rank (Python's mmap keeps one).
         """
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        hosts = [entry[0] for entry in _exchange(group, [host_identity()])]
-        if len(set(hosts)) > 1:
-            raise MemoryRefused(f"the ranks are on {len(set(hosts))} hosts")
+        everyone = _exchange(group, [host_identity(), available_bytes()])
+        hosts = {host for host, _ in everyone}
+        if len(hosts) > 1:
+            raise MemoryRefused(f"the ranks are on {len(hosts)} hosts")
+        # Measured before any rank allocates, so that all decide alike however their allocations fall in time.
+        free_bytes = min(free for _, free in everyone)
         fd, problem = -1, words_refused()
         if not problem:
             try:
-                fd = allocate(num_bytes, world)
+                fd = allocate(num_bytes, world, free_bytes)
             except MemoryRefused as error:
                 problem = str(error)
         opened: list[int] = []

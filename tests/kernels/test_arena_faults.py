@@ -224,6 +224,20 @@ def call_of(operation: str, columns: int, dtype: torch.dtype = torch.float32) ->
     return lambda comm: forward(operation, comm)
 
 
+def forward_of_a_gather(comm: Communicator) -> object:
+    """What one operator does forwards ..."""
+    return list(arena_of(comm).gather(torch.ones(2, 3), 2 * comm.size, "all_gather_matmul"))
+
+
+def its_dual(comm: Communicator) -> object:
+    """... and backwards, with the same name and sizes."""
+
+    def partial(rows: slice, out: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, 3) if out is None else out.zero_()
+
+    return arena_of(comm).reduce_scatter(2 * comm.size, 3, torch.float32, partial, "all_gather_matmul")
+
+
 # What rank 0 calls, what the others do, and how either is described.
 DIFFERENT = (
     (call_of("all_gather", 3), call_of("reduce_scatter", 3), "all_gather of 4 x 3", "reduce_scatter of 4 x 3"),
@@ -232,6 +246,7 @@ DIFFERENT = (
     (call_of("matmul_all_reduce", 3), call_of("matmul_reduce_scatter", 3), "all_reduce", "reduce_scatter"),
     (call_of("all_gather", 3), call_of("all_gather", 2000), "all_gather of 4 x 3", "all_gather of 4 x 2000"),
     (call_of("reduce_scatter", 3), call_of("reduce_scatter", 333), "of 4 x 3", "of 4 x 333"),
+    (forward_of_a_gather, its_dual, "from row 0, which gathers rows", "from row 0, which scatters sums"),
 )  # fmt: skip
 
 
@@ -255,7 +270,26 @@ def test_ranks_that_call_different_things(ranks: RankPool, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_of_which_one_moves_in_pieces(ranks: RankPool, world: int) -> None:
-    ranks.run(check_different_calls, world, 4, 6)
+    ranks.run(check_different_calls, world, 4, 7)
+
+
+def check_reset_after_a_sum_in_the_background() -> None:
+    """A background sum that failed is past once the group was reset."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13, timeout_seconds=1.0)
+    if comm.rank:
+        pending = comm.start_all_reduce(torch.ones(7))
+        with pytest.raises(PeerError):
+            pending.wait()
+    dist.barrier()
+    arena_of(comm).reset()
+    check_all_is_well(comm)
+    x = torch.full((7,), float(comm.rank))
+    comm.start_all_reduce(x).wait()
+    assert torch.equal(x, torch.full((7,), float(sum(range(comm.size)))))
+
+
+def test_reset_after_a_sum_in_the_background(ranks: RankPool) -> None:
+    ranks.run(check_reset_after_a_sum_in_the_background, 2)
 
 
 def check_bad_arguments_on_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""Rung: gloo ranks. Whether shards are multiplied one by one or at once, the bits are the same."""
+"""Rung: gloo ranks. Prepared matrices over the arena: exact, and the same bits however shards arrive."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from arena_ranks import hostile_communicator
 from rank_pool import RankPool
 from tpkernels.arena import exchange_bytes, shard_rows
 from tpkernels.communicator import Communicator
-from tpkernels.fused.exchange_matmul import gather_matmul
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
 from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
 
 TOKENS, HIDDEN, FEATURES = 400, 256, 320
@@ -48,6 +49,30 @@ def digests_and_deliveries(num_calls: int) -> tuple[set[str], set[int], bool]:
         torch.testing.assert_close(y, product(x, matrix), rtol=1e-4, atol=1e-4)
         digests.add(hashlib.sha256(y.numpy().tobytes()).hexdigest())
     return digests, set(deliveries), rows_are_independent(matrix, TOKENS, [len(x[r]) for r in rows])
+
+
+def check_prepared_products_over_a_hostile_arena(num_calls: int) -> None:
+    """Integers, tolerance zero: forward and dual, with NaN in all memory that nobody wrote and ranks that dawdle."""
+    world = dist.get_world_size()
+    arena_bytes = exchange_bytes(TOKENS, 4 * max(HIDDEN, FEATURES), world)
+    comm = hostile_communicator(dist.group.WORLD, arena_bytes)
+    rows = [shard_rows(TOKENS, world, rank) for rank in range(world)]
+    for call in range(num_calls):
+        generator = torch.Generator().manual_seed(call)
+        x, w, dy = (
+            torch.randint(-3, 4, shape, generator=generator).float()
+            for shape in ((TOKENS, HIDDEN), (HIDDEN, FEATURES), (TOKENS, FEATURES))
+        )
+        forward, dual = (PreparedMatrix(m, len(x[rows[0]])) for m in (w, w.T))
+        (y,), full = gather_matmul(x[rows[comm.rank]], [forward], comm, TOKENS, "all_gather_matmul", keep=True)
+        dx = matmul_scatter([(dy, dual)], comm, "all_gather_matmul")
+        assert full is not None and torch.equal(full, x)
+        assert torch.equal(y, x @ w) and torch.equal(dx, (world * dy @ w.T)[rows[comm.rank]])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_prepared_products_over_a_hostile_arena(ranks: RankPool, world: int) -> None:
+    ranks.run(check_prepared_products_over_a_hostile_arena, world, 10)
 
 
 @pytest.mark.parametrize("world", [2, 3])

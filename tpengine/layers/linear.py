@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
-from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.host_gemm import PreparedMatrix
 
 from tpengine.collectives import Communicator
@@ -34,9 +34,18 @@ class _Prepared:
     forward:  m = w.T       dgrad:  m = w
     """
 
-    def __init__(self, weight: Tensor, num_rows: int) -> None:
+    def __init__(self, weight: Tensor, num_rows: int, parameters: Sequence[Tensor]) -> None:
         self.forward = PreparedMatrix(weight.T, num_rows)
         self.dgrad = PreparedMatrix(weight, num_rows)
+        self._made_of = _contents(parameters)
+
+    def if_current(self, parameters: Sequence[Tensor]) -> _Prepared | None:
+        """This, unless a parameter has been written to or replaced since."""
+        return self if _contents(parameters) == self._made_of else None
+
+
+def _contents(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -120,6 +129,12 @@ def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) ->
     )
 
 
+def _check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> None:
+    """Raise ValueError, over an arena on every rank, unless x[T/tp, D] fits the weights."""
+    if problem := gather_problem(x, weights, None, comm, comm.size * len(x)):
+        comm.refuse(x, problem)
+
+
 def check_tokens(num_tokens: int, comm: Communicator) -> None:
     """Raise ValueError unless the tokens can be cut over the ranks."""
     if num_tokens % comm.size:
@@ -186,18 +201,23 @@ class ColumnParallelLinear(nn.Module):
         """x[T/tp, D] -> y[T, F/tp]."""
         if _is_traceable((self,)):
             return all_gather_matmul(x, (self.weight,), self.comm)[0]
-        y: Tensor = _ColumnParallel.apply(x, self.weight.detach(), self._prepared, (self,), self.comm, self.weight)
+        _check_gather(x, (self.weight,), self.comm)
+        prepared = self._prepared and self._prepared.if_current((self.weight,))
+        y: Tensor = _ColumnParallel.apply(x, self.weight.detach(), prepared, (self,), self.comm, self.weight)
         return y
 
     def prepare(self, num_tokens: int) -> None:
-        """Bring the weight into the layout its products read fastest, for as long as it does not change.
+        """Bring the weight into the layout its products read fastest; used until the weight changes.
 
-        Call `release` before the weight changes: until then products use what it was.
+        Args:
+            num_tokens: T of the products to come, over all ranks.
+
+        Cost: memory of two copies of the weight, until `release`.
         """
-        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size)
+        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
-        """Go back to the weight itself."""
+        """Give the prepared copies' memory back."""
         self._prepared = None
 
 
@@ -219,12 +239,13 @@ class PackedWeights:
 
     def prepare(self, num_tokens: int) -> None:
         """As ColumnParallelLinear.prepare, for all of them as one."""
-        if not self._is_packed([layer.weight for layer in self.layers]):
+        weights = [layer.weight for layer in self.layers]
+        if not self._is_packed(weights):
             self._storage = self._pack()
-        self._prepared = _Prepared(self._storage, num_tokens // self.layers[0].comm.size)
+        self._prepared = _Prepared(self._storage, num_tokens // self.layers[0].comm.size, weights)
 
     def release(self) -> None:
-        """Go back to the weights themselves."""
+        """Give the prepared copies' memory back."""
         self._prepared = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -238,9 +259,12 @@ class PackedWeights:
         weights = [layer.weight for layer in self.layers]
         if _is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
+        comm = self.layers[0].comm
+        _check_gather(x, weights, comm)
         if not self._is_packed(weights):
             self._storage = self._pack()
-        y: Tensor = _ColumnParallel.apply(x, self._storage, self._prepared, self.layers, self.layers[0].comm, *weights)
+        prepared = self._prepared and self._prepared.if_current(weights)
+        y: Tensor = _ColumnParallel.apply(x, self._storage, prepared, self.layers, comm, *weights)
         return y
 
     def _is_packed(self, weights: Sequence[Tensor]) -> bool:
@@ -275,8 +299,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ValueError: F is not divisible by tp.
 
-    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in the working dtype, in
-    rank order over gloo.
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in rank order, over
+    an arena in at least float32, over gloo in the working dtype.
     """
 
     def __init__(
@@ -302,13 +326,16 @@ class RowParallelLinear(nn.Module):
         check_tokens(x.shape[0], self.comm)
         if _is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)
-        y: Tensor = _RowParallel.apply(x, self.weight, self._prepared, self.comm, self.sink)
+        if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):
+            self.comm.refuse(x, problem)
+        prepared = self._prepared and self._prepared.if_current((self.weight,))
+        y: Tensor = _RowParallel.apply(x, self.weight, prepared, self.comm, self.sink)
         return y
 
     def prepare(self, num_tokens: int) -> None:
         """As ColumnParallelLinear.prepare."""
-        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size)
+        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
-        """Go back to the weight itself."""
+        """Give the prepared copies' memory back."""
         self._prepared = None

@@ -153,7 +153,7 @@ def all_gather_matmul(
     Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
     """
     tokens = comm.size * len(x) if num_tokens is None and x.ndim else num_tokens or 0
-    problem = _problem(x, weights, biases, comm, tokens)
+    problem = gather_problem(x, weights, biases, comm, tokens)
     if problem:
         comm.refuse(x, problem)
     keep = keep_gathered or return_gathered
@@ -161,10 +161,10 @@ def all_gather_matmul(
     return tuple(outputs) if return_gathered or not keep else tuple(outputs[:-1])
 
 
-def _problem(
+def gather_problem(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, comm: Communicator, num_tokens: int
 ) -> str:
-    """What is wrong with the arguments; empty if nothing is."""
+    """What is wrong with the arguments of a column-parallel matmul; empty if nothing is."""
     shapes = f"x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}"
     if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
         return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes}: give every weight x's last dim"

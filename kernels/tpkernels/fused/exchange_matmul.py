@@ -7,8 +7,8 @@ Over an arena the products of a shard start when it has arrived, and those for a
 between nobody waits for anybody. Otherwise (one rank, CUDA tensors, several hosts) the collective comes before or after
 one product. The operators choose the matrices: w.T forwards, w in the duals.
 
-Splitting a product by rows changes its last bits, hence the arena's results differ from the collectives' by rounding,
-and are the same from run to run, whoever comes first.
+Splitting a product by rows may change its last bits, hence the arena's results differ from the collectives' by
+rounding, and are the same from run to run, whoever comes first: where it does, products are always split.
 """
 
 from __future__ import annotations
