@@ -24,12 +24,15 @@ _BASELINE = "defaults"
 # What can matter in a layout, by the axis that it has.
 _CHOICES: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
-        "tp": tuple(
-            {"tensor_parallel": between, "loss": loss}
-            for between in ("sequence", "replicated")
-            for loss in ("gathered", "parallel")
+        "tp": (
+            *(
+                {"tensor_parallel": between, "loss": loss}
+                for between in ("sequence", "replicated")
+                for loss in ("gathered", "parallel")
+            ),
+            {"compile": True},
         ),
-        "dp": ({"data_parallel": "ddp"}, {"data_parallel": "fsdp"}),
+        "dp": ({"data_parallel": "fsdp"}, {"compile": True}),
         "": ({"optimizer": "foreach"}, {"zero_to_none": False}, {"compile": True}),
     }
 )
@@ -40,7 +43,7 @@ class Options:
     """Compare settings of the rival."""
 
     layouts: tuple[str, ...] = ("tp1", "tp2", "dp2")
-    """Layouts; of tp1 the optimizer's settings are tried, of the others what concerns their axis."""
+    """Layouts; of tp1 the optimizer's settings are tried, of the others what concerns their axis, and compilation."""
     steps: int = 7
     """Timed steps of each variant, after two that are checked."""
     num_micro_batches: int = 2
