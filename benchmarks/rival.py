@@ -24,13 +24,11 @@ _BASELINE = "defaults"
 # What can matter in a layout, by the axis that it has.
 _CHOICES: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
-        "tp": (
-            *(
-                {"tensor_parallel": between, "loss": loss}
-                for between in ("sequence", "replicated")
-                for loss in ("gathered", "parallel")
-            ),
-            {"compile": True},
+        # Compiled blocks cut by parallelize_module fail in backward (torch 2.13, CPU): a gradient is no DTensor.
+        "tp": tuple(
+            {"tensor_parallel": between, "loss": loss}
+            for between in ("sequence", "replicated")
+            for loss in ("gathered", "parallel")
         ),
         "dp": ({"data_parallel": "fsdp"}, {"compile": True}),
         "": ({"optimizer": "foreach"}, {"zero_to_none": False}, {"compile": True}),
@@ -43,7 +41,7 @@ class Options:
     """Compare settings of the rival."""
 
     layouts: tuple[str, ...] = ("tp1", "tp2", "dp2")
-    """Layouts; of tp1 the optimizer's settings are tried, of the others what concerns their axis, and compilation."""
+    """Layouts; of tp1 the optimizer's settings are tried, of the others what concerns their axis."""
     steps: int = 7
     """Timed steps of each variant, after two that are checked."""
     num_micro_batches: int = 2
