@@ -3,10 +3,10 @@
 Tensor parallelism by `parallelize_module`, pipelines by `torch.distributed.pipelining`, data parallelism by DDP or
 `fully_shard`, the optimizer torch's AdamW. It shall be what a good engineer gets from stock torch on the same machine:
 each choice is an option of `RivalOptions`, its default the fastest one measured. `benchmarks.run rival` measures again;
-on 2 cores, torch 2.13, 2026-11-21, other processes running beside it:
+on 2 cores, torch 2.13 (rows rival_options of benchmarks/results; tp1 and dp2 with other processes beside them):
 
-    tp2   whole activations and all-reduce: 1.03 to 1.08 times the speed of activations cut by sequence (gloo's
-          reduce-scatter is slow); with them a cut loss: 1.03 times that of gathered logits, within the spread
+    tp2   whole activations and all-reduce: 1.08 to 1.10 times the speed of activations cut by sequence (gloo's
+          reduce-scatter is slow); with them a cut loss: 1.05 times that of gathered logits; torch cannot compile it
     dp2   DDP: 1.10 times fully_shard
     tp1   AdamW fused or foreach, gradients freed or zeroed: within the spread; torch.compile of the blocks: 0.94
 
