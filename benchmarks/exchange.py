@@ -160,7 +160,7 @@ def _check(variants: Variants) -> None:
 
 
 def _table(rows: list[dict[str, Any]], num_ranks: int) -> Table:
-    table = Table(title=f"{num_ranks} ranks, float32; medians in ms", box=box.SIMPLE)
+    table = Table(title=f"{num_ranks} ranks, float32; medians in ms; ratios by round", box=box.SIMPLE)
     for name in ("case", "MB", _OURS, _GLOO, f"{_GLOO} / {_OURS}", "p20 to p80"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for row in rows:

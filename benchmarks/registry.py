@@ -69,6 +69,6 @@ def find(name: str) -> Benchmark:
         ValueError: there is none of that name; says the nearest.
     """
     if name not in BENCHMARKS:
-        (nearest,) = difflib.get_close_matches(name, BENCHMARKS, n=1, cutoff=0.0)
-        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: use {nearest}")
+        nearest = difflib.get_close_matches(name, BENCHMARKS, n=1) or ["--list"]
+        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: use {nearest[0]}")
     return BENCHMARKS[name]

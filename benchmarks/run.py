@@ -1,12 +1,16 @@
 """`python -m benchmarks.run NAME [options]`: runs one benchmark; `--list` says which there are.
 
-The exit code is 0; 1 where a check was red (no ratio was printed or stored); 2 after a mistake on the command line.
+The exit code is 0; 1 where a check was red (no ratio was printed or stored); 2 after a mistake on the command line;
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import tyro
 
@@ -34,11 +38,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"benchmark {name} cannot be loaded: {error}: run it from the repository root") from error
         prog = f"benchmarks.run {name}"
-        options: object = tyro.cli(options_type, prog=prog, description=benchmark.description, args=rest)
+        options: Any = tyro.cli(options_type, prog=prog, description=benchmark.description, args=rest)
+        check_options(options)
         return function(options)
     except ValueError as error:
         print(f"benchmarks: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("benchmarks: interrupted; all ranks have ended", file=sys.stderr)
+        return 130
+
+
+def check_options(options: Any) -> None:
+    """Refuse what is wrong whatever the benchmark: sizes below 1, lists without an entry, a place that is not there.
+
+    Raises:
+        ValueError: the rule, the value, the remedy.
+    """
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if value == ():
+            raise ValueError(f"{flag} needs at least one: got none: leave it out for {field.default}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, int) and number < 1 and not isinstance(number, bool) for number in numbers):
+            raise ValueError(f"{flag} must be at least 1: got {value}: use {field.default}")
+        if field.name == "out" and value is not None and not value.resolve().parent.is_dir():
+            raise ValueError(f"--out must lie in a directory that exists: got {value}: make {value.parent} first")
 
 
 def listing() -> str:
@@ -47,5 +72,11 @@ def listing() -> str:
     return "\n".join([_USAGE, *(f"    {name:<{width}}  {b.description}" for name, b in BENCHMARKS.items())])
 
 
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    # Ends the ranks and removes what they met through, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

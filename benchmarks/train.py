@@ -27,6 +27,8 @@ from tpengine.presets import PRESETS
 OURS = "tpengine"
 _ONE_PROCESS = "one-process"
 
+_LAYOUT = re.compile(r"((tp|pp|dp)[1-9]\d*)+")
+
 # The schedule of the learning rate, not the benchmark, has this length.
 _SCHEDULE_STEPS = 1000
 
@@ -57,8 +59,6 @@ def main(options: Options) -> int:
     Returns: 0, or 1 if a check was red.
     Raises: ValueError: an option that means nothing, before any process is started.
     """
-    if options.steps < 1:
-        raise ValueError(f"--steps must be at least 1: got {options.steps}: use 7")
     base = base_config(options.preset, options.config)
     cases = {layout: entries_of(base, layout, options) for layout in options.layouts}
     rows = []
@@ -208,6 +208,8 @@ def entries_of(base: Config, layout: str, options: Options) -> dict[str, Entry]:
         check_rival(ours.config)
         return {OURS: ours, "torch": replace(ours, engine="torch", rival=options.rival)}
     other = "tp1" if options.against == _ONE_PROCESS else options.against
+    if not _LAYOUT.fullmatch(other):
+        raise ValueError(f"--against must be torch, {_ONE_PROCESS} or a layout: got {other!r}: use torch, or tp2")
     # The same global batch, whatever the number of replicas.
     num_global = base.train.num_micro_batches * (ours.config.parallel.dp or 1)
     num_replicas = parse_layout(other).dp or 1

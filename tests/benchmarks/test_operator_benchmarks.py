@@ -76,10 +76,18 @@ def test_a_small_run_stores_its_rows(tmp_path: Path, arguments: str, cases: int)
     ("arguments", "message"),
     [
         ("overlap --ffn 1407", "ffn must be divisible by tp"),
+        ("overlap --tp 0", "--tp must be at least 1: got 0: use 2"),
+        ("overlap --rounds -3", "--rounds must be at least 1: got -3: use 60"),
+        ("attention --head-size 0", "--head-size must be at least 1"),
+        ("attention --seqs -1", "--seqs must be at least 1"),
+        ("exchange --buckets", "--buckets needs at least one"),
+        ("overlap --out /nowhere/at/all.jsonl", "make /nowhere/at first"),
+        ("train --against nosuch", "--against must be torch, one-process or a layout: got 'nosuch'"),
         ("exchange --ranks 1", "2 or more ranks"),
         ("exchange --buckets 5", "buckets must be divisible by 4"),
         ("attention --seqs 100", "tokens must be whole sequences"),
         ("overlapp", "use overlap"),
+        ("nosuch", "use --list"),
     ],
 )
 def test_impossible_sizes_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
