@@ -153,7 +153,7 @@ class Transformer(nn.Module):
                 parameter[max(spec.valid_rows - offset[0], 0) :] = 0
 
     def prepare(self, num_tokens: int) -> None:
-        """Bring the weights into the layout their products read fastest, until `release`: while they do not change.
+        """Bring the weights into the layout their products read fastest; used until a weight changes.
 
         Args:
             num_tokens: of a micro-batch, all tp ranks'.
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
             layer.prepare(num_tokens)
 
     def release(self) -> None:
-        """Use the weights themselves again, which may now change."""
+        """Give the prepared copies' memory back."""
         for layer in self._matmuls():
             layer.release()
 

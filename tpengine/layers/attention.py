@@ -150,6 +150,6 @@ class Attention(nn.Module):
         self.o_proj.prepare(num_tokens)
 
     def release(self) -> None:
-        """Go back to the weights themselves."""
+        """As ColumnParallelLinear.release, for all weights."""
         self._qkv.release()
         self.o_proj.release()

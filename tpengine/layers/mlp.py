@@ -77,6 +77,6 @@ class SwiGLU(nn.Module):
         self.down_proj.prepare(num_tokens)
 
     def release(self) -> None:
-        """Go back to the weights themselves."""
+        """As ColumnParallelLinear.release, for all weights."""
         self._gate_up.release()
         self.down_proj.release()
