@@ -23,6 +23,7 @@ Sources: ECT and overlap efficiency as Chang et al., "Flux", arXiv 2406.06858, s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from torch import Tensor
 from tpkernels.arena import exchange_bytes, shard_rows
 from tpkernels.communicator import Communicator
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
-from tpkernels.host_gemm import Matrix, PreparedMatrix, product, rows_are_independent
+from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
 from tpkernels.wgrad import accumulate_wgrad
 
 from benchmarks.harness import Comparison, compare, spread_fields
@@ -90,10 +91,12 @@ def measure(options: Options) -> list[dict[str, Any]]:
     arena_bytes = exchange_bytes(options.tokens, options.hidden * 4, options.tp)
     fused = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     plain = Communicator(dist.group.WORLD)
-    cases = _cases(_Operands(options, fused), fused, plain)
+    operands = _Operands(options, fused)
+    ways = _ways(operands, fused, plain)
     sizes = {name: value for name, value in asdict(options).items() if name not in ("rounds", "out")}
     rows = []
-    for name, variants in cases.items():
+    for name, compute in _cases(operands).items():
+        variants = {bar: functools.partial(compute, way) for bar, way in ways.items()}
         comparison = compare(variants, check=lambda v=variants: _check(v), rounds=options.rounds, warmup=5)  # type: ignore[misc]
         fields = {"arena": fused.arena is not None, **sizes, **_fields(comparison)}
         rows.append(make_row(f"overlap/{name}", threads_per_rank=THREADS_PER_RANK, fields=fields))
@@ -131,105 +134,82 @@ class _Operands:
         self.dw, self.dv = torch.zeros(f, d), torch.zeros(d, f)
 
 
-def _cases(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, Variants]:
-    """The cases. A variant returns what the operator returns; the plain products, what one rank would add to it."""
-    ag, rs = "all_gather_matmul", "matmul_reduce_scatter"
+@dataclass(frozen=True)
+class _Way:
+    """One way to do both kinds of product; the plain ones leave out what other ranks would add.
 
-    def gathered(x: Tensor, m: Matrix, comm: Communicator, name: str) -> tuple[Tensor, Tensor]:
-        (y,), full = gather_matmul(x, [m], comm, o.tokens, name, keep=True)
-        assert full is not None, "asked for"
-        return y, full
+    Attributes:
+        gather: (shard, all rows, m, operator) -> (rows @ m, the gathered rows).
+        scatter: (x, m, operator) -> this rank's rows of x @ m, summed; of plain ways all rows, not summed.
+    """
+
+    gather: Callable[[Tensor, Tensor, _Right, str], tuple[Tensor, Tensor]]
+    scatter: Callable[[Tensor, _Right, str], Tensor]
+
+
+def _ways(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, _Way]:
+    """The bars; see the head of this file."""
+
+    def alone(of_gathered: _Product, to_scatter: _Product) -> _Way:
+        return _Way(lambda x, full, m, name: (of_gathered(full, m), full), lambda x, m, name: to_scatter(x, m))
+
+    def split(x: Tensor, m: _Right) -> Tensor:
+        out = x.new_empty(len(x), m.plain.shape[1])
+        for rows in o.pieces:
+            product(x[rows], m.prepared, out[rows])
+        return out
+
+    def own_of_gathered(x: Tensor, m: _Right) -> Tensor:
+        lengths = [rows.stop - rows.start for rows in o.pieces]
+        return product(x, m.prepared) if rows_are_independent(m.prepared, len(x), lengths) else split(x, m)
+
+    def gather_serially(x: Tensor, full: Tensor, m: _Right, name: str) -> tuple[Tensor, Tensor]:
+        full = plain.all_gather_rows(x, o.tokens)
+        return product(full, m.prepared), full
+
+    def gather_fused(x: Tensor, full: Tensor, m: _Right, name: str) -> tuple[Tensor, Tensor]:
+        (y,), gathered = gather_matmul(x, [m.prepared], fused, o.tokens, name, keep=True)
+        assert gathered is not None, "asked for"
+        return y, gathered
+
+    products: dict[str, _Product] = {
+        "torch.mm": lambda x, m: torch.mm(x, m.plain),
+        "host_gemm": lambda x, m: product(x, m.plain),
+        "prepared": lambda x, m: product(x, m.prepared),
+    }
+    return {
+        **{name: alone(multiply, multiply) for name, multiply in products.items()},
+        "own": alone(own_of_gathered, split),
+        "split": alone(split, split),
+        "serial": _Way(gather_serially, lambda x, m, name: plain.reduce_scatter(product(x, m.prepared))),
+        "fused": _Way(gather_fused, lambda x, m, name: matmul_scatter([(x, m.prepared)], fused, name)),
+    }
+
+
+def _cases(o: _Operands) -> dict[str, Callable[[_Way], list[Tensor]]]:
+    """What is computed, whichever way."""
+    ag, rs = "all_gather_matmul", "matmul_reduce_scatter"
 
     def wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         accumulate_wgrad(buffer.zero_(), dy, x)
         return buffer
 
-    def split(x: Tensor, m: Matrix) -> Tensor:
-        out = x.new_empty(len(x), m.shape[1])
-        for rows in o.pieces:
-            product(x[rows], m, out[rows])
-        return out
+    def pair_forward(way: _Way) -> list[Tensor]:
+        h, _ = way.gather(o.x, o.x_full, o.w_t, ag)
+        return [way.scatter(h, o.v_t, rs)]
 
-    lengths = [rows.stop - rows.start for rows in o.pieces]
-
-    def own_of_gathered(x: Tensor, m: Matrix) -> Tensor:
-        return product(x, m) if rows_are_independent(m, len(x), lengths) else split(x, m)
-
-    def plain_products(x: Tensor, m: _Right, own: Callable[[Tensor, Matrix], Tensor]) -> Variants:
-        return {
-            "torch.mm": lambda: [torch.mm(x, m.plain)],
-            "host_gemm": lambda: [product(x, m.plain)],
-            "prepared": lambda: [product(x, m.prepared)],
-            "own": lambda: [own(x, m.prepared)],
-            "split": lambda: [split(x, m.prepared)],
-        }
-
-    def gather_case(x: Tensor, full: Tensor, m: _Right, name: str) -> Variants:
-        return {
-            **plain_products(full, m, own_of_gathered),
-            "serial": lambda: [product(plain.all_gather_rows(x, o.tokens), m.prepared)],
-            "fused": lambda: [gathered(x, m.prepared, fused, name)[0]],
-        }
-
-    def scatter_case(x: Tensor, m: _Right, name: str) -> Variants:
-        return {
-            **plain_products(x, m, split),
-            "serial": lambda: [plain.reduce_scatter(product(x, m.prepared))],
-            "fused": lambda: [matmul_scatter([(x, m.prepared)], fused, name)],
-        }
-
-    def pair_forward(of_gathered: _Product, to_scatter: _Product) -> list[Tensor]:
-        return [to_scatter(of_gathered(o.x_full, o.w_t), o.v_t)]
-
-    def pair_backward(of_gathered: _Product, to_scatter: _Product) -> list[Tensor]:
-        dh = of_gathered(o.dy_full, o.v)
-        dv = wgrad(o.dv, o.dy_full, o.h)
-        return [to_scatter(dh, o.w), dv, wgrad(o.dw, dh, o.x_full)]
-
-    def serial_forward() -> list[Tensor]:
-        h = product(plain.all_gather_rows(o.x, o.tokens), o.w_t.prepared)
-        return [plain.reduce_scatter(product(h, o.v_t.prepared))]
-
-    def fused_forward() -> list[Tensor]:
-        h, _ = gathered(o.x, o.w_t.prepared, fused, ag)
-        return [matmul_scatter([(h, o.v_t.prepared)], fused, rs)]
-
-    def serial_backward() -> list[Tensor]:
-        full = plain.all_gather_rows(o.dy, o.tokens)
-        dh = product(full, o.v.prepared)
+    def pair_backward(way: _Way) -> list[Tensor]:
+        dh, full = way.gather(o.dy, o.dy_full, o.v, rs)
         dv = wgrad(o.dv, full, o.h)
-        return [plain.reduce_scatter(product(dh, o.w.prepared)), dv, wgrad(o.dw, dh, o.x_full)]
-
-    def fused_backward() -> list[Tensor]:
-        dh, full = gathered(o.dy, o.v.prepared, fused, rs)
-        dv = wgrad(o.dv, full, o.h)
-        return [matmul_scatter([(dh, o.w.prepared)], fused, ag), dv, wgrad(o.dw, dh, o.x_full)]
-
-    def pair_case(
-        pair: Callable[[_Product, _Product], list[Tensor]],
-        serial: Callable[[], list[Tensor]],
-        fused: Callable[[], list[Tensor]],
-    ) -> Variants:
-        def alike(multiply: _Product) -> Callable[[], list[Tensor]]:
-            return lambda: pair(multiply, multiply)
-
-        return {
-            "torch.mm": alike(lambda x, m: torch.mm(x, m.plain)),
-            "host_gemm": alike(lambda x, m: product(x, m.plain)),
-            "prepared": alike(lambda x, m: product(x, m.prepared)),
-            "own": lambda: pair(lambda x, m: own_of_gathered(x, m.prepared), lambda x, m: split(x, m.prepared)),
-            "split": alike(lambda x, m: split(x, m.prepared)),
-            "serial": serial,
-            "fused": fused,
-        }
+        return [way.scatter(dh, o.w, ag), dv, wgrad(o.dw, dh, o.x_full)]
 
     return {
-        "all_gather_matmul/forward": gather_case(o.x, o.x_full, o.w_t, ag),
-        "matmul_reduce_scatter/forward": scatter_case(o.h, o.v_t, rs),
-        "all_gather_matmul/dgrad": scatter_case(o.dh, o.w, ag),
-        "matmul_reduce_scatter/dgrad": gather_case(o.dy, o.dy_full, o.v, rs),
-        "pair/forward": pair_case(pair_forward, serial_forward, fused_forward),
-        "pair/backward": pair_case(pair_backward, serial_backward, fused_backward),
+        f"{ag}/forward": lambda way: [way.gather(o.x, o.x_full, o.w_t, ag)[0]],
+        f"{rs}/forward": lambda way: [way.scatter(o.h, o.v_t, rs)],
+        f"{ag}/dgrad": lambda way: [way.scatter(o.dh, o.w, ag)],
+        f"{rs}/dgrad": lambda way: [way.gather(o.dy, o.dy_full, o.v, rs)[0]],
+        "pair/forward": pair_forward,
+        "pair/backward": pair_backward,
     }
 
 
