@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.signals import PeerError, Signals, control_bytes, words_over, wrapped
 from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
+from tpkernels.tree import tree_sum
 
 NUM_GENERATIONS = 2
 # What splitting a matmul costs: the copies of its parts to their places.
@@ -241,7 +242,8 @@ class Arena:
         Raises:
             As `gather`.
 
-        Numerics: added in rank order, in promote_types(dtype, float32): the same bits on every run.
+        Numerics: added in a balanced tree of ranks (tree.py), in promote_types(dtype, float32): the same bits on every
+        run.
         """
         item = dtype.itemsize
         own = shard_rows(num_rows, self.world, self.rank)
@@ -271,7 +273,7 @@ class Arena:
                     self._block(peer, generation, self.rank * slot_bytes, piece.shape, dtype)
                     for peer in range(self.world)
                 ]
-                _add_in_rank_order(slots, self.rank, piece)
+                _add_to_own(slots, self.rank, piece)
                 if is_whole:
                     total = piece
         return total
@@ -365,19 +367,9 @@ def _shifted(rows: slice, first: int, num_rows: int) -> slice:
     return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
 
 
-def _add_in_rank_order(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
-    """own = slots[0] + slots[1] + ... with `own` in the place of slots[rank], in at least float32."""
-    wide = torch.promote_types(own.dtype, torch.float32) if own.is_floating_point() else own.dtype
-    terms = [own if peer == rank else slot for peer, slot in enumerate(slots)]
-    if wide == own.dtype and rank <= 1:  # a + b and b + a have the same bits
-        own.add_(terms[1 - rank])
-        for term in terms[2:]:
-            own.add_(term)
-        return
-    total = terms[0].to(wide) + terms[1]
-    for term in terms[2:]:
-        total += term
-    own.copy_(total)
+def _add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
+    """own = the tree's sum of the slots, with `own` in the place of slots[rank]."""
+    tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
 
 
 def _round_up(num_bytes: int) -> int:

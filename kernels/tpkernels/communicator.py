@@ -6,8 +6,8 @@ the communicator is made, and said once.
 
 The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
 not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.58 ms instead of 0.68 (gather) and 0.68 ms
-instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results), and the sum is taken in rank order, so that
-it is the same on every run.
+instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results), and the sum is taken in a balanced tree of
+ranks, so that it is the same on every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import concurrent.futures
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.arena import Arena, shard_rows
 from tpkernels.host_memory import MemoryRefused
+from tpkernels.tree import tree_sum
 
 _ALONE = "alone"
 
@@ -87,9 +88,9 @@ class Communicator:
         arena: None if collectives are used.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
-        in the same order. Numerics: reduce-scatters over gloo, and all sums over the arena, add in rank order: the same
-        bits on every run. Where the group is gloo's and tensors live on a GPU (several ranks on one card), data is
-        staged through the host.
+        in the same order. Numerics: reduce-scatters over gloo, all sums over the arena and those called `in_tree` add
+        in a balanced tree of ranks (tree.py): the same bits on every run. Where the group is gloo's and tensors live on
+        a GPU (several ranks on one card), data is staged through the host.
     """
 
     def __init__(self, group: ProcessGroup | None, *, arena_bytes: int = 0, timeout_seconds: float = 300.0) -> None:
@@ -197,6 +198,56 @@ class Communicator:
         return total.view(len(total), *x.shape[1:])
 
     @torch.no_grad()
+    def reduce_scatter_in_tree(self, terms: Sequence[Tensor]) -> Tensor:
+        """Sum several tensors a rank over all ranks in one balanced tree, and keep this rank's slice of dim 0.
+
+            y[shard_rows(T), ...] = tree over ranks r, terms i of x_ri[T, ...],   in the order x_00, x_01, ..., x_10
+
+        With a power of two of terms on each rank the bits depend on the terms alone, not on how many ranks hold them.
+
+        Args:
+            terms: equally many on every rank, of one shape and dtype.
+
+        Returns:
+            A new tensor in promote_types(dtype, float32).
+
+        Cost: each rank sends (R - 1)/R of a term's elements, in promote_types(dtype, float32).
+        """
+        if self.size == 1:
+            return tree_sum(terms)
+        arena = self.arena_for(terms[0])
+        if arena is None:
+            return self._reduce_scatter_by_exchange(tree_sum(terms))
+        flat = [term.reshape(len(term), -1) for term in terms]
+        wide = torch.promote_types(terms[0].dtype, torch.float32)
+        total = arena.reduce_scatter(
+            len(flat[0]),
+            flat[0].shape[1],
+            wide,
+            lambda rows, out: tree_sum([term[rows] for term in flat], out),
+            "reduce_scatter",
+        )
+        return total.view(len(total), *terms[0].shape[1:])
+
+    @torch.no_grad()
+    def all_reduce_in_tree_(self, x: Tensor) -> Tensor:
+        """Sum the ranks' tensors in place, in a balanced tree of ranks whatever the transport. Returns x."""
+        self.start_all_reduce_in_tree(x).wait()
+        return x
+
+    def start_all_reduce_in_tree(self, x: Tensor) -> Pending:
+        """As `start_all_reduce`, in a balanced tree of ranks whatever the transport.
+
+        Where there is no arena, it has been done when this returns.
+        """
+        if self.size == 1 or (self.arena is not None and x.device.type == "cpu"):
+            return self.start_all_reduce(x)
+        flat = x.reshape(-1)
+        total = self._reduce_scatter_by_exchange(flat)
+        x.copy_(self._gather_by_collective(total, len(flat)).view(x.shape))
+        return _Done()
+
+    @torch.no_grad()
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum the ranks' tensors in place: x = sum over ranks of x. Returns x."""
         arena = self.arena_for(x)
@@ -253,14 +304,19 @@ class Communicator:
         return full[:num_rows]
 
     def _reduce_scatter_by_collective(self, x: Tensor) -> Tensor:
+        if self._gloo:
+            return self._reduce_scatter_by_exchange(x)
         own = shard_rows(len(x), self.size, self.rank)
         most = -(-len(x) // self.size)
-        x = _padded(x, self.size * most)
-        if self._gloo:
-            part = self._on_host(self._exchange_and_add, x)
-        else:
-            part = x.new_empty(most, *x.shape[1:])
-            _reduce_scatter_single(part, x, self.group)
+        part = x.new_empty(most, *x.shape[1:])
+        _reduce_scatter_single(part, _padded(x, self.size * most), self.group)
+        return part[: own.stop - own.start]
+
+    def _reduce_scatter_by_exchange(self, x: Tensor) -> Tensor:
+        """Every rank sends each other one its rows, and adds what it was sent in a balanced tree."""
+        own = shard_rows(len(x), self.size, self.rank)
+        x = _padded(x, self.size * -(-len(x) // self.size))
+        part = self._on_host(self._exchange_and_add, x) if self._gloo else self._exchange_and_add(x)
         return part[: own.stop - own.start]
 
     def _on_host(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -281,10 +337,7 @@ class Communicator:
         parts = torch.empty_like(x)
         dist.all_to_all_single(parts, x, group=self.group)
         terms = parts.view(self.size, x.shape[0] // self.size, *x.shape[1:])
-        total = terms[0] + terms[1]
-        for term in terms[2:]:
-            total += term
-        return total
+        return tree_sum(terms.unbind()).to(x.dtype)
 
 
 # Registered operators carry a group's name, not the group. A communicator that nobody holds is forgotten.

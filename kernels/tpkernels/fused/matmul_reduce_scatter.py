@@ -96,8 +96,8 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
         PeerError: over an arena, a peer did not take part.
 
     Cost: 2*T*D*F/tp flops; (tp-1)/tp*T*D elements sent. Order: computes the rows of rank+1 first, its own last; returns
-    when every peer's partial rows are added. Numerics: partial sums in x's dtype, added in rank order in
-    promote_types(dtype, float32) over an arena (by the collective otherwise): the same bits on every run.
+    when every peer's partial rows are added. Numerics: partial sums in x's dtype, added in a balanced tree
+    of ranks in promote_types(dtype, float32) (by NCCL as it does): the same bits on every run.
     Source: as all_gather_matmul.
     """
     problem = matmul_problem(_NAME, x, weight, bias)

@@ -1,0 +1,45 @@
+"""Sums in a balanced tree, whose shape follows from the number of terms alone.
+
+    4 terms: (t0 + t1) + (t2 + t3)
+
+A rank that holds an aligned run of 2^k terms computes a whole subtree, so that the same terms spread over 1, 2, 4, ...
+ranks give the same bits. All sums between ranks are taken in this order (arena.py, communicator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Add the terms pair by pair, then the sums pair by pair, and so on; one left over waits for the next round.
+
+    Args:
+        terms: of one shape and dtype, at least one; they are left as they are.
+        out: where the sum goes; default a new tensor. It may be one of the terms.
+
+    Returns:
+        The sum, in `out`'s dtype; by default in promote_types(dtype, float32), integers in their own.
+
+    Numerics: every addition in promote_types(dtype, float32). Extra memory: half as many tensors as terms.
+    """
+    dtype = terms[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if len(terms) == 1:
+        return terms[0].to(wide, copy=True) if out is None else out.copy_(terms[0])
+    while len(terms) > 2:
+        pairs = [_sum(terms[i], terms[i + 1], wide) for i in range(0, len(terms) - 1, 2)]
+        terms = [*pairs, *terms[2 * len(pairs) :]]
+    left, right = terms
+    if out is None:
+        return _sum(left, right, wide)
+    if out.dtype == wide == right.dtype == left.dtype:
+        return torch.add(left, right, out=out)
+    return out.copy_(_sum(left, right, wide))
+
+
+def _sum(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    return left + right if left.dtype == right.dtype == wide else left.to(wide) + right
