@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tpkernels.host_attention import causal_attention
 
-from benchmarks.harness import PASSED, compare
-from benchmarks.processes import THREADS_PER_RANK, run_ranks
-from benchmarks.rows import append, make_row
+from benchmarks.harness import compare
+from benchmarks.rows import make_row, stored
+from benchmarks.tables import speed_table
+from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
 
 _OURS, _TORCH = "tpkernels", "torch"
 
@@ -44,22 +43,11 @@ def main(options: Options) -> int:
     """Run all lengths; return 1 if a check was red."""
     if any(options.tokens % seq for seq in options.seqs):
         raise ValueError(f"tokens must be whole sequences: {options.tokens} tokens, seqs {options.seqs}: use divisors")
-    rows: list[dict[str, Any]] = run_ranks(1, measure, options)
-    table = Table(title="float32, one thread; medians in ms", box=box.SIMPLE)
-    for name in ("case", _OURS, _TORCH, f"{_TORCH} / {_OURS}", "p20 to p80"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
-    for row in rows:
-        if row["check"] != PASSED:
-            table.add_row(row["case"], row["check"])
-            continue
-        times = [f"{row[f'{name}_median_seconds'] * 1e3:.2f}" for name in (_OURS, _TORCH)]
-        median, p20, p80 = (row[f"{_OURS}_speedup_over_{_TORCH}_{which}_ratio"] for which in ("median", "p20", "p80"))
-        table.add_row(row["case"], *times, f"{median:.2f}", f"{p20:.2f} to {p80:.2f}")
+    rows: list[dict[str, Any]] = run_ranks(1, "benchmarks.attention:measure", options)
+    labels = {"case": [row["case"] for row in rows]}
+    table = speed_table("float32, one thread; medians in ms", labels, rows, _OURS, _TORCH)
     Console(width=max(Console().width, 100)).print(table)
-    if options.out is not None:
-        for row in rows:
-            append(options.out, row)
-    return int(any(row["check"] != PASSED for row in rows))
+    return stored(rows, options.out)
 
 
 def measure(options: Options) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from benchmarks.processes import Ranks
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.local_ranks import Ranks
 
 CHECKED_STEPS = 2
 
@@ -99,7 +99,7 @@ class Engine(Protocol):
 
 
 class Member:
-    """One rank of a contestant; lives in a process of its own (see processes.Ranks)."""
+    """One rank of a contestant; lives in a process of its own (see tpengine.local_ranks.Ranks)."""
 
     def __init__(self, entry: Entry) -> None:
         self._engine = _build(entry)
@@ -144,7 +144,7 @@ class Contestant:
 
     def __init__(self, entry: Entry, after_step: Callable[[], object] = lambda: None) -> None:
         self.entry, self._after_step = entry, after_step
-        self.ranks = Ranks(entry.num_ranks, Member, entry)
+        self.ranks = Ranks(entry.num_ranks, "benchmarks.contestants:Member", entry)
         self._next_step = 0
 
     def step(self) -> Step:

@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tpkernels.arena import exchange_bytes
 from tpkernels.communicator import Communicator
 from tpkernels.mailbox import Mailbox
 
-from benchmarks.harness import PASSED, compare
-from benchmarks.processes import THREADS_PER_RANK, run_ranks
-from benchmarks.rows import append, make_row
+from benchmarks.harness import compare
+from benchmarks.rows import make_row, stored
+from benchmarks.tables import speed_table
 from tpengine.communicators import SUM_ARENA_BYTES
+from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
 
 _OURS, _GLOO = "memory", "gloo"
 _ITEM_BYTES = 4
@@ -67,12 +66,14 @@ def main(options: Options) -> int:
         )
     if any(size % _ITEM_BYTES for size in options.buckets):
         raise ValueError(f"buckets must be divisible by {_ITEM_BYTES} bytes: got {options.buckets}: use the defaults")
-    rows: list[dict[str, Any]] = run_ranks(options.ranks, measure, options)
-    Console(width=max(Console().width, 90)).print(_table(rows, options.ranks))
-    if options.out is not None:
-        for row in rows:
-            append(options.out, row)
-    return int(any(row["check"] != PASSED for row in rows))
+    rows: list[dict[str, Any]] = run_ranks(options.ranks, "benchmarks.exchange:measure", options)
+    title = f"{options.ranks} ranks, float32; medians in ms; ratios by round"
+    labels = {
+        "case": [row["case"].split("/")[1] for row in rows],
+        "MB": [f"{row['whole_bytes'] / 1e6:.1f}" for row in rows],
+    }
+    Console(width=max(Console().width, 90)).print(speed_table(title, labels, rows, _OURS, _GLOO))
+    return stored(rows, options.out)
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
@@ -157,18 +158,3 @@ def _check(variants: Variants) -> None:
     got = variants[_OURS]().clone()
     want = variants[_GLOO]()
     assert torch.equal(got, want), f"memory and gloo differ by up to {(got - want).abs().max().item():g}"
-
-
-def _table(rows: list[dict[str, Any]], num_ranks: int) -> Table:
-    table = Table(title=f"{num_ranks} ranks, float32; medians in ms; ratios by round", box=box.SIMPLE)
-    for name in ("case", "MB", _OURS, _GLOO, f"{_GLOO} / {_OURS}", "p20 to p80"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
-    for row in rows:
-        case, size = row["case"].split("/")[1], f"{row['whole_bytes'] / 1e6:.1f}"
-        if row["check"] != PASSED:
-            table.add_row(case, size, row["check"])
-            continue
-        times = [f"{row[f'{name}_median_seconds'] * 1e3:.2f}" for name in (_OURS, _GLOO)]
-        median, p20, p80 = (row[f"{_OURS}_speedup_over_{_GLOO}_{which}_ratio"] for which in ("median", "p20", "p80"))
-        table.add_row(case, size, *times, f"{median:.2f}", f"{p20:.2f} to {p80:.2f}")
-    return table

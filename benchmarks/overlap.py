@@ -42,8 +42,8 @@ from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
 from tpkernels.wgrad import accumulate_wgrad
 
 from benchmarks.harness import Comparison, compare, spread_fields
-from benchmarks.processes import THREADS_PER_RANK, run_ranks
-from benchmarks.rows import append, make_row
+from benchmarks.rows import make_row, stored
+from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
 
 _TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")
@@ -75,15 +75,13 @@ def main(options: Options) -> int:
     if options.ffn % options.tp:
         nearest = max(options.ffn // options.tp, 1) * options.tp
         raise ValueError(f"--ffn must be divisible by tp: got {options.ffn}, tp {options.tp}: use {nearest}")
-    rows: list[dict[str, Any]] = run_ranks(options.tp, measure, options)
+    rows: list[dict[str, Any]] = run_ranks(options.tp, "benchmarks.overlap:measure", options)
     console = Console(width=max(Console().width, _TABLE_COLUMNS))
     console.print(_table(rows))
     for row in rows:
         if row["check"] != "passed":
             console.print(f"{row['case']}: check {row['check']}", markup=False, highlight=False)
-        if options.out is not None:
-            append(options.out, row)
-    return int(any(row["check"] != "passed" for row in rows))
+    return stored(rows, options.out)
 
 
 def measure(options: Options) -> list[dict[str, Any]]:

@@ -11,11 +11,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.harness import PASSED
 
 _ROOT = Path(__file__).resolve().parent.parent
 _UNITS = ("_seconds", "_us", "_bytes", "_bytes_per_second", "_tokens_per_second", "_flops_per_second", "_ratio")
@@ -81,6 +83,14 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append a row as one line."""
     with path.open("a") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def stored(rows: Sequence[Mapping[str, Any]], out: Path | None) -> int:
+    """Append rows to a file, if one is given; return the exit code, 1 if a check was red."""
+    if out is not None:
+        for row in rows:
+            append(out, row)
+    return int(any(row["check"] != PASSED for row in rows))
 
 
 def _version(package: str) -> str | None:

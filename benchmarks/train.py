@@ -18,10 +18,10 @@ from rich.table import Table
 
 from benchmarks.contestants import Contestant, Entry, RivalOptions, check_agreement, started
 from benchmarks.harness import PASSED, Comparison, interleave
-from benchmarks.processes import THREADS_PER_RANK
 from benchmarks.rows import append, make_row
 from benchmarks.torch_rival import check_rival
 from tpengine.config import Config, ParallelConfig, load_toml, validate
+from tpengine.local_ranks import THREADS_PER_RANK
 from tpengine.presets import PRESETS
 
 OURS = "tpengine"
@@ -38,7 +38,8 @@ class Options:
     """Compare training steps."""
 
     against: str = "torch"
-    """torch (its own tools in the same layout), one-process (tpengine in one), or a layout of tpengine such as tp2."""
+    """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), one-process
+    (tpengine in one), or a layout of tpengine such as tp2."""
     layouts: tuple[str, ...] = ("tp1", "tp2", "pp2", "dp2", "tp2pp2")
     """Layouts of tpengine: sizes of tp, pp and dp; an axis that is not named has size 1."""
     steps: int = 7
@@ -207,9 +208,14 @@ def entries_of(base: Config, layout: str, options: Options) -> dict[str, Entry]:
     if options.against == "torch":
         check_rival(ours.config)
         return {OURS: ours, "torch": replace(ours, engine="torch", rival=options.rival)}
+    if options.against == "exact":
+        exact = replace(ours.config, train=replace(ours.config.train, reduction="exact"))
+        return {OURS: ours, "exact": Entry("tpengine", validate(exact, ours.num_ranks))}
     other = "tp1" if options.against == _ONE_PROCESS else options.against
     if not _LAYOUT.fullmatch(other):
-        raise ValueError(f"--against must be torch, {_ONE_PROCESS} or a layout: got {other!r}: use torch, or tp2")
+        raise ValueError(
+            f"--against must be torch, exact, {_ONE_PROCESS} or a layout: got {other!r}: use torch, or tp2"
+        )
     # The same global batch, whatever the number of replicas.
     num_global = base.train.num_micro_batches * (ours.config.parallel.dp or 1)
     num_replicas = parse_layout(other).dp or 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rows
-from benchmarks.rows import append, cpu_model, environment, make_row
+from benchmarks.rows import append, cpu_model, environment, make_row, stored
 
 WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
 
@@ -75,3 +75,11 @@ def test_rows_are_appended_one_a_line_and_numbers_are_finite(tmp_path: Path) -> 
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2]
     with pytest.raises(ValueError):
         append(path, {"case": "x", "a_ratio": math.nan})
+
+
+def test_stored_rows_are_all_in_the_file_and_one_red_check_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    green, red = {"case": "x", "check": "passed"}, {"case": "y", "check": "failed: no"}
+    assert stored([green, red, green], path) == 1
+    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["x", "y", "x"]
+    assert (stored([red], None), stored([green], None)) == (1, 0)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import io
 import json
-import operator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks import train
 from benchmarks.contestants import Contestant, Entry
-from benchmarks.processes import RanksFailed, run_ranks
 from benchmarks.train import case_row, compare_contestants, in_layout, parse_layout, table
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 
@@ -103,12 +100,6 @@ def test_what_torch_does_not_offer_is_said_before_any_process_starts(
     base = replace(MINIATURE, model=replace(MINIATURE.model, **model))
     with pytest.raises(ValueError, match=reason):
         train.entries_of(base, layout, train.Options())
-
-
-def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback() -> None:
-    assert run_ranks(2, dist.get_world_size) == 2
-    with pytest.raises(RanksFailed, match=r"rank [01]: Traceback(.|\n)*ZeroDivisionError"):
-        run_ranks(2, operator.floordiv, 1, 0)
 
 
 @pytest.mark.parametrize(

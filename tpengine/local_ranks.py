@@ -2,19 +2,21 @@
 
 A rank holds one object; the parent calls its methods on all ranks over pipes. Between calls a rank blocks in the read
 of its pipe and uses no core, so that sets of ranks can take turns on the same cores and keep their memory apart.
+
+This is the parent's side, and imports no torch: what a rank makes is named by text and imported by the rank alone. So
+is the rank's side, rank_process.py, since the check of what imports torch also counts imports inside functions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -35,19 +37,20 @@ class Ranks:
 
     Args:
         world: number of ranks.
-        factory: importable by name; `factory(*args)` on every rank makes the object whose methods are called.
+        factory: "package.module:name"; a rank imports it, and calls `name(*args)` to make the object.
         args: picklable.
         seconds: longest time for any answer, the construction included.
 
     Raises:
-        RanksFailed: as `call`.
+        RanksFailed: as `call`; in one line where there is no such module or name.
 
-    Use it as a context manager: leaving it, by an exception or Ctrl-C too, ends every rank.
+    Use it as a context manager: leaving it, by an exception or Ctrl-C too, ends every rank. If this process is killed,
+    a rank ends when it next reads its pipe.
     """
 
-    def __init__(self, world: int, factory: Callable[..., Any], *args: Any, seconds: float = 1800.0) -> None:
+    def __init__(self, world: int, factory: str, *args: Any, seconds: float = 1800.0) -> None:
         self._seconds = seconds
-        self._directory = tempfile.TemporaryDirectory(prefix="benchmark-ranks-")
+        self._directory = tempfile.TemporaryDirectory(prefix="tpengine-ranks-")
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         store = str(Path(self._directory.name) / "store")
@@ -56,8 +59,8 @@ class Ranks:
             with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK)):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
-                    work = (theirs, rank, world, store, factory, args, sys.path[:])
-                    process = context.Process(target=_serve, args=work, daemon=True)
+                    work = (theirs, rank, world, store, factory, args)
+                    process = context.Process(target=_run_rank, args=work, daemon=True)
                     process.start()
                     theirs.close()
                     self._processes.append(process)
@@ -99,12 +102,12 @@ class Ranks:
     def _collect(self) -> list[Any]:
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         answers: dict[int, Any] = {}
-        failures: list[str] = []
+        failures: dict[str, list[int]] = {}  # the ranks by what they say: of one mistake all say the same
         deadline = time.monotonic() + self._seconds
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures = failures or [f"ranks {sorted(waiting.values())} gave no answer in {self._seconds:g} s"]
+                failures = failures or {f"no answer in {self._seconds:g} s": sorted(waiting.values())}
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -116,32 +119,31 @@ class Ranks:
                 if done:
                     answers[rank] = value
                 else:
-                    failures.append(f"rank {rank}: {value}")
+                    failures.setdefault(value, []).append(rank)
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             self.close()
-            raise RanksFailed("\n".join(failures))
+            raise RanksFailed("\n".join(f"{_named(ranks)}: {text}" for text, ranks in failures.items()))
         return [answers[rank] for rank in range(len(answers))]
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)`, importable by name, on every rank of a gloo group of its own; return rank 0's answer.
+def run_ranks(world: int, function: str, *args: Any) -> Any:
+    """Call a function on every rank of a gloo group of its own; return rank 0's answer.
+
+    Args:
+        world: number of ranks.
+        function: "package.module:name".
+        args: picklable; so must be the answers.
 
     Raises:
         RanksFailed: as Ranks.call.
     """
-    with Ranks(world, _Function, function) as ranks:
+    with Ranks(world, "tpengine.rank_process:Function", function) as ranks:
         return ranks.call("run", *args)[0]
 
 
-class _Function:
-    """A function as an object with one method."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def run(self, *args: Any) -> Any:
-        return self._function(*args)
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 @contextlib.contextmanager
@@ -159,33 +161,7 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(
-    connection: Connection,
-    rank: int,
-    world: int,
-    store: str,
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-    paths: list[str],
-) -> None:
+def _run_rank(*work: Any) -> None:
     # Ctrl-C reaches the whole foreground group; the parent ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path[:] = paths
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(THREADS_PER_RANK)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        target = factory(*args)
-        connection.send((True, None))
-        while True:
-            method, arguments = connection.recv()
-            connection.send((True, getattr(target, method)(*arguments)))
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent has gone
-        pass
-    except BaseException:
-        with contextlib.suppress(OSError):
-            connection.send((False, traceback.format_exc()))
-    # Other ranks may hang in a collective with this one, so nothing is torn down that would wait for them.
-    os._exit(0)
+    importlib.import_module("tpengine.rank_process").serve(*work)
