@@ -26,8 +26,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Elements drawn at a time. On a CPU ten int64 temporaries of this size stay inside a core's level-2 cache; on a GPU
-# fewer elements would leave the time to kernel launches.
+# Counters encrypted at a time. On a CPU ten int64 temporaries of this size stay inside a core's level-2 cache; on a GPU
+# fewer of them would leave the time to kernel launches.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 14, 1 << 22
 
 _NUM_TERMS = 8
@@ -50,19 +50,25 @@ def philox_4x32(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products of two 32-bit words wrap modulo 2**64; shifting and masking recovers both halves.
+        # int64 products of two 32-bit words wrap modulo 2**64, which leaves both halves intact. Only factors need
+        # their upper halves cleared: c1 and c3 keep theirs until they have become part of one.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        high0, low0 = (product0 >> 32) & _MASK, product0 & _MASK
-        high1, low1 = (product1 >> 32) & _MASK, product1 & _MASK
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        c0 = (product1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = (product0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = product1, product0
         k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _MASK, (k1 + _KEY_INCREMENTS[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
 
 
 def stream_key(seed: int, name: str) -> tuple[int, int]:
     """Hash (seed, name) into the two key words of one stream; different names give independent streams."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def counters_at_a_time(device: torch.device) -> int:
+    """Return how many counters `philox_4x32` had best be given in one call on this device."""
+    return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
 
 
 def random_words(seed: int, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,7 +151,7 @@ def normal_block(
     num_columns = size[1] if len(size) == 2 else 1
     first = offset[0] * row_stride + (offset[1] if len(offset) == 2 else 0)
     block = torch.empty(size[0] * num_columns, dtype=dtype, device=device)
-    step = _CPU_BLOCK if block.device.type == "cpu" else _GPU_BLOCK
+    step = counters_at_a_time(block.device)
     for start in range(0, block.numel(), step):
         place = torch.arange(start, min(start + step, block.numel()), device=device)
         index = first + place.div(num_columns, rounding_mode="floor") * row_stride + place % num_columns

@@ -1,4 +1,4 @@
-"""Rung: gloo ranks. The fused operators as torch.library knows them: opcheck, fake tensors, torch.compile, gradcheck.
+"""Rung: gloo ranks. The operators as torch.library knows them: opcheck, fake tensors, torch.compile, gradcheck.
 
 Over several ranks every rank runs the same checks in the same order: an operator runs as often on each of them.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator
+from tpkernels.dropout import DropoutStream
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
@@ -40,6 +41,7 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
     weights, biases = [weight, draw(4, DIM, grad=grad)], [draw(WIDTH, grad=grad), draw(4, grad=grad)]
     late, narrow, bias = draw(TOKENS, WIDTH, grad=grad), draw(DIM, WIDTH, grad=grad), draw(DIM, grad=grad)
     dys = [draw(TOKENS, WIDTH), draw(TOKENS, 4)]
+    mask = DropoutStream(rate=0.5, seed=1, site="x", step=2, microbatch=3).numbers
     found: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.all_gather_matmul, (x, weights, biases, name, TOKENS, True)),
         (ops.all_gather_matmul, (x, [weight], [], name, TOKENS, False)),
@@ -47,6 +49,7 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
         (ops.matmul_reduce_scatter, (late, narrow, None, name)),
         (ops.matmul_all_reduce, (late, narrow, bias, name)),
         (ops.matmul_all_reduce, (late, narrow, None, name)),
+        (ops.dropout, (x, *mask, rows.start, 2, 2 + DIM)),
     ]
     if not grad:  # these are parts of a backward pass and have none of their own
         found += [
@@ -74,8 +77,10 @@ def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
 def test_every_registered_operator_is_checked() -> None:
     listed = {op.default.name() for op, _ in samples(Communicator(None), grad=False)}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tpkernels::")}
-    missing = {name for name in registered if name.split("::")[1].startswith(("all_", "matmul_", "wgrad"))} - listed
-    assert not missing and len(listed) == 7
+    missing = {
+        name for name in registered if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout"))
+    } - listed
+    assert not missing and len(listed) == 8
 
 
 def check_fake_shapes() -> None:
@@ -95,7 +100,7 @@ def check_fake_shapes() -> None:
         with mode:
             fake = op.default(*map(faked, arguments))
         assert comm.arena.epoch == epoch
-        for a, b in zip(*((y if isinstance(y, list) else [y]) for y in (real, fake)), strict=True):
+        for a, b in zip(*(([y] if isinstance(y, Tensor) or y is None else y) for y in (real, fake)), strict=True):
             assert (a is None and b is None) or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op
 
 

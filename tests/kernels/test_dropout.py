@@ -1,0 +1,329 @@
+"""Rung: interpreter. Dropout's mask is the stated function of its place; the Triton kernel has the bits of the CPU.
+
+The kernel runs in Triton's interpreter, in a process of its own: what is interpreted is decided when triton is
+imported. There bfloat16 is rounded wrongly, so it is tested in float32, float16 and float64. That it compiles without
+spilling is checked for each target without a GPU; that compiled bits are the same, and that another number of rows
+compiles nothing, only with one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tpkernels.dropout import DropoutStream, dropout, dropout_reference, keep_at
+from tpkernels.random import philox_4x32, stream_key
+
+STREAM = DropoutStream(rate=0.3, seed=5, site="layer 1/mlp", step=7, microbatch=2)
+# Blocks that begin and end inside a Philox call, rows beyond 32 bits, rows longer than a program of the kernel.
+BLOCKS = [
+    # rows, columns, first_row, first_column, row_length
+    (1, 1, 0, 0, 1),
+    (63, 65, 5, 3, 100),
+    (100, 63, 2**31 + 3, 2, 65),
+    (7, 100, 2**33, 97, 201),
+    (3, 5, 1, 1022, 1030),
+    (2, 1025, 0, 0, 1025),
+]
+
+
+def word_at(stream: DropoutStream, row: int, column: int, row_length: int) -> int:
+    """The definition, one element at a time, in Python's integers."""
+    index = row * math.ceil(row_length / 4) + column // 4
+    fixed = stream.microbatch | ((stream.step >> 32) << 24), stream.step & 0xFFFFFFFF
+    counter = [torch.tensor([word]) for word in (index & 0xFFFFFFFF, index >> 32, *fixed)]
+    return int(philox_4x32(counter, stream_key(stream.seed, "dropout/" + stream.site))[column % 4])
+
+
+@pytest.mark.parametrize(
+    ("step", "microbatch", "rows", "row_length"),
+    [
+        (0, 0, [0, 1, 2], 9),
+        (7, 65535, [5, 3], 8),
+        (2**33 + 5, 3, [1], 6),
+        (2**40 - 1, 1, [0], 5),
+        (1, 1, [2**33, 2**33 + 1, 2**40], 7),
+    ],
+)
+def test_the_mask_is_its_definition(step: int, microbatch: int, rows: list[int], row_length: int) -> None:
+    stream = replace(STREAM, step=step, microbatch=microbatch)
+    want = [[word_at(stream, row, j, row_length) >= round(0.3 * 2**32) for j in range(row_length)] for row in rows]
+    assert torch.equal(keep_at(stream, torch.tensor(rows), 0, row_length, row_length), torch.tensor(want))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.data())
+def test_a_block_is_cut_from_the_global_mask(data: st.DataObject) -> None:
+    row_length = data.draw(st.sampled_from([1, 2, 63, 65, 100]))
+    first = data.draw(st.integers(0, row_length))
+    size = data.draw(st.integers(0, row_length - first))
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, 40), max_size=5)), dtype=torch.int64)
+    whole = keep_at(STREAM, torch.arange(41), 0, row_length, row_length)
+    assert torch.equal(keep_at(STREAM, rows, first, size, row_length), whole[rows, first : first + size])
+
+
+def test_large_masks_are_drawn_piecewise_without_seams() -> None:
+    rows = torch.arange(600).view(2, 3, 100)
+    whole = keep_at(STREAM, rows, 0, 1001, 1001)
+    assert whole.shape == (2, 3, 100, 1001) and whole.is_contiguous()
+    for row in (0, 63, 65, 66, 131, 599):
+        assert torch.equal(whole.view(600, 1001)[row], keep_at(STREAM, torch.tensor(row), 0, 1001, 1001))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 0.1, 0.5, 0.9, 1 - 2**-40])
+def test_the_fraction_dropped_is_the_rate(rate: float) -> None:
+    keep = keep_at(replace(STREAM, rate=rate), torch.arange(800), 0, 1000, 1000).view(-1, 4)
+    for lane in (keep, *keep.unbind(1)):
+        assert abs(lane.double().mean() - (1 - rate)) <= 5 * math.sqrt(rate * (1 - rate) / lane.numel()) + 2**-33
+
+
+def test_streams_are_independent() -> None:
+    base = DropoutStream(rate=0.5, seed=0, site="a", step=1, microbatch=1)
+    others = [{"seed": 1}, {"site": "b"}, {"step": 2}, {"microbatch": 2}, {"step": 2**32 + 1}, {"step": 2**16}]
+    streams = [base, *(replace(base, **other) for other in others)]  # type: ignore[arg-type]
+    masks = torch.stack([keep_at(stream, torch.arange(200), 0, 200, 200).flatten() for stream in streams])
+    correlation = torch.corrcoef(masks.double()) - torch.eye(len(streams), dtype=torch.float64)
+    assert correlation.abs().max() < 5 / math.sqrt(200 * 200)
+
+
+def operand(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix whose elements lie 2 apart in memory, with an infinity and NaNs in it."""
+    x = torch.randn(rows, 2 * columns, generator=torch.Generator().manual_seed(rows)).to(dtype)[:, ::2]
+    x[0, 0], x[:, columns // 2] = torch.inf, torch.nan
+    return x
+
+
+def assert_equal_bits(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype and got.stride() == (want.shape[1], 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dropout_is_its_specification(block: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows, columns, first_row, first_column, row_length = block
+    x = operand(rows, columns, dtype).requires_grad_()
+    y = dropout(x, STREAM, first_row, first_column, row_length)
+    assert_equal_bits(y, dropout_reference(x, STREAM, first_row, first_column, row_length))
+    dy = operand(rows, columns, dtype).flip(0)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert_equal_bits(dx, dropout_reference(dy, STREAM, first_row, first_column, row_length))
+    # By hand: one product in the wide dtype where kept, and 0 elsewhere even of an infinity or NaN.
+    keep = keep_at(STREAM, torch.arange(first_row, first_row + rows), first_column, columns, row_length)
+    wide = torch.promote_types(dtype, torch.float32)
+    scaled = (x.detach().to(wide) * torch.tensor(1 / 0.7, dtype=wide)).to(dtype)
+    assert torch.equal(y.isnan(), keep & x.isnan()) and not y[~keep].any()
+    assert torch.equal(y[keep].nan_to_num(), scaled[keep].nan_to_num())
+
+
+@pytest.mark.parametrize("strides", ["rows", "transposed", "expanded"])
+def test_gradients_of_any_strides(strides: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def drop(x: Tensor) -> Tensor:
+        x = {"rows": x, "transposed": x.T, "expanded": x[:1].expand(5, 7)}[strides]
+        return dropout(x, STREAM, 3, 2, 11)
+
+    assert torch.autograd.gradcheck(drop, x) and torch.autograd.gradgradcheck(drop, x)
+
+
+def test_shards_of_tokens_and_of_features_are_cut_from_the_whole() -> None:
+    x = torch.randn(100, 63)
+    whole = dropout(x, STREAM)
+    for rows in (slice(0, 33), slice(33, 100)):
+        for columns in (slice(0, 21), slice(21, 63)):
+            shard = dropout(x[rows, columns], STREAM, rows.start, columns.start, 63)
+            assert torch.equal(shard, whole[rows, columns])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_shards(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    y = dropout(x, STREAM, 9, 1, 20)
+    assert y.shape == shape and torch.autograd.grad(y.sum(), x)[0].shape == shape
+
+
+def test_rate_0_returns_x() -> None:
+    x = torch.randn(3, 4)
+    assert dropout(x, replace(STREAM, rate=0.0)) is x
+
+
+@pytest.mark.parametrize("x", [torch.randn(1, 6)[:, ::2], torch.randn(3, 1).T, torch.randn(5, 3).T, torch.randn(0, 3)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(x: Tensor, grad: bool) -> None:
+    arguments = (x.detach().requires_grad_(grad), *STREAM.numbers, 3, 2, 9)
+    torch.library.opcheck(torch.ops.tpkernels.dropout.default, arguments)
+
+
+def test_compiled_as_eager() -> None:
+    x = torch.randn(6, 5, requires_grad=True)
+    numbers = STREAM.numbers
+
+    def double(x: Tensor) -> Tensor:
+        return torch.ops.tpkernels.dropout(2 * x, *numbers, 0, 0, 5)[0]
+
+    outcomes = []
+    for function in (double, torch.compile(double, backend="aot_eager", fullgraph=True)):
+        y = function(x)
+        outcomes.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+    for got, want in zip(*outcomes, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
+def test_a_rate_outside_0_to_1_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"at least 0 and below 1: layer 1/mlp has .*: pass"):
+        replace(STREAM, rate=rate)
+
+
+@pytest.mark.parametrize("place", [{"step": -1}, {"step": 2**40}, {"microbatch": -1}, {"microbatch": 2**24}])
+def test_a_step_or_microbatch_out_of_range_is_refused(place: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"layer 1/mlp is at .*{next(iter(place.values()))}"):
+        replace(STREAM, **place)  # type: ignore[arg-type]
+
+
+def test_what_is_no_block_of_the_matrix_is_refused() -> None:
+    x = torch.randn(3, 4)
+    for first_column, row_length in ((-1, 4), (1, 4), (1, None)):
+        with pytest.raises(ValueError, match="columns must lie inside their row: layer 1/mlp has 4 columns from"):
+            dropout(x, STREAM, 0, first_column, row_length)
+    for bad, first_row in ((x.long(), 0), (x[0], 0), (x[None], 0), (x, -1)):
+        with pytest.raises(ValueError, match="dropout takes rows of floating-point numbers at a row >= 0"):
+            dropout(bad, STREAM, first_row)
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    program = """
+        import sys
+        sys.modules["triton"] = None
+        import torch, tpkernels.host_attention
+        from tpkernels.dropout import DropoutStream, dropout
+        dropout(torch.ones(2, 3), DropoutStream(rate=0.5, seed=0, site="x", step=0, microbatch=0))
+    """
+    done = subprocess.run([sys.executable, "-c", inspect.cleandoc(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def launch(x: Tensor, block: tuple[int, ...], stream: DropoutStream = STREAM) -> Tensor:
+    from tpkernels.dropout_kernel import launch_dropout
+
+    numbers = stream.numbers
+    key, counter = (numbers.key0, numbers.key1), (numbers.counter2, numbers.counter3)
+    return launch_dropout(x, numbers.rate, key, counter, *block[2:])
+
+
+def check_the_kernel(device: str) -> None:
+    """The kernel's bits are the specification's, for every kind of block, stride, counter and rate."""
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        for block in BLOCKS:
+            x = operand(*block[:2], dtype)
+            assert_equal_bits(launch(x.to(device), block).cpu(), dropout_reference(x, STREAM, *block[2:]))
+    streams = [
+        replace(STREAM, step=2**33 + 2**31, microbatch=2**24 - 1, site="another"),
+        replace(STREAM, rate=0.5),
+        replace(STREAM, rate=0.75),
+        replace(STREAM, rate=1 - 2**-40),
+    ]
+    block = (6, 10, 0, 0, 10)
+    for stream in streams:
+        x = torch.randn(10, 6).T
+        assert_equal_bits(launch(x.to(device), block, stream).cpu(), dropout_reference(x, stream, *block[2:]))
+    x = torch.randn(1, 10).expand(6, 10)
+    assert_equal_bits(launch(x.to(device), block).cpu(), dropout_reference(x, STREAM, *block[2:]))
+    assert launch(torch.randn(0, 10, device=device), (0, 10, 0, 0, 10)).shape == (0, 10)
+
+
+def test_the_interpreted_kernel_has_the_bits_of_the_specification() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def compile_kernel(backend: str, arch: int | str, dtype: str) -> Any:
+    """The kernel for whole rows of aligned strides, as a layer has them."""
+    import triton
+    from tpkernels.dropout_kernel import _dropout_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {"tl.tensor": f"*{dtype}", "tl.int64": "i64", "tl.int32": "i32", "tl.constexpr": "constexpr"}
+    annotations = inspect.get_annotations(_dropout_kernel.fn)
+    signature = {name: names[annotations[name]] for name in _dropout_kernel.arg_names} | {"stride_column": "constexpr"}
+    constants = {"THRESHOLD": round(0.1 * 2**32), "SCALE": 1 / 0.9, "SKIPPED": 0, "BLOCK_ROWS": 1, "BLOCK_GROUPS": 256}
+    aligned = {
+        (_dropout_kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name in ("x", "y", "num_columns", "stride_row")
+    }
+    source = ASTSource(_dropout_kernel, signature, constants | {"stride_column": 1}, aligned)
+    return triton.compile(source, target=GPUTarget(backend, arch, 64 if backend == "hip" else 32))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles_for_nvidia_without_spills(
+    arch: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_kernel("cuda", arch, dtype)
+    cubin = tmp_path / "dropout.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
+    # 16 bytes a thread at a time, in and out.
+    wide = r"v2\.b64" if dtype == "fp64" else r"v4\.b32"
+    assert re.search(rf"ld\.global\.{wide}", compiled.asm["ptx"]) and re.search(
+        rf"st\.global\.{wide}", compiled.asm["ptx"]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_compiles_for_amd_without_spills(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assembly = compile_kernel("hip", "gfx942", dtype).asm["amdgcn"]
+    assert re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", assembly) == ["0", "0"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_compiled_kernel_has_the_bits_of_the_cpu() -> None:
+    check_the_kernel("cuda")
+    x = operand(100, 63, torch.bfloat16)
+    leaf = x.cuda().requires_grad_()
+    y = dropout(leaf, STREAM, 9)
+    (dx,) = torch.autograd.grad(y, leaf, x.cuda())
+    for got in (y, dx):
+        assert_equal_bits(got.detach().cpu(), dropout_reference(x, STREAM, 9, 0, 63))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_another_step_or_number_of_rows_compiles_nothing() -> None:
+    from tpkernels.dropout_kernel import _dropout_kernel
+
+    def num_compiled() -> int:
+        return len(_dropout_kernel.device_caches[torch.cuda.current_device()][0])
+
+    dropout(torch.randn(16, 64, device="cuda"), STREAM)
+    before = num_compiled()
+    for num_rows, step, first_row in ((1, 0, 1), (17, 1, 16), (64, 2**33, 2**33 + 1), (1000, 16, 0)):
+        dropout(torch.randn(num_rows, 64, device="cuda"), replace(STREAM, step=step), first_row)
+    assert num_compiled() == before
+
+
+if __name__ == "__main__":
+    check_the_kernel("cpu")
