@@ -58,10 +58,9 @@ def outcome_of(trainer: Trainer) -> Outcome:
     for step in range(STEPS):
         result = trainer.train_step(step)
         numbers.append((result.loss, result.grad_norm))
-    at = trainer.mesh.at
     parameters = {
-        name: (trainer.model.specs[name].block(trainer.mesh.shape.tp, at.tp)[0], parameter.detach().clone())
-        for name, parameter in trainer.model.named_parameters()
+        name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
+        for name, parameter in trainer.model.held.items()
     }
     return numbers, parameters
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tpengine.exits import RANK_FAILED, USER_ERROR
+from tpengine.local_ranks import RanksFailed
 from tpengine.plan import SCHEDULES, UNIT_DURATIONS, Kind, grid, simulate
 
 # Drawing this many takes 20 to 50 s of one core, and gives 20 to 30 MB of text.
@@ -23,16 +25,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args: argv: arguments without the program's name; default those of the process.
-    Returns: the exit code: 0, or 2 after a mistake of the user, said in one line on standard error.
+    Returns: the exit code: 0; 1 where `certify` found a difference; 2 after a mistake of the user, said in one line on
+        standard error; 70 where a rank failed; 130 after Ctrl-C.
     Raises: SystemExit: `--help` was given.
     """
     try:
         args = _parser().parse_args(argv)
-        args.run(args)
+        code: int = args.run(args) or 0
     except (ValueError, OSError) as error:
         print(f"tpengine: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    return 0
+        return USER_ERROR
+    except RanksFailed as error:
+        print(f"tpengine: a rank failed, all have ended\n{error}", file=sys.stderr)
+        return RANK_FAILED
+    except KeyboardInterrupt:
+        print("tpengine: interrupted; all ranks have ended", file=sys.stderr)
+        return 130
+    return code
 
 
 def print_schedule(args: argparse.Namespace) -> None:
@@ -72,6 +81,24 @@ def write_data(args: argparse.Namespace) -> None:
     print(f"{args.out}: {count:,} tokens, vocabulary 256; train on it with --data.path {args.out}")
 
 
+def run_certify(args: argparse.Namespace) -> int:
+    """Compare training in two layouts bit by bit, or fast mode with exact."""
+    # numpy takes longer to import than the other subcommands to run.
+    from tpengine.certify.command import Layout, Options, certify, parse_layout
+
+    options = Options(
+        layout=Layout(args.tp, args.pp, args.dp),
+        against=None if args.against is None else parse_layout(args.against),
+        preset=args.preset,
+        dtype=args.dtype,
+        schedule=args.schedule,
+        seed=args.seed,
+        steps=args.steps,
+        fast=args.fast,
+    )
+    return certify(options)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing the usage and leaving."""
 
@@ -101,6 +128,20 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write")
     data.add_argument("--pattern", default="**/*", metavar="GLOB", help="which files (default '**/*')")
     data.set_defaults(run=write_data)
+
+    certify = commands.add_parser("certify", help="train in two layouts and compare all bits; starts its own processes")
+    for axis in ("tp", "pp", "dp"):
+        certify.add_argument(f"--{axis}", type=_count, default=1, help=f"size of the axis {axis} (default 1)")
+    certify.add_argument("--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 (default one process)")
+    certify.add_argument("--preset", default="certify", help="what is trained (default certify: 8 heads, 5 layers)")
+    certify.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
+    certify.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
+    certify.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")
+    certify.add_argument("--steps", type=_count, default=5, help="optimizer steps (default 5)")
+    certify.add_argument(
+        "--fast", action="store_true", help="measure fast mode's distance to exact mode instead, against a bound"
+    )
+    certify.set_defaults(run=run_certify)
     return parser
 
 

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import tomli_w
 
+from tpengine.virtual_ranks import virtual_dp, virtual_tp
+
 # Label of a target that does not count in the loss: torch's convention.
 IGNORED_LABEL = -100
 
@@ -45,6 +47,12 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
+    residual_dropout: float = 0.0
+    """Share of elements dropped from what attention and feed-forward network add to the residual stream."""
+    attention_dropout: float = 0.0
+    """Share of attention probabilities dropped."""
+    mlp_dropout: float = 0.0
+    """Share of elements dropped inside the feed-forward network, before its second matrix."""
 
     @property
     def head_size(self) -> int:
@@ -91,6 +99,8 @@ class TrainConfig:
     """Seed of initial weights and data order."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of weights and activations; gradients and moments are kept in at least float32."""
+    reduction: Literal["fast", "exact"] = "fast"
+    """Order of sums: fast takes what the layout gives; with exact all layouts give the same bits."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
     sample_tokens: int = 200
@@ -225,6 +235,9 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "model.vocab_size": (2, 2**32),
         "model.rope_theta": (1, None),
         "model.norm_eps": (0, None),
+        "model.residual_dropout": (0, _BELOW_ONE),
+        "model.attention_dropout": (0, _BELOW_ONE),
+        "model.mlp_dropout": (0, _BELOW_ONE),
         "parallel.bucket_bytes": (1, None),
         "train.seq_len": (1, 2**24),
         "train.micro_batch_size": (1, 2**16),
@@ -266,6 +279,7 @@ def _check_ranges(config: Config) -> None:
         (config.parallel, "parallel.", "schedule"),
         (config.parallel, "parallel.", "tp_comm"),
         (config.train, "train.", "dtype"),
+        (config.train, "train.", "reduction"),
         (config, "", "device"),
     ):
         key, value = section + name, getattr(owner, name)
@@ -331,6 +345,40 @@ def _check_layout(config: Config) -> None:
             f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
             f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
         )
+    if train.reduction == "exact":
+        _check_exact(config, tp, dp)
+
+
+def virtual_tp_of(config: Config) -> int:
+    """Virtual tensor-parallel ranks of exact mode; see virtual_ranks."""
+    model, train = config.model, config.train
+    tokens = train.micro_batch_size * train.seq_len
+    return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
+
+
+def _check_exact(config: Config, tp: int, dp: int) -> None:
+    model, train = config.model, config.train
+    virtual = virtual_tp_of(config)
+    if virtual % tp:
+        raise ValueError(
+            f"with train.reduction exact tp must divide the {virtual} virtual ranks that num_heads {model.num_heads}, "
+            f"num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and {train.micro_batch_size} * "
+            f"{train.seq_len} tokens allow: tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, virtual), virtual)}, or train.reduction fast"
+        )
+    in_all = train.num_micro_batches * dp
+    blocks = virtual_dp(in_all)
+    if blocks % dp:
+        raise ValueError(
+            f"with train.reduction exact dp must divide the {blocks} blocks that the {in_all} micro-batches of a step "
+            f"are summed in: dp {dp}: use {_nearest_where('dp', dp, partial(_divides, blocks), blocks)}, "
+            f"or {_nearest_where('num_micro_batches', train.num_micro_batches, partial(_gives_blocks, dp), 2**14)}, "
+            "or train.reduction fast"
+        )
+
+
+def _gives_blocks(dp: int, num_micro_batches: int) -> bool:
+    return virtual_dp(num_micro_batches * dp) % dp == 0
 
 
 def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:

@@ -83,6 +83,18 @@ def start(device: torch.device, launch: Launch) -> None:
     dist.init_process_group(backend, store=groups, rank=launch.rank, world_size=launch.world_size)
 
 
+def make_deterministic(device: torch.device) -> None:
+    """Have every operation give the same bits for the same operands, as exact mode needs.
+
+    On a CPU one thread, since libraries cut sums over threads; on a GPU torch's deterministic algorithms.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for
+    torch.use_deterministic_algorithms(True)
+
+
 def _cards_of_all_ranks(store: Any, device: torch.device, launch: Launch) -> set[bytes]:
     """Tell every rank which cards there are, by host and UUID: a visible card's number says nothing about sharing."""
     uuid = torch.cuda.get_device_properties(device).uuid

@@ -92,17 +92,19 @@ def held_out_loss(trainer: Trainer) -> float | None:
     last = min(config.train.eval_micro_batches * size, samples.num_windows)
     arrays[1][max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(torch.from_numpy(a).view(each, -1), trainer.device) for a in arrays)
-    total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    # Each micro-batch has its place: other replicas and stages add zero there, which is exact in whatever order.
+    sums = torch.zeros(2, mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
-        target = labels[microbatch]
-        total[0] += vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
-        total[1] += (target != IGNORED_LABEL).sum()
+        target, place = labels[microbatch], mesh.at.dp * each + microbatch
+        sums[0, place] = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
+        sums[1, place] = (target != IGNORED_LABEL).sum()
 
     ForwardPass(trainer, each, size).run(lambda mb: tokens[mb], add_loss)
-    trainer.comms.dp.all_reduce_(total)
-    trainer.comms.pp.all_reduce_(total)  # stages before the last add zero
-    return float(total[0] / total[1]) if total[1] else None
+    trainer.comms.dp.all_reduce_(sums)
+    trainer.comms.pp.all_reduce_(sums)
+    total, num_valid = math.fsum(sums[0].tolist()), float(sums[1].sum())
+    return total / num_valid if num_valid else None
 
 
 def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
@@ -119,8 +121,8 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         temperature: below 1 sharpens.
     """
     config, tp = trainer.config, trainer.comms.tp
-    seq = config.train.seq_len
-    batch = trainer.layout.tp // math.gcd(trainer.layout.tp, seq)
+    seq, num_shards = config.train.seq_len, trainer.model.parts.table_size
+    batch = num_shards // math.gcd(num_shards, seq)
     forward = ForwardPass(trainer, 1, batch)
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -130,7 +132,7 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         drawn = torch.full((1,), -1, dtype=torch.int64, device=trainer.device)
 
         def draw(logits: Tensor, _: int, place: int = place, drawn: Tensor = drawn) -> None:
-            row = logits[place].double() / temperature
+            row = logits[..., place, :].flatten().double() / temperature
             column = torch.arange(len(row), device=row.device) + tp.rank * len(row)
             noise = uniform(config.train.seed, f"sample/{len(tokens)}", column)
             score = (row - (-noise.log()).log()).masked_fill(column >= config.model.vocab_size, -torch.inf)

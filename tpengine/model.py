@@ -1,68 +1,54 @@
 """The transformer: a block, and the slice of layers that one pipeline stage holds.
 
-The modules' parameter names are those of the table in parameters.py; `initialise` fills them from it, each element a
-function of (seed, parameter name, global index), so that every layout starts from the same weights.
+What a block is built of comes from its parts (layers/parts.py): fast layers, or exact mode's. `initialise` fills the
+weights from the table in parameters.py, each element a function of (seed, parameter name, global index), so that every
+layout starts from the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from tpkernels.random import normal_block
 
-from tpengine.collectives import Communicator
-from tpengine.config import ModelConfig
-from tpengine.gradients import GradientSink
-from tpengine.layers import Attention, ColumnParallelLinear, RMSNorm, SwiGLU, VocabParallelEmbedding
-from tpengine.parameters import ParameterSpec, stage_specs
+from tpengine.layers.dropout import LayerDropouts, Position
+from tpengine.layers.parts import Parts
+from tpengine.parameters import ParameterSpec, Piece, pieces_of, stage_specs
 
 
 class Block(nn.Module):
     """One pre-norm transformer block.
 
-        x = x + attention(norm(x));  y = x + mlp(norm(x))          all of them [T/tp, D]
+        x = x + dropout(attention(norm(x)));  y = x + dropout(mlp(norm(x)))          all of them [T/tp, D]
 
     Args:
-        model: sizes.
-        tp: the tp ranks.
-        replicas: the tp ranks that share a KV head, if kv heads < tp.
-        sink, dtype, device: as ColumnParallelLinear.
+        parts: what makes its layers.
+        dropouts: where it drops; None drops nowhere.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        tp: Communicator,
-        *,
-        replicas: Communicator | None = None,
-        sink: GradientSink | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, parts: Parts, dropouts: LayerDropouts | None = None) -> None:
         super().__init__()
-        d = model.hidden_size
-        self.input_layernorm = RMSNorm(d, tp, eps=model.norm_eps, sink=sink, dtype=dtype, device=device)
-        self.self_attn = Attention(
-            d,
-            model.num_heads,
-            model.num_kv_heads,
-            tp,
-            replicas=replicas,
-            rope_theta=model.rope_theta,
-            sink=sink,
-            dtype=dtype,
-            device=device,
-        )
-        self.post_attention_layernorm = RMSNorm(d, tp, eps=model.norm_eps, sink=sink, dtype=dtype, device=device)
-        self.mlp = SwiGLU(d, model.ffn_size, tp, sink=sink, dtype=dtype, device=device)
+        self.tp, self.dropouts = parts.tp, dropouts
+        self.input_layernorm = parts.norm()
+        self.self_attn = parts.attention(dropouts.attention if dropouts else None)
+        self.post_attention_layernorm = parts.norm()
+        self.mlp = parts.mlp(dropouts.mlp if dropouts else None)
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens."""
-        x = x + self.self_attn(self.input_layernorm(x), seq)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return y
+        first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
+        attended: Tensor = self.self_attn(self.input_layernorm(x), seq)
+        if self.dropouts is not None:
+            attended = self.dropouts.attention_residual(attended, first_row, 0, dim)
+        x = x + attended
+        processed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        if self.dropouts is not None:
+            processed = self.dropouts.mlp_residual(processed, first_row, 0, dim)
+        return x + processed
 
 
 class Transformer(nn.Module):
@@ -70,56 +56,54 @@ class Transformer(nn.Module):
 
         first == 0:            tokens[T] -> embedding -> x[T/tp, D]
         blocks:                x[T/tp, D] -> x[T/tp, D]
-        last == num_layers:    x[T/tp, D] -> norm -> logits[T, V/tp]
+        last == num_layers:    x[T/tp, D] -> norm -> logits[T, V/tp]; in exact mode [n, T, V/(n tp)]
 
     Args:
-        model: sizes of the whole model.
-        tp: the tp ranks.
+        parts: what makes its layers; holds the sizes and the tp ranks.
         layers: half-open range of layers; default all.
-        replicas, sink, dtype, device: as Block.
+        seed: of dropout.
 
     Attributes:
-        specs: the table of the parameters held here, by name.
+        pieces: what this rank holds of each parameter of the table, by the piece's name.
+        held: the parameters themselves, by the piece's name.
+        position: the micro-batch that comes next, for dropout.
 
     The weights are uninitialised: call `initialise`.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        tp: Communicator,
-        *,
-        layers: tuple[int, int] | None = None,
-        replicas: Communicator | None = None,
-        sink: GradientSink | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, parts: Parts, *, layers: tuple[int, int] | None = None, seed: int = 0) -> None:
         super().__init__()
-        self.model, self.tp = model, tp
+        self.parts, self.model = parts, parts.model
+        model = self.model
         first, last = layers or (0, model.num_layers)
-        self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in stage_specs(model, tp.size, first, last)}
-        vocab = model.padded_vocab_size(tp.size)
-        d = model.hidden_size
-        is_first, is_last = first == 0, last == model.num_layers
-        if is_first or (is_last and model.tie_embeddings):
-            self.embed_tokens = VocabParallelEmbedding(vocab, d, tp, sink=sink, dtype=dtype, device=device)
+        self.position = Position()
+        self.is_first, self.is_last = first == 0, last == model.num_layers
+        vocab = model.padded_vocab_size(parts.table_size)
+        if self.is_first or (self.is_last and model.tie_embeddings):
+            self.embed_tokens = parts.embedding(vocab)
+        drops = model.residual_dropout or model.attention_dropout or model.mlp_dropout
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(model, tp, replicas=replicas, sink=sink, dtype=dtype, device=device)
+                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None)
                 for i in range(first, last)
             }
         )
-        if is_last:
-            self.norm = RMSNorm(d, tp, eps=model.norm_eps, sink=sink, dtype=dtype, device=device)
-            self.lm_head = ColumnParallelLinear(d, vocab, tp, sink=sink, dtype=dtype, device=device)
-            if model.tie_embeddings:
-                self.lm_head.weight = self.embed_tokens.weight
-        self.is_first, self.is_last = is_first, is_last
-        self._check_against_table()
+        if self.is_last:
+            self.norm = parts.norm()
+            self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
+        specs = stage_specs(model, parts.table_size, first, last)
+        self.pieces: dict[str, Piece] = {
+            piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held)
+        }
+        self.held = self._held_pieces()
+
+    @property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """The table of the parameters held here, by name."""
+        return {piece.spec.name: piece.spec for piece in self.pieces.values()}
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
-        """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits[T, V/tp]; T consists of sequences of `seq` tokens."""
+        """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens."""
         if self.is_first:
             x = self.embed_tokens(x)
         for block in self.layers.values():
@@ -131,16 +115,16 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Fill the weights: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows."""
-        for name, parameter in self.named_parameters():
-            spec = self.specs[name]
-            offset, size = spec.block(self.tp.size, self.tp.rank)
+        for name, parameter in self.held.items():
+            spec = self.pieces[name].spec
+            offset, size = self.pieces[name].block
             if spec.init_std is None:
                 parameter.fill_(1.0)
                 continue
             parameter.copy_(
                 normal_block(
                     seed,
-                    name,
+                    spec.name,
                     spec.shape,
                     offset,
                     size,
@@ -168,18 +152,17 @@ class Transformer(nn.Module):
         for layer in self._matmuls():
             layer.release()
 
-    def _matmuls(self) -> Iterator[Attention | SwiGLU | ColumnParallelLinear]:
-        for module in self.modules():
-            if isinstance(module, Attention | SwiGLU) or module is getattr(self, "lm_head", None):
-                yield module
+    def _matmuls(self) -> Iterator[Any]:
+        for block in self.layers.values():
+            yield from (block.self_attn, block.mlp)
+        if self.is_last:
+            yield self.lm_head
 
-    def contributions(self) -> dict[str, int]:
-        """How often one backward pass adds to each parameter's gradient: twice for a tied embedding used at both ends
-        of this slice, else once."""
-        twice = self.model.tie_embeddings and self.is_first and self.is_last
-        return {name: 2 if twice and "embed_tokens" in name else 1 for name in self.specs}
-
-    def _check_against_table(self) -> None:
-        held = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        table = {name: spec.block(self.tp.size, self.tp.rank)[1] for name, spec in self.specs.items()}
+    def _held_pieces(self) -> dict[str, Parameter]:
+        """The parameters by piece; modules and table must agree on each one's name and shape."""
+        modules = dict(self.named_parameters())
+        names = {name: self.parts.module_name(p.spec.name, p.holder) for name, p in self.pieces.items()}
+        held = {module: tuple(p.shape) for module, p in modules.items()}
+        table = {names[name]: piece.block[1] for name, piece in self.pieces.items()}
         assert held == table, f"modules and parameter table differ: {sorted(held.items() ^ table.items())}"
+        return {name: modules[module] for name, module in names.items()}

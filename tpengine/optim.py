@@ -29,16 +29,16 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of the given gradients, a float64 scalar tensor.
+def squared_norms(gradients: Mapping[int, Tensor], num_places: int, device: torch.device) -> Tensor:
+    """Sum of squares of each given gradient at its place of a float64 vector, zero at the other places.
 
-    The caller passes each element of the global gradient once over all ranks (replicated parameters on one of their
-    holders only) and sums over ranks.
+    The caller passes each shard of the global gradient once over all ranks (replicated parameters on one of their
+    holders only), each at a place of its own, and sums over ranks.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient).double().square()
-    return total
+    squares = torch.zeros(num_places, dtype=torch.float64, device=device)
+    for place, gradient in gradients.items():
+        squares[place] = torch.linalg.vector_norm(gradient).double().square()
+    return squares
 
 
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -72,6 +72,43 @@ class ParameterSpec:
         return len(self.shape) > 1
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of one parameter: a shard, as one of `tp` ranks has it.
+
+    Attributes:
+        name: unique on the rank: the parameter's own, followed by the shard's number in brackets where a rank holds
+            several.
+        spec: the parameter, from the table of `tp`.
+        tp: over how many ranks the table cuts: the real ones, or exact mode's virtual ones.
+        holder: the first of them that holds this shard.
+    """
+
+    name: str
+    spec: ParameterSpec
+    tp: int
+    holder: int
+
+    @property
+    def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, size) in the global tensor."""
+        return self.spec.block(self.tp, self.holder)
+
+    @property
+    def num_holders(self) -> int:
+        """How many consecutive ranks of the table hold this shard."""
+        return self.tp if self.spec.shard_dim is None else self.spec.replicas
+
+
+def pieces_of(spec: ParameterSpec, tp: int, held: range) -> tuple[Piece, ...]:
+    """The shards of one parameter that the ranks `held` of a table of `tp` ranks hold."""
+    num_holders = tp if spec.shard_dim is None else spec.replicas
+    shards = sorted({rank // num_holders for rank in held})
+    if len(held) == 1 or spec.shard_dim is None:
+        return tuple(Piece(spec.name, spec, tp, shard * num_holders) for shard in shards)
+    return tuple(Piece(f"{spec.name}[{shard}]", spec, tp, shard * num_holders) for shard in shards)
+
+
 def init_std(model: ModelConfig) -> float:
     """Standard deviation of initial weights, sqrt(2 / (5 D)); 0.02 at D = 1000.
 
@@ -158,12 +195,62 @@ def num_matmul_parameters(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """One buffer that backward adds to.
+
+    Attributes:
+        name: unique on the rank.
+        numel: elements on one rank.
+        reduce_over: the ranks over which it is summed while backward runs.
+    """
+
+    name: str
+    numel: int
+    reduce_over: ReduceOver
+
+
+def gradients_of(specs: Sequence[ParameterSpec], tp: int) -> tuple[Gradient, ...]:
+    """A buffer for each parameter, under its name."""
+    return tuple(Gradient(spec.name, spec.local_numel(tp), spec.reduce_over) for spec in specs)
+
+
+def leaf_name(name: str, virtual_rank: int, head: bool = False) -> str:
+    """Name of the buffer that the rank's virtual rank, counted from its first, adds to; `head`: as output head."""
+    return f"{name}#{virtual_rank}{'#head' if head else ''}"
+
+
+def leaf_parts(leaf: str) -> tuple[str, int, bool]:
+    """What `leaf_name` made a name of."""
+    name, virtual_rank, *head = leaf.split("#")
+    return name, int(virtual_rank), bool(head)
+
+
+def exact_gradients(
+    specs: Sequence[ParameterSpec], virtual_tp: int, num_held: int, tied_ends: bool
+) -> tuple[Gradient, ...]:
+    """A buffer for each parameter and virtual rank: in exact mode each adds to its own, and they are added at the end.
+
+    Args:
+        specs: of a stage, from the table of `virtual_tp` ranks.
+        num_held: virtual ranks a real one plays.
+        tied_ends: the stage uses the embedding at both ends: then the head has buffers of its own.
+    """
+    # Buffers begin where a vector register may be loaded from: 16 elements of 4 bytes.
+    return tuple(
+        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(virtual_tp) // 16) * 16, "dp")
+        for spec in specs
+        for head in ((False, True) if tied_ends and spec.name == EMBEDDING else (False,))
+        for rank in range(num_held)
+    )
+
+
+@dataclass(frozen=True)
 class BucketLayout:
-    """One flat gradient buffer: which parameters lie in it, in which order, and who sums it.
+    """One flat gradient buffer: which gradients lie in it, in which order, and who sums it.
 
     Attributes:
         reduce_over: the ranks over which it is summed.
-        names: its parameters, in the order in which backward completes them.
+        names: its gradients, in the order in which backward completes them.
         numels: elements of each on one rank.
     """
 
@@ -177,37 +264,34 @@ class BucketLayout:
         return sum(self.numels)
 
 
-def bucket_layouts(
-    specs: Sequence[ParameterSpec], tp: int, bucket_bytes: int, item_bytes: int
-) -> tuple[BucketLayout, ...]:
+def bucket_layouts(gradients: Sequence[Gradient], bucket_bytes: int, item_bytes: int) -> tuple[BucketLayout, ...]:
     """Cut a stage's gradients into flat buckets, ordered by when backward completes them.
 
     Args:
-        specs: the stage's parameters in the order of their first use in forward.
-        tp: tensor-parallel size.
-        bucket_bytes: a bucket is closed as soon as it holds at least so many; one parameter is never cut.
+        gradients: the stage's, in the order of their parameters' first use in forward.
+        bucket_bytes: a bucket is closed as soon as it holds at least so many; one gradient is never cut.
         item_bytes: bytes of a gradient element (gradients accumulate in promote_types(dtype, float32)).
 
     Returns:
-        Buckets in the order of their last contribution. Backward completes parameters in the reverse order of
-        first use; a bucket is complete with its last parameter. Parameters summed over different ranks lie in
-        different buckets.
+        Buckets in the order of their last contribution. Backward completes gradients in the reverse order of
+        first use; a bucket is complete with its last one. Gradients summed over different ranks lie in different
+        buckets.
     """
-    open_buckets: dict[ReduceOver, list[ParameterSpec]] = {}
-    closed: list[list[ParameterSpec]] = []
-    completion = {spec.name: place for place, spec in enumerate(reversed(specs))}
-    for spec in reversed(specs):
-        bucket = open_buckets.setdefault(spec.reduce_over, [])
-        bucket.append(spec)
-        if item_bytes * sum(s.local_numel(tp) for s in bucket) >= bucket_bytes:
-            closed.append(open_buckets.pop(spec.reduce_over))
+    open_buckets: dict[ReduceOver, list[Gradient]] = {}
+    closed: list[list[Gradient]] = []
+    completion = {gradient.name: place for place, gradient in enumerate(reversed(gradients))}
+    for gradient in reversed(gradients):
+        bucket = open_buckets.setdefault(gradient.reduce_over, [])
+        bucket.append(gradient)
+        if item_bytes * sum(g.numel for g in bucket) >= bucket_bytes:
+            closed.append(open_buckets.pop(gradient.reduce_over))
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: completion[bucket[-1].name])
     return tuple(
         BucketLayout(
             bucket[0].reduce_over,
-            tuple(s.name for s in bucket),
-            tuple(s.local_numel(tp) for s in bucket),
+            tuple(g.name for g in bucket),
+            tuple(g.numel for g in bucket),
         )
         for bucket in closed
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from tpengine.config import Config, ModelConfig, OptimConfig, TrainConfig
+from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 
 def tiny() -> Config:
@@ -41,4 +41,26 @@ def llama_1b() -> Config:
     )
 
 
-PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType({"tiny": tiny, "bench": bench, "llama_1b": llama_1b})
+def certify() -> Config:
+    """What `tpengine certify` trains: small, and with everything that could depend on a layout. 8 heads share 4 KV
+    heads, 5 layers divide over no pipeline, ends are tied, three kinds of dropout, ignored labels, clipping."""
+    return Config(
+        model=ModelConfig(
+            num_layers=5,
+            num_heads=8,
+            num_kv_heads=4,
+            ffn_size=352,
+            tie_embeddings=True,
+            residual_dropout=0.1,
+            attention_dropout=0.1,
+            mlp_dropout=0.1,
+        ),
+        train=TrainConfig(seq_len=64, micro_batch_size=2, num_micro_batches=8),
+        data=DataConfig(ignore_token=32),
+        optim=OptimConfig(warmup_steps=2, clip_norm=0.5),
+    )
+
+
+PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
+    {"tiny": tiny, "bench": bench, "llama_1b": llama_1b, "certify": certify}
+)

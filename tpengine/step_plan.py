@@ -12,8 +12,17 @@ from dataclasses import dataclass
 
 from tpkernels.work import attention_work, matmul_work
 
-from tpengine.config import Config, ModelConfig
-from tpengine.parameters import BucketLayout, bucket_layouts, kv_replicas, layer_specs, stage_specs
+from tpengine.config import Config, ModelConfig, virtual_tp_of
+from tpengine.parameters import (
+    BucketLayout,
+    Gradient,
+    bucket_layouts,
+    exact_gradients,
+    gradients_of,
+    kv_replicas,
+    layer_specs,
+    stage_specs,
+)
 from tpengine.plan import (
     SCHEDULES,
     Bucket,
@@ -86,11 +95,22 @@ def layout_of(config: Config) -> Layout:
     buckets: list[Mapping[int, BucketLayout]] = []
     next_index = 0
     for first, last in layers:
-        specs = stage_specs(model, parallel.tp, first, last)
-        layouts = bucket_layouts(specs, parallel.tp, parallel.bucket_bytes, gradient_bytes(config.train.dtype))
+        gradients = stage_gradients(config, first, last)
+        layouts = bucket_layouts(gradients, parallel.bucket_bytes, gradient_bytes(config.train.dtype))
         buckets.append(dict(enumerate(layouts, start=next_index)))
         next_index += len(layouts)
     return Layout(parallel.pp, parallel.dp, parallel.tp, layers, tuple(buckets))
+
+
+def stage_gradients(config: Config, first: int, last: int) -> tuple[Gradient, ...]:
+    """The gradient buffers of a rank whose stage holds layers [first, last)."""
+    model, tp = config.model, config.parallel.tp
+    assert tp, "resolve the layout first: config.validate"
+    if config.train.reduction == "fast":
+        return gradients_of(stage_specs(model, tp, first, last), tp)
+    virtual = virtual_tp_of(config)
+    tied_ends = model.tie_embeddings and (first, last) == (0, model.num_layers)
+    return exact_gradients(stage_specs(model, virtual, first, last), virtual, virtual // tp, tied_ends)
 
 
 def num_summed(layout: Layout, bucket: BucketLayout, model: ModelConfig) -> int:

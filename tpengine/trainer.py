@@ -7,7 +7,6 @@ handlers connect its actions to stage, transfers, buckets and optimizer; the los
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -17,21 +16,24 @@ from torch import Tensor
 
 from tpengine.activity import Activity
 from tpengine.communicators import Communicators, exchange_seconds
-from tpengine.config import Config, dump_toml
+from tpengine.config import Config, dump_toml, virtual_tp_of
 from tpengine.data import Corpus, first_sample_index
-from tpengine.data_parallel import GradientBuckets
-from tpengine.distributed import differing_ranks, link_device, max_over_ranks
+from tpengine.distributed import differing_ranks, link_device, make_deterministic, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
+from tpengine.layers.parts import ExactParts, FastParts, Parts
+from tpengine.layers.virtual import VirtualRanks
 from tpengine.mesh import Shape, build_mesh
 from tpengine.model import Transformer
-from tpengine.optim import AdamW, clip_, learning_rate, squared_norm
-from tpengine.parameters import EMBEDDING, kv_replicas
+from tpengine.optim import AdamW, clip_, learning_rate, squared_norms
+from tpengine.parameters import EMBEDDING, kv_replicas, stage_specs
 from tpengine.plan import Action, Kind, verify_loss_weights
 from tpengine.stage import Stage
+from tpengine.step_gradients import ExactGradients, FastGradients, StepGradients
 from tpengine.step_plan import Layout, layout_of, training_plan
 from tpengine.transfers import Transfers, open_mailbox
+from tpengine.virtual_ranks import virtual_dp
 
 
 class RunError(RuntimeError):
@@ -65,7 +67,9 @@ class Trainer:
 
     Attributes:
         model: this rank's slice, in this rank's shards.
-        plan, layout, mesh, comms: see their types.
+        plan, layout, mesh, comms, model, gradients, optimizer: see their types.
+        losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
+        grad_norm: of the step under way, before clipping.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None where the process group does.
 
     Raises:
@@ -94,28 +98,23 @@ class Trainer:
         self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
 
-        self._sink = BufferSink()
-        self.model = Transformer(
-            config.model,
-            self.comms.tp,
-            layers=self.layout.layers[self.mesh.at.pp],
-            replicas=self.comms.replica,
-            sink=self._sink,
-            dtype=getattr(torch, config.train.dtype),
-            device=device,
-        )
+        if config.train.reduction == "exact":
+            make_deterministic(device)
+            self.model, self.gradients = self._build_exact()
+        else:
+            self.model, self.gradients = self._build_fast()
         self.model.initialise(config.train.seed)
-        self.buckets = self._build_buckets()
-        parameters = dict(self.model.named_parameters())
+        self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
-            parameters,
-            self.buckets.gradients,
-            [name for name, spec in self.model.specs.items() if spec.decays],
+            self.model.held,
+            self.gradients.of,
+            [name for name, piece in self.model.pieces.items() if piece.spec.decays],
             config.optim,
         )
         self._batch = StepBatch(torch.empty(0), torch.empty(0), 0.0)
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
+        self.losses = torch.zeros(shape.dp * config.train.num_micro_batches, dtype=torch.float64, device=device)
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._lr = 0.0
         at = self.mesh.at.pp
         self.stage = Stage(
@@ -151,11 +150,15 @@ class Trainer:
         self.activity.begin("counting its targets")
         self._batch = self._load(step)
         self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
-        self._loss_sum.zero_()
-        self.buckets.zero()
+        self.losses.zero_()
+        self.gradients.begin()
         # Every micro-batch multiplies by the same weights.
         self.model.prepare(self.config.train.micro_batch_size * self.config.train.seq_len)
-        self.executor.run(self.plan.actions[self.mesh.at.pp])
+        self.model.position.step, self.model.position.training = step, True
+        try:
+            self.executor.run(self.plan.actions[self.mesh.at.pp])
+        finally:
+            self.model.position.training = False
         self.activity.begin("summing the loss")
         return self._result(step)
 
@@ -204,12 +207,16 @@ class Trainer:
         loss = vocab_parallel_cross_entropy(
             logits, self._batch.labels[microbatch], self.config.model.vocab_size, self.comms.tp
         )
-        self._loss_sum += loss.detach()
+        self.losses[self.number_of(microbatch)] = loss.detach()
         return loss * self._batch.loss_scale
+
+    def number_of(self, microbatch: int) -> int:
+        """The number, over all replicas, of a micro-batch of this one."""
+        return self.mesh.at.dp * self.config.train.num_micro_batches + microbatch
 
     def _handlers(self) -> dict[Kind, Handler]:
         return {
-            Kind.F: lambda action: self.stage.forward(action.piece[1]),
+            Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.SEND_F: self._transfers.post,
             Kind.RECV_F: self._transfers.post,
@@ -222,7 +229,13 @@ class Trainer:
             Kind.STEP: lambda _: self._step(),
         }
 
+    def _forward(self, action: Action) -> None:
+        _, microbatch = action.piece
+        self.model.position.microbatch = self.number_of(microbatch)
+        self.stage.forward(microbatch)
+
     def _backward(self, action: Action) -> None:
+        _, microbatch = action.piece
         starts = {sub.index: sub for sub in action.reduces}
 
         def on_start(index: int) -> None:
@@ -230,8 +243,9 @@ class Trainer:
                 self._trace.mark(starts[index])
 
         self.buckets.arm([index for index in starts if index is not None], on_start)
-        self.stage.backward(action.piece[1])
+        self.stage.backward(microbatch)
         self.buckets.disarm()
+        self.gradients.after_backward(microbatch, [index for index in starts if index is not None])
 
     def _wait(self, action: Action) -> None:
         for started in action.subs:
@@ -255,33 +269,43 @@ class Trainer:
             self.stage.receive_output_grad(microbatch, tensor)
 
     def _sum_tied_embeddings(self) -> None:
-        self.comms.ends.all_reduce_(self.buckets.gradients[EMBEDDING])
+        for name, piece in self.model.pieces.items():
+            if piece.spec.name == EMBEDDING:
+                self.comms.ends.all_reduce_(self.gradients.of[name])
 
     def _step(self) -> None:
         self.model.release()
         self.optimizer.step(self._lr)
 
     def _clip(self) -> None:
-        total = squared_norm(self._owned_gradients(), self.device)
-        self.comms.tp.all_reduce_(total)
-        self.comms.pp.all_reduce_(total)
-        self._grad_norm = total.sqrt()
-        clip_(self.buckets.flat.values(), self._grad_norm, self.config.optim.clip_norm)
+        self.gradients.finish()
+        # Each shard of the model has its place; other ranks add zeros there, which is exact in whatever order.
+        squares = squared_norms(self._owned_gradients(), self._num_shards(), self.device)
+        self.comms.tp.all_reduce_(squares)
+        self.comms.pp.all_reduce_(squares)
+        self.grad_norm = squares.sum().sqrt()
+        clip_(self.gradients.of.values(), self.grad_norm, self.config.optim.clip_norm)
 
-    def _owned_gradients(self) -> Iterator[Tensor]:
-        """Gradients this rank answers for in the global norm: each element of the model once over tp and pp."""
-        at = self.mesh.at
-        for name, spec in self.model.specs.items():
-            holders = self.mesh.shape.tp if spec.shard_dim is None else spec.replicas
-            copied_from_first_stage = name == EMBEDDING and at.pp > 0
-            if at.tp % holders == 0 and not copied_from_first_stage:
-                yield self.buckets.gradients[name]
+    def _num_shards(self) -> int:
+        table_size = self.model.parts.table_size
+        return table_size * len(stage_specs(self.config.model, table_size, 0, self.config.model.num_layers))
+
+    def _owned_gradients(self) -> dict[int, Tensor]:
+        """Gradients this rank answers for in the global norm, by their shard's place: each of the model's once."""
+        table_size, held = self.model.parts.table_size, self.model.parts.held
+        specs = stage_specs(self.config.model, table_size, 0, self.config.model.num_layers)
+        first_place = {spec.name: i * table_size for i, spec in enumerate(specs)}
+        return {
+            first_place[piece.spec.name] + piece.holder: self.gradients.of[name]
+            for name, piece in self.model.pieces.items()
+            if piece.holder in held and not (piece.spec.name == EMBEDDING and self.mesh.at.pp > 0)
+        }
 
     def _result(self, step: int) -> StepResult:
         loss = -math.inf
         if self.mesh.at.pp == self.mesh.shape.pp - 1:
-            loss = float(self.comms.dp.all_reduce_(self._loss_sum)) * self._batch.loss_scale
-        norm = float(self._grad_norm)
+            loss = float(self.comms.dp.all_reduce_(self.losses).sum()) * self._batch.loss_scale
+        norm = float(self.grad_norm)
         # max() would hide a NaN of another rank, which the norm, summed over all of them, shows.
         (loss,) = max_over_ranks([loss], self.device)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -291,20 +315,58 @@ class Trainer:
             )
         return StepResult(loss, norm, self._lr)
 
-    def _build_buckets(self) -> GradientBuckets:
-        over = {"dp": self.comms.dp, "dp_tp": self.comms.dp_tp, "dp_replica": self.comms.dp_replica}
-        layouts = self.layout.buckets[self.mesh.at.pp]
-        buckets = GradientBuckets(
-            layouts,
-            dict(self.model.named_parameters()),
-            self.model.contributions(),
-            reduce=lambda index, flat: over[layouts[index].reduce_over].start_all_reduce(flat),
-            dtype=accumulation_dtype(getattr(torch, self.config.train.dtype)),
+    def _build_fast(self) -> tuple[Transformer, StepGradients]:
+        dtype, sink = getattr(torch, self.config.train.dtype), BufferSink()
+        parts = FastParts(
+            self.config.model,
+            self.comms.tp,
+            replicas=self.comms.replica,
+            sink=sink,
+            dtype=dtype,
             device=self.device,
         )
-        gradients = {p: buckets.gradients[name] for name, p in self.model.named_parameters()}
-        self._sink.attach(gradients, buckets.contributed)
-        return buckets
+        model = self._build_model(parts)
+        gradients = FastGradients(
+            self.layout.buckets[self.mesh.at.pp],
+            model.held,
+            self._has_tied_ends(),
+            self.comms,
+            accumulation_dtype(dtype),
+            self.device,
+            sink,
+        )
+        return model, gradients
+
+    def _build_exact(self) -> tuple[Transformer, StepGradients]:
+        dtype, train = getattr(torch, self.config.train.dtype), self.config.train
+        virtual = VirtualRanks(self.comms.tp, virtual_tp_of(self.config))
+        sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
+        parts = ExactParts(
+            self.config.model, virtual, sinks=sinks, head_sinks=head_sinks, dtype=dtype, device=self.device
+        )
+        model = self._build_model(parts)
+        num_replicas = self.mesh.shape.dp
+        gradients = ExactGradients(
+            self.layout.buckets[self.mesh.at.pp],
+            model.pieces,
+            model.held,
+            virtual,
+            self._has_tied_ends(),
+            self.comms,
+            train.num_micro_batches,
+            virtual_dp(train.num_micro_batches * num_replicas) // num_replicas,
+            accumulation_dtype(dtype),
+            self.device,
+            sinks,
+            head_sinks,
+        )
+        return model, gradients
+
+    def _build_model(self, parts: Parts) -> Transformer:
+        return Transformer(parts, layers=self.layout.layers[self.mesh.at.pp], seed=self.config.train.seed)
+
+    def _has_tied_ends(self) -> bool:
+        return self.config.model.tie_embeddings and self.mesh.shape.pp == 1
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""

@@ -10,13 +10,14 @@ Nothing in a name or shape depends on the layout, so any layout reads what any o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block
+from tpengine.checkpoint.block import Block, Blocks
 from tpengine.checkpoint.load import load
-from tpengine.parameters import EMBEDDING, HEAD, ParameterSpec
+from tpengine.parameters import EMBEDDING, HEAD, Piece
 from tpengine.resume import Checkpoint
 from tpengine.trainer import Trainer
 
@@ -26,9 +27,12 @@ def hf_name(name: str) -> str:
     return name if name == HEAD else f"model.{name}"
 
 
-def blocks_of(trainer: Trainer) -> dict[str, Block]:
+def blocks_of(trainer: Trainer) -> dict[str, Block | Blocks]:
     """Every block this rank holds, by the name it is saved under; the tensors are the trainer's own."""
-    return dict(_blocks(trainer))
+    parts: dict[str, list[Block]] = defaultdict(list)
+    for name, block in _blocks(trainer):
+        parts[name].append(block)
+    return {name: found[0] if len(found) == 1 else Blocks(tuple(found)) for name, found in parts.items()}
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
@@ -46,17 +50,17 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
 
 
 def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
-    for place, (name, parameter) in enumerate(trainer.model.named_parameters()):
-        spec = trainer.model.specs[name]
-        stored = _stores(trainer, spec, place)
-        saved = hf_name(name)
-        yield saved, _block(trainer, spec, parameter.detach(), stored)
+    for place, (name, parameter) in enumerate(trainer.model.held.items()):
+        piece = trainer.model.pieces[name]
+        stored = _stores(trainer, piece, place)
+        saved = hf_name(piece.spec.name)
+        yield saved, _block(piece, parameter.detach(), stored)
         for kind, tensor in trainer.optimizer.state_of(name).items():
-            yield f"optimizer.{kind}.{saved}", _block(trainer, spec, tensor, stored)
+            yield f"optimizer.{kind}.{saved}", _block(piece, tensor, stored)
 
 
-def _block(trainer: Trainer, spec: ParameterSpec, tensor: Tensor, stored: bool) -> Block:
-    offset, _ = spec.block(trainer.mesh.shape.tp, trainer.mesh.at.tp)
+def _block(piece: Piece, tensor: Tensor, stored: bool) -> Block:
+    spec, (offset, _) = piece.spec, piece.block
     if spec.valid_rows is None:
         return Block(tensor, offset, spec.shape, stored)
     # A rank whose rows are all padding holds an empty block.
@@ -65,11 +69,11 @@ def _block(trainer: Trainer, spec: ParameterSpec, tensor: Tensor, stored: bool) 
     return Block(tensor[:num_rows], offset, (spec.valid_rows, *spec.shape[1:]), stored and num_rows > 0)
 
 
-def _stores(trainer: Trainer, spec: ParameterSpec, place: int) -> bool:
+def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
     """Whether this rank, of those that hold the same block, is the one that stores it; they take turns by parameter."""
     at, shape = trainer.mesh.at, trainer.mesh.shape
-    if spec.name == EMBEDDING and at.pp > 0:  # the tied copy of the last stage
+    if piece.spec.name == EMBEDDING and at.pp > 0:  # the tied copy of the last stage
         return False
-    num_tp = shape.tp if spec.shard_dim is None else spec.replicas
+    num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
     holder = at.dp * num_tp + at.tp % num_tp
     return place % (shape.dp * num_tp) == holder

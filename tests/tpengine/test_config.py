@@ -37,9 +37,10 @@ def setting_names(config: Any) -> list[str]:
     return names
 
 
-def test_there_are_at_most_forty_settings_with_distinct_names() -> None:
+def test_there_are_few_settings_with_distinct_names() -> None:
+    """40, and since then the order of sums and three rates of dropout."""
     names = setting_names(Config())
-    assert len(names) == len(set(names)) <= 40
+    assert len(names) == len(set(names)) <= 44
 
 
 @pytest.mark.parametrize(

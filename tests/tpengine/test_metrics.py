@@ -15,6 +15,7 @@ from tpkernels import host_gemm
 from tpengine.collectives import Communicator
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy
+from tpengine.layers.parts import FastParts
 from tpengine.metrics import (
     MetricsWriter,
     keep_aside,
@@ -33,7 +34,7 @@ CONFIG = validate(
 def test_step_flops_equal_what_torch_counts_in_forward() -> None:
     """Forward only: backward is 2 forward by the convention, and our wgrad lies outside what torch can see."""
     alone = Communicator(None)
-    model = Transformer(CONFIG.model, alone)
+    model = Transformer(FastParts(CONFIG.model, alone))
     tokens = torch.zeros(128, dtype=torch.int64)
     # Nor does torch count oneDNN's products, which some processors multiply faster by.
     by_torch_mm = patch.object(host_gemm, "_has_onednn", lambda: False)

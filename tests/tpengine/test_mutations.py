@@ -7,7 +7,7 @@ of the engine does not do what it says; `test_parity.compare` must notice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -109,16 +109,15 @@ def tie_forgotten(trainer: Trainer) -> None:
 def tied_copy_counted_in_the_norm(trainer: Trainer) -> None:
     owned = trainer._owned_gradients
 
-    def with_copy() -> Iterator[torch.Tensor]:
-        yield from owned()
-        if trainer.mesh.at.pp > 0 and EMBEDDING in trainer.buckets.gradients:
-            yield trainer.buckets.gradients[EMBEDDING]
+    def with_copy() -> dict[int, torch.Tensor]:
+        copy = trainer.gradients.of.get(EMBEDDING) if trainer.mesh.at.pp > 0 else None
+        return owned() if copy is None else {0: copy} | owned()
 
     trainer._owned_gradients = with_copy  # type: ignore[method-assign]
 
 
 def replicated_norms_counted_twice(trainer: Trainer) -> None:
-    trainer._owned_gradients = lambda: iter(trainer.buckets.gradients.values())  # type: ignore[method-assign]
+    trainer._owned_gradients = lambda: dict(enumerate(trainer.gradients.of.values()))  # type: ignore[method-assign]
 
 
 def gradients_not_zeroed(trainer: Trainer) -> None:

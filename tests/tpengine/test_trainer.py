@@ -50,15 +50,15 @@ def overlapped_step(config: Config) -> tuple[list[str], list[str]]:
     events: list[str] = []
     contributed, reduce = trainer.buckets.contributed, trainer.buckets._reduce
 
-    def record_contribution(parameter: torch.nn.Parameter) -> None:
+    def record_contribution(name: str) -> None:
         events.append("contribution")
-        contributed(parameter)
+        contributed(name)
 
     def record_reduction(index: int, flat: torch.Tensor) -> object:
         events.append(f"r{index}")
         return reduce(index, flat)
 
-    trainer._sink._listener = record_contribution
+    trainer.buckets.contributed = record_contribution  # type: ignore[method-assign]
     trainer.buckets._reduce = record_reduction  # type: ignore[assignment]
     trainer.train_step(0)
     actions = trainer.plan.actions[trainer.mesh.at.pp]

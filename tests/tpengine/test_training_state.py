@@ -43,11 +43,8 @@ def outcome_after(trainer: Trainer, first: int, last: int) -> Outcome:
         result = trainer.train_step(step)
         numbers.append((result.loss, result.grad_norm))
     parameters = {
-        name: (
-            trainer.model.specs[name].block(trainer.mesh.shape.tp, trainer.mesh.at.tp)[0],
-            parameter.detach().clone(),
-        )
-        for name, parameter in trainer.model.named_parameters()
+        name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
+        for name, parameter in trainer.model.held.items()
     }
     return numbers, parameters
 

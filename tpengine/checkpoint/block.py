@@ -53,6 +53,33 @@ class Block:
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.shape)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Several blocks of one global tensor, on one rank."""
+
+    parts: tuple[Block, ...]
+
+    def size(self) -> torch.Size:
+        """Shape of the global tensor, which the planners compare."""
+        return self.parts[0].size()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [item for part in self.parts for item in part.__create_write_items__(fqn, part)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for part in self.parts for chunk in part.__create_chunk_list__()]
+
+
+def parts_of(entry: Block | Blocks) -> tuple[Block, ...]:
+    """The blocks of an entry, one or several."""
+    return entry.parts if isinstance(entry, Blocks) else (entry,)
+
+
+def _tensor_at(entry: Block | Blocks, index: MetadataIndex) -> Tensor:
+    """The tensor of the block that the planners know by its offset."""
+    return next(part.tensor for part in parts_of(entry) if tuple(index.offset or ()) == part.offset)
+
+
 class BlockSavePlanner(DefaultSavePlanner):
     """torch's planner over a flat dict of blocks."""
 
@@ -60,8 +87,7 @@ class BlockSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
+        return _tensor_at(self.state_dict[index.fqn], index)
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
@@ -77,5 +103,4 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
+        return _tensor_at(self.state_dict[index.fqn], index)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from tpengine.checkpoint.block import Block, BlockLoadPlanner
+from tpengine.checkpoint.block import Block, BlockLoadPlanner, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, Index, check_file
 from tpengine.checkpoint.storage import Reader, dtype_name
 from tpengine.exits import one_line
 
 
-def load(directory: Path, index: Index, blocks: Mapping[str, Block]) -> None:
+def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
     """Fill the blocks from a checkpoint; collective over all ranks.
 
     Every file is hashed before anything is read from it, each by one rank.
@@ -31,18 +31,19 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block]) -> None:
     Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
     """
     _raise_everywhere(_first_problem(directory, index, blocks))
-    wanted = {name: block for name, block in blocks.items() if block.tensor.numel()}
+    filled = {name: tuple(part for part in parts_of(entry) if part.tensor.numel()) for name, entry in blocks.items()}
+    wanted = {name: Blocks(parts) for name, parts in filled.items() if parts}
     try:
-        load_state_dict(dict(wanted), storage_reader=Reader(directory, index), planner=BlockLoadPlanner())
+        load_state_dict(wanted, storage_reader=Reader(directory, index), planner=BlockLoadPlanner())
     except CheckpointException as error:
         reasons = sorted({one_line(str(failure)) for failure, _ in error.failures.values()})
         raise CheckpointError("; ".join(reasons)) from None
 
 
-def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block]) -> str | None:
+def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> str | None:
     try:
         for name, block in blocks.items():
-            _check_tensor(directory, index, name, block)
+            _check_tensor(directory, index, name, parts_of(block)[0])
         names = sorted(index.files)
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_file(directory, name, index.files[name])

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from tpengine.checkpoint.block import Block, BlockSavePlanner
+from tpengine.checkpoint.block import Block, Blocks, BlockSavePlanner, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.storage import Writer
 from tpengine.exits import one_line
@@ -43,12 +43,12 @@ class Saver:
     def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
         self.directory, self._keep = directory, keep
         self._group: ProcessGroup = dist.new_group(backend="gloo")
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure: str | None = None
 
-    def save(self, step: int, blocks: Mapping[str, Block], state: Mapping[str, Any]) -> str | None:
+    def save(self, step: int, blocks: Mapping[str, Block | Blocks], state: Mapping[str, Any]) -> str | None:
         """Copy aside what this rank stores and begin to write it; collective.
 
         Args:
@@ -61,8 +61,13 @@ class Saver:
         """
         failure = self.wait()
         # An empty block lies where the next one does, and the planners know a block by its place.
-        stored = {name: block for name, block in blocks.items() if block.stored and block.tensor.numel()}
-        copies = {name: self._copy(name, block) for name, block in stored.items()}
+        stored = {
+            name: [part for part in parts_of(entry) if part.stored and part.tensor.numel()]
+            for name, entry in blocks.items()
+        }
+        copies = {
+            name: Blocks(tuple(self._copy(name, part) for part in parts)) for name, parts in stored.items() if parts
+        }
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._step = step
@@ -88,13 +93,14 @@ class Saver:
         return failure
 
     def _copy(self, name: str, block: Block) -> Block:
-        if name not in self._copies:
+        place = name, block.offset
+        if place not in self._copies:
             pinned = block.tensor.is_cuda
-            self._copies[name] = torch.empty(block.tensor.shape, dtype=block.tensor.dtype, pin_memory=pinned)
-        self._copies[name].copy_(block.tensor.detach(), non_blocking=True)
-        return Block(self._copies[name], block.offset, block.global_shape)
+            self._copies[place] = torch.empty(block.tensor.shape, dtype=block.tensor.dtype, pin_memory=pinned)
+        self._copies[place].copy_(block.tensor.detach(), non_blocking=True)
+        return Block(self._copies[place], block.offset, block.global_shape)
 
-    def _write(self, copies: Mapping[str, Block], state: Mapping[str, Any]) -> None:
+    def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
         writer = Writer(self.directory, self._step, state, self._keep)
         try:
             save_state_dict(dict(copies), storage_writer=writer, planner=BlockSavePlanner(), process_group=self._group)

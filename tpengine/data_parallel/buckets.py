@@ -1,6 +1,6 @@
 """Flat gradient buckets: layout, counting of contributions, reductions in the plan's order.
 
-A bucket is one flat tensor; the gradients of its parameters are views of it, so a reduction is one collective without
+A bucket is one flat tensor; gradients are views of it, so a reduction is one collective without
 any copy. Reductions start only while armed, and in exactly the order given: a bucket that completes early waits its
 turn, since all replicas must issue the same collectives in the same order.
 
@@ -17,7 +17,6 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 _Value = TypeVar("_Value", torch.dtype, torch.device)
 
@@ -42,10 +41,10 @@ class GradientBuckets:
 
     Args:
         layouts: which parameters lie in each bucket, by bucket index.
-        parameters: every parameter by name.
-        contributions: how many contributions one backward pass makes to each parameter.
+        shaped: by name, a tensor of each gradient's shape and strides: its parameter.
+        contributions: how many contributions one backward pass makes to each.
         reduce: starts summing a bucket's flat tensor over its ranks: (bucket index, tensor) -> pending sum.
-        dtype, device: of the buffers; None takes each bucket's from its parameters, which must agree.
+        dtype, device: of the buffers; None takes each bucket's from its members, which must agree.
         count_usage: each buffer ends in one more element a parameter, for its owner to say who used it: a count that
             is summed along with the gradients.
 
@@ -53,18 +52,18 @@ class GradientBuckets:
         flat: the buffers by bucket index, whole.
         sums: the part of each buffer that holds gradients.
         usage: the rest, in the order of the layout's names; empty without `count_usage`.
-        gradients: parameter name -> its view, of the parameter's shape and strides.
+        gradients: name -> its view, of the parameter's shape and strides.
 
     Raises:
         RuntimeError: from `disarm`, a reduction the plan asks for could not start since contributions are missing.
 
-    Memory: one element of the buffer's dtype a parameter element.
+    Memory: one element of the buffer's dtype a gradient element.
     """
 
     def __init__(
         self,
         layouts: Mapping[int, Layout],
-        parameters: Mapping[str, Parameter],
+        shaped: Mapping[str, Tensor],
         contributions: Mapping[str, int],
         reduce: Callable[[int, Tensor], Reduction],
         dtype: torch.dtype | None,
@@ -76,10 +75,10 @@ class GradientBuckets:
         self.sums: dict[int, Tensor] = {}
         self.usage: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
-        self._bucket_of: dict[Parameter, int] = {}
+        self._bucket_of: dict[str, int] = {}
         self._expected: dict[int, int] = {}
         for index, layout in layouts.items():
-            members = [parameters[name] for name in layout.names]
+            members = [shaped[name] for name in layout.names]
             num_gradients, num_counts = sum(layout.numels), len(members) if count_usage else 0
             self.flat[index] = torch.zeros(
                 num_gradients + num_counts,
@@ -88,9 +87,9 @@ class GradientBuckets:
             )
             self.sums[index], self.usage[index] = self.flat[index].split([num_gradients, num_counts])
             pieces = self.sums[index].split(list(layout.numels))
-            for name, parameter, piece in zip(layout.names, members, pieces, strict=True):
-                self.gradients[name] = piece.as_strided(parameter.shape, _strides(parameter))
-                self._bucket_of[parameter] = index
+            for name, member, piece in zip(layout.names, members, pieces, strict=True):
+                self.gradients[name] = piece.as_strided(member.shape, _strides(member))
+                self._bucket_of[name] = index
             self._expected[index] = sum(contributions[name] for name in layout.names)
         self._missing: dict[int, int] = {}
         self._order: list[int] = []
@@ -115,9 +114,9 @@ class GradientBuckets:
         self._missing = {index: self._expected[index] for index in order}
         self._on_start = on_start
 
-    def contributed(self, parameter: Parameter) -> None:
-        """Count one contribution; start whatever reduction has become due."""
-        index = self._bucket_of[parameter]
+    def contributed(self, name: str) -> None:
+        """Count one contribution to a gradient; start whatever reduction has become due."""
+        index = self._bucket_of[name]
         if index not in self._missing:
             return
         self._missing[index] -= 1
@@ -151,9 +150,9 @@ class GradientBuckets:
         self._pending.pop(index).wait()
 
 
-def _strides(parameter: Parameter) -> tuple[int, ...]:
+def _strides(member: Tensor) -> tuple[int, ...]:
     """Those a dense tensor laid out like the parameter has: optimizers take their fast path where they agree."""
-    return torch.empty_like(parameter, device="meta").stride()
+    return torch.empty_like(member, device="meta").stride()
 
 
 def _the_one(values: set[_Value]) -> _Value:

@@ -96,6 +96,7 @@ class DataParallel:
             count_usage=True,
         )
         self._model = model
+        self._names = {p: name for name, p in trained.items()}
         self._views = {p: self.buckets.gradients[name] for name, p in trained.items()}
         self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
@@ -171,7 +172,7 @@ class DataParallel:
             self._move_to_bucket(parameter)
             if self._synchronises:
                 self._backward = backward
-                self.buckets.contributed(parameter)
+                self.buckets.contributed(self._names[parameter])
 
     def _move_to_bucket(self, parameter: Parameter) -> bool:
         """Make `.grad` the parameter's view; return whether there was a gradient. Without one the view is zero."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.host_attention import causal_attention
+from tpkernels.host_attention import AttentionDropout, causal_attention
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, accumulation_dtype
+from tpengine.layers.dropout import Dropout
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 
 
@@ -67,6 +68,27 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seq: int, head_size: int, rope_theta: float, dropout: AttentionDropout | None
+) -> Tensor:
+    """Attend causally within each sequence, after rotating q and k by their positions.
+
+        y[T, H*E] = softmax(rope(q) rope(k).T / sqrt(E), causal) v
+
+    Args:
+        q: [T, H*E], rows of whole sequences, batch first.
+        k, v: [T, G*E].
+        seq: tokens S of a sequence.
+        head_size: E.
+        rope_theta: base of the rotary frequencies.
+        dropout: of the probabilities.
+    """
+    q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=head_size) for t in (q, k, v))
+    tables = rope_tables(seq, head_size, rope_theta, accumulation_dtype(q.dtype), q.device)
+    mixed = causal_attention(rope(q, *tables), rope(k, *tables), v, dropout)
+    return rearrange(mixed, "b h s e -> (b s) (h e)")
+
+
 class Attention(nn.Module):
     """Causal self-attention over H query heads and G key/value heads.
 
@@ -78,6 +100,7 @@ class Attention(nn.Module):
         comm: the tp ranks.
         replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
         rope_theta: base of the rotary frequencies.
+        dropout: of the attention probabilities.
         sink, dtype, device: as ColumnParallelLinear.
 
     Raises:
@@ -96,6 +119,7 @@ class Attention(nn.Module):
         *,
         replicas: Communicator | None = None,
         rope_theta: float = 10000.0,
+        dropout: Dropout | None = None,
         sink: GradientSink | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -117,7 +141,7 @@ class Attention(nn.Module):
                 f"use num_kv_heads {comm.size}, or replicas of {max(1, share)} consecutive ranks"
             )
         self.head_size = hidden_size // num_heads
-        self.rope_theta = rope_theta
+        self.rope_theta, self.dropout = rope_theta, dropout
         kv_size = num_kv_heads * self.head_size
         self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
         self.k_proj = ColumnParallelLinear(
@@ -137,11 +161,10 @@ class Attention(nn.Module):
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"
             )
-        q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=self.head_size) for t in self._qkv.forward(x))
-        tables = rope_tables(seq, self.head_size, self.rope_theta, accumulation_dtype(x.dtype), x.device)
-        q, k = rope(q, *tables), rope(k, *tables)
-        mixed = causal_attention(q, k, v)
-        y: Tensor = self.o_proj(rearrange(mixed, "b h s e -> (b s) (h e)"))
+        q, k, v = self._qkv.forward(x)
+        comm, heads = self.o_proj.comm, q.shape[1] // self.head_size
+        drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
+        y: Tensor = self.o_proj(attend(q, k, v, seq, self.head_size, self.rope_theta, drop))
         return y
 
     def prepare(self, num_tokens: int) -> None:

@@ -84,7 +84,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""
-        check_tokens(len(tokens), self.comm)
+        check_tokens(len(tokens), self.comm.size)
         check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
         y: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.comm, self.sink)
         return y

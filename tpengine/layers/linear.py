@@ -28,7 +28,7 @@ from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
 
 
-class _Prepared:
+class PreparedWeight:
     """The two forms in which a weight w[out, in] is multiplied, as they were when it was prepared.
 
     forward:  m = w.T       dgrad:  m = w
@@ -39,7 +39,7 @@ class _Prepared:
         self.dgrad = PreparedMatrix(weight, num_rows)
         self._made_of = _contents(parameters)
 
-    def if_current(self, parameters: Sequence[Tensor]) -> _Prepared | None:
+    def if_current(self, parameters: Sequence[Tensor]) -> PreparedWeight | None:
         """This, unless a parameter has been written to or replaced since."""
         return self if _contents(parameters) == self._made_of else None
 
@@ -63,7 +63,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         packed: Tensor,
-        prepared: _Prepared | None,
+        prepared: PreparedWeight | None,
         layers: Sequence[ColumnParallelLinear],
         comm: Communicator,
         *weights: Tensor,
@@ -100,7 +100,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, prepared: _Prepared | None, comm: Communicator, sink: GradientSink
+        ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, comm: Communicator, sink: GradientSink
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, sink, weight, prepared
@@ -135,12 +135,12 @@ def _check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> N
         comm.refuse(x, problem)
 
 
-def check_tokens(num_tokens: int, comm: Communicator) -> None:
-    """Raise ValueError unless the tokens can be cut over the ranks."""
-    if num_tokens % comm.size:
+def check_tokens(num_tokens: int, num_ranks: int, kind: str = "tp") -> None:
+    """Raise ValueError unless the tokens can be cut over so many ranks."""
+    if num_tokens % num_ranks:
         raise ValueError(
-            f"the number of tokens must be divisible by tp: {num_tokens} tokens, tp {comm.size}: "
-            f"pad to {-(-num_tokens // comm.size) * comm.size}"
+            f"the number of tokens must be divisible by {kind}: {num_tokens} tokens, {kind} {num_ranks}: "
+            f"pad to {-(-num_tokens // num_ranks) * num_ranks}"
         )
 
 
@@ -189,7 +189,7 @@ class ColumnParallelLinear(nn.Module):
         shards = comm.size // (replicas.size if replicas else 1)
         rows = _check_divides("column-parallel out_features", out_features, shards)
         self.comm, self.replicas = comm, replicas
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -214,7 +214,7 @@ class ColumnParallelLinear(nn.Module):
 
         Cost: memory of two copies of the weight, until `release`.
         """
-        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
+        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
         """Give the prepared copies' memory back."""
@@ -235,14 +235,14 @@ class PackedWeights:
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         self.layers = layers
         self._storage = self._pack()
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedWeight | None = None
 
     def prepare(self, num_tokens: int) -> None:
         """As ColumnParallelLinear.prepare, for all of them as one."""
         weights = [layer.weight for layer in self.layers]
         if not self._is_packed(weights):
             self._storage = self._pack()
-        self._prepared = _Prepared(self._storage, num_tokens // self.layers[0].comm.size, weights)
+        self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.size, weights)
 
     def release(self) -> None:
         """Give the prepared copies' memory back."""
@@ -299,8 +299,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ValueError: F is not divisible by tp.
 
-    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in rank order, over
-    an arena in at least float32, over gloo in the working dtype.
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in a balanced tree
+    of ranks, in at least float32; over NCCL as it does.
     """
 
     def __init__(
@@ -316,14 +316,14 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         columns = _check_divides("row-parallel in_features", in_features, comm.size)
         self.comm = comm
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T, F/tp] -> y[T/tp, D]."""
-        check_tokens(x.shape[0], self.comm)
+        check_tokens(x.shape[0], self.comm.size)
         if _is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)
         if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):
@@ -334,7 +334,7 @@ class RowParallelLinear(nn.Module):
 
     def prepare(self, num_tokens: int) -> None:
         """As ColumnParallelLinear.prepare."""
-        self._prepared = _Prepared(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
+        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
         """Give the prepared copies' memory back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,54 +14,86 @@ from tpengine.gradients import accumulation_dtype
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Local shapes: z[T, V/tp], labels[T], loss[] equal on all ranks.
+    """Local shapes: z[n, T, C], n shards of C = V/(n tp) columns; labels[T]; loss[] equal on all ranks.
 
-    forward:  m_r, s_r, t_r = max z, sum exp(z - m_r), z[label]   over this rank's columns
-              [m, s, t] of all ranks by one gather of 3*T numbers;  M = max_r m_r
+    forward:  m_r, s_r, t_r = max z, sum exp(z - m_r), z[label]   over the columns of shard r
+              [m, s, t] of all shards by one gather of 3*n*T numbers;  M = max_r m_r
               loss = sum over valid t of log(sum_r s_r exp(m_r - M)) + M - sum_r t_r
     dgrad:    dz = (softmax(z) - onehot(label)) * dloss, zero where the label is ignored
+
+    Each shard is computed by itself, in shapes that depend on its size alone.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
-        first = comm.rank * logits.shape[1]
-        num_valid = min(max(vocab_size - first, 0), logits.shape[1])
-        z = logits[:, :num_valid].to(accumulation_dtype(logits.dtype))
+        num_shards, num_tokens, num_columns = logits.shape
         valid = labels != IGNORED_LABEL
-        column = labels - first
-        mine = valid & (column >= 0) & (column < num_valid)
-
-        partials = z.new_zeros(3, len(labels))
-        if num_valid:
-            partials[0] = z.amax(1)
-            exponentials = (z - partials[0][:, None]).exp_()
-            partials[1] = exponentials.sum(1)
-            target = z.gather(1, column.clamp(0, num_valid - 1)[:, None])[:, 0]
-            partials[2] = target.masked_fill(~mine, 0)
-        else:  # this rank's columns are all padding
-            partials[0] = -torch.inf
-            exponentials = z
-        ranks = comm.all_gather(partials).view(comm.size, 3, -1)
+        partials = logits.new_zeros(num_shards, 3, num_tokens, dtype=accumulation_dtype(logits.dtype))
+        firsts = [(comm.rank * num_shards + i) * num_columns for i in range(num_shards)]
+        shards = [_Shard.of(z, labels, valid, vocab_size, first) for z, first in zip(logits, firsts, strict=True)]
+        exponentials = [shard.reduce_into(out) for shard, out in zip(shards, partials, strict=True)]
+        ranks = comm.all_gather(partials)
         top = ranks[:, 0].amax(0)
         total = (ranks[:, 1] * (ranks[:, 0] - top).exp()).sum(0)
         losses = total.log() + top - ranks[:, 2].sum(0)
 
-        # softmax of this rank's columns = exponentials * scale
-        ctx.save_for_backward(exponentials, (partials[0] - top).exp() / total, column, mine, valid)
-        ctx.logits = logits.dtype, logits.shape[1]
+        # softmax of a shard's columns = exponentials * scale
+        scales = [(own[0] - top).exp() / total for own in partials]
+        columns, mine = zip(*((shard.column, shard.mine) for shard in shards), strict=True)
+        ctx.save_for_backward(valid, *exponentials, *scales, *columns, *mine)
+        ctx.logits = logits.dtype, logits.shape
         return losses.masked_fill(~valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        exponentials, scale, column, mine, valid = ctx.saved_tensors
-        dtype, num_columns = ctx.logits
+        dtype, shape = ctx.logits
+        valid, *saved = ctx.saved_tensors
         weight = valid * dloss
-        dz = exponentials.new_zeros(len(column), num_columns)
-        num_valid = exponentials.shape[1]
-        torch.mul(exponentials, (scale * weight)[:, None], out=dz[:, :num_valid])
-        rows = mine.nonzero()[:, 0]
-        dz[rows, column[rows]] -= dloss
-        return dz.to(dtype), None, None, None
+        dlogits = torch.empty(shape, dtype=dtype, device=valid.device)
+        num_shards = shape[0]
+        for i, dz in enumerate(dlogits):
+            exponentials, scale, column, mine = saved[i::num_shards]
+            dlogits_of_valid = exponentials * (scale * weight)[:, None]
+            rows = mine.nonzero()[:, 0]
+            dlogits_of_valid[rows, column[rows]] -= dloss
+            num_valid = exponentials.shape[1]
+            dz[:, :num_valid] = dlogits_of_valid
+            dz[:, num_valid:] = 0
+        return dlogits, None, None, None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Some columns of the logits.
+
+    Attributes:
+        z: [T, columns], without padding, in the accumulation dtype.
+        column: [T], the label's column counted from the first of these.
+        mine: [T], whether it is one of these.
+    """
+
+    z: Tensor
+    column: Tensor
+    mine: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor, valid: Tensor, vocab_size: int, first: int) -> _Shard:
+        num_valid = min(max(vocab_size - first, 0), logits.shape[1])
+        column = labels - first
+        mine = valid & (column >= 0) & (column < num_valid)
+        return cls(logits[:, :num_valid].to(accumulation_dtype(logits.dtype)), column, mine)
+
+    def reduce_into(self, out: Tensor) -> Tensor:
+        """Write (m, s, t) into out[3, T]; return exp(z - m)."""
+        if not self.z.shape[1]:  # these columns are all padding
+            out[0] = -torch.inf
+            return self.z
+        out[0] = self.z.amax(1)
+        exponentials = (self.z - out[0][:, None]).exp_()
+        out[1] = exponentials.sum(1)
+        target = self.z.gather(1, self.column.clamp(0, self.z.shape[1] - 1)[:, None])[:, 0]
+        out[2] = target.masked_fill(~self.mine, 0)
+        return exponentials
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
@@ -69,7 +102,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
         loss = sum over t with labels[t] != -100 of -log softmax(z[t, :vocab_size])[labels[t]]
 
     Args:
-        logits: z[T, V/tp], this rank's columns of the padded vocabulary.
+        logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], them in n shards, each
+            of which is summed by itself.
         labels: [T] int64, equal on every tp rank, 0 <= label < vocab_size or -100 (ignored).
         vocab_size: columns at or beyond it are padding and take no part.
         comm: the tp ranks.
@@ -81,12 +115,13 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     Raises:
         ValueError: on a CPU, a label outside the vocabulary (on a GPU the check would wait for the device).
 
-    Cost: one gather of 3*T numbers; keeps T*V/tp exponentials for backward.
-    Numerics: in promote_types(dtype, float32); ranks are added in rank order. Source: Shoeybi et al., "Megatron-LM"
-    (arXiv 1909.08053), section 3, who all-reduce three times.
+    Cost: one gather of 3*n*T numbers; keeps T*V/tp exponentials for backward.
+    Numerics: in promote_types(dtype, float32); shards are added as torch.sum does over them. Source: Shoeybi et al.,
+    "Megatron-LM" (arXiv 1909.08053), section 3, who all-reduce three times.
     """
     check_range("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, comm)
+    shards = logits if logits.dim() == 3 else logits[None]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(shards, labels, vocab_size, comm)
     return loss
 
 

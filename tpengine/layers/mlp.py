@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink
+from tpengine.layers.dropout import Dropout
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 
 
@@ -36,6 +37,12 @@ class _GatedSilu(torch.autograd.Function):
         return dy
 
 
+def gated_silu(y: Tensor) -> Tensor:
+    """h[T, F] = silu(g) * u of y = (g, u)[T, 2F], side by side."""
+    h: Tensor = _GatedSilu.apply(y)
+    return h
+
+
 class SwiGLU(nn.Module):
     """Gated feed-forward network.
 
@@ -45,6 +52,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size, ffn_size: D and F, global; F divisible by tp.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        dropout: of silu(g) * u.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
     """
@@ -55,11 +63,13 @@ class SwiGLU(nn.Module):
         ffn_size: int,
         comm: Communicator,
         *,
+        dropout: Dropout | None = None,
         sink: GradientSink | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, sink=sink, dtype=dtype, device=device)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, sink=sink, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
@@ -67,7 +77,10 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        hidden: Tensor = _GatedSilu.apply(self._gate_up.forward_packed(x))
+        hidden = gated_silu(self._gate_up.forward_packed(x))
+        if self.dropout is not None:
+            comm, columns = self.down_proj.comm, hidden.shape[1]
+            hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)
         y: Tensor = self.down_proj(hidden)
         return y
 

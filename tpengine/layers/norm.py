@@ -45,6 +45,12 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
+    """y[T, D] = x / sqrt(mean(x^2) + eps) * w[D]; the sink gets dw over these tokens, partial(comm)."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sink)
+    return y
+
+
 class RMSNorm(nn.Module):
     """Scale each token to unit root mean square.
 
@@ -78,5 +84,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.comm, self.sink)
-        return y
+        return rms_norm(x, self.weight, self.eps, self.comm, self.sink)

@@ -24,21 +24,18 @@ class Recorder:
         return SimpleNamespace(wait=lambda: self.waited.append(index))
 
 
-def build(recorder: Recorder) -> tuple[GradientBuckets, dict[str, Parameter]]:
+def build(recorder: Recorder) -> GradientBuckets:
     """Bucket 5 holds c and b, bucket 6 holds a, which contributes twice (tied)."""
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "abc"}
     layouts = {
         5: SimpleNamespace(names=("c", "b"), numels=(6, 6)),
         6: SimpleNamespace(names=("a",), numels=(6,)),
     }
-    buckets = GradientBuckets(
-        layouts, parameters, {"a": 2, "b": 1, "c": 1}, recorder, torch.float32, torch.device("cpu")
-    )
-    return buckets, parameters
+    return GradientBuckets(layouts, parameters, {"a": 2, "b": 1, "c": 1}, recorder, torch.float32, torch.device("cpu"))
 
 
 def test_gradients_are_views_of_the_flat_buffers() -> None:
-    buckets, _ = build(Recorder())
+    buckets = build(Recorder())
     buckets.gradients["b"].fill_(2)
     assert buckets.flat[5].tolist() == [0] * 6 + [2] * 6
     buckets.zero()
@@ -47,24 +44,24 @@ def test_gradients_are_views_of_the_flat_buffers() -> None:
 
 def test_nothing_starts_unless_armed() -> None:
     recorder = Recorder()
-    buckets, parameters = build(recorder)
+    buckets = build(recorder)
     for name in "cba":
-        buckets.contributed(parameters[name])
+        buckets.contributed(name)
     assert recorder.started == []
 
 
 def test_a_bucket_starts_with_its_last_contribution() -> None:
     recorder = Recorder()
-    buckets, parameters = build(recorder)
+    buckets = build(recorder)
     marks: list[int] = []
     buckets.arm([5, 6], marks.append)
-    buckets.contributed(parameters["c"])
+    buckets.contributed("c")
     assert recorder.started == []
-    buckets.contributed(parameters["b"])
+    buckets.contributed("b")
     assert recorder.started == [5]
-    buckets.contributed(parameters["a"])
+    buckets.contributed("a")
     assert recorder.started == [5]
-    buckets.contributed(parameters["a"])
+    buckets.contributed("a")
     assert recorder.started == marks == [5, 6]
     buckets.disarm()
     buckets.wait(6)
@@ -74,30 +71,30 @@ def test_a_bucket_starts_with_its_last_contribution() -> None:
 
 def test_an_early_bucket_waits_its_turn() -> None:
     recorder = Recorder()
-    buckets, parameters = build(recorder)
+    buckets = build(recorder)
     buckets.arm([5, 6])
-    buckets.contributed(parameters["a"])
-    buckets.contributed(parameters["a"])
-    buckets.contributed(parameters["b"])
+    buckets.contributed("a")
+    buckets.contributed("a")
+    buckets.contributed("b")
     assert recorder.started == []
-    buckets.contributed(parameters["c"])
+    buckets.contributed("c")
     assert recorder.started == [5, 6]
     buckets.disarm()
 
 
 def test_a_missing_contribution_is_an_error() -> None:
-    buckets, parameters = build(Recorder())
+    buckets = build(Recorder())
     buckets.arm([5, 6])
-    buckets.contributed(parameters["a"])
+    buckets.contributed("a")
     with pytest.raises(RuntimeError, match=r"missing by bucket \{5: 2, 6: 1\}"):
         buckets.disarm()
 
 
 def test_a_step_cannot_begin_before_reductions_were_waited_for() -> None:
-    buckets, parameters = build(Recorder())
+    buckets = build(Recorder())
     buckets.arm([6])
-    buckets.contributed(parameters["a"])
-    buckets.contributed(parameters["a"])
+    buckets.contributed("a")
+    buckets.contributed("a")
     buckets.disarm()
     with pytest.raises(AssertionError, match="not waited for"):
         buckets.zero()
@@ -105,13 +102,13 @@ def test_a_step_cannot_begin_before_reductions_were_waited_for() -> None:
 
 def test_flush_starts_what_is_left_in_order() -> None:
     recorder = Recorder()
-    buckets, parameters = build(recorder)
+    buckets = build(recorder)
     buckets.arm([5, 6])
-    buckets.contributed(parameters["c"])
-    buckets.contributed(parameters["b"])
+    buckets.contributed("c")
+    buckets.contributed("b")
     buckets.flush()
     assert recorder.started == [5, 6]
-    buckets.contributed(parameters["a"])
+    buckets.contributed("a")
     buckets.flush()
     assert recorder.started == [5, 6]
     buckets.arm([5])

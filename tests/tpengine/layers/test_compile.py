@@ -11,6 +11,7 @@ from torch import Tensor
 from tpengine.collectives import Communicator
 from tpengine.config import ModelConfig
 from tpengine.gradients import BufferSink
+from tpengine.layers.parts import FastParts
 from tpengine.model import Block
 
 SEQ, TOKENS = 16, 32
@@ -31,7 +32,8 @@ def check_compiled(arena_bytes: int) -> None:
     comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     assert (comm.arena is not None) == (arena_bytes > 0 and comm.size > 1)
     torch.manual_seed(comm.rank)
-    block = Block(ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48), comm)
+    model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
+    block = Block(FastParts(model, comm))
     want = values_and_gradients(block, block)
     assert len(want) == 11
     got = values_and_gradients(block, torch.compile(block, backend="aot_eager"))
@@ -45,7 +47,7 @@ def check_sinks_are_kept() -> None:
     comm, sink = Communicator(dist.group.WORLD, arena_bytes=1 << 20), BufferSink()
     torch.manual_seed(comm.rank)
     model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
-    block = Block(model, comm, sink=sink)
+    block = Block(FastParts(model, comm, sink=sink))
     buffers = {p: torch.zeros_like(p) for p in block.parameters()}
     sink.attach(buffers, lambda _: None)
     assert set(values_and_gradients(block, block)) == {"y", "dx"}

@@ -1,0 +1,253 @@
+"""`tpengine certify`: starts its own processes, compares, says what it found. No torch.
+
+Exit code 0 if the layouts gave the same bits (with --fast: every distance is within its bound), 1 if not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from tpengine.certify.distance import FACTOR, Distance, Distances, assembled
+from tpengine.certify.evidence import Difference, Evidence
+from tpengine.config import Config, ParallelConfig, validate
+from tpengine.local_ranks import Ranks
+from tpengine.presets import PRESETS
+
+# More would not tell more, and each takes about 0.3 GB.
+_MOST_PROCESSES = 64
+# Leaves every weight as it is: what differs between steps is then their data and their dropout.
+_NO_LEARNING = 1e-30
+_WITNESS = "tpengine.certify.witness:Witness"
+_GRADIENTS = "tpengine.certify.witness:Gradients"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        if self.num_ranks == 1:
+            return "one process"
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to certify; see the command's help."""
+
+    layout: Layout
+    against: Layout | None
+    preset: str
+    dtype: str
+    schedule: str
+    seed: int
+    steps: int
+    fast: bool
+
+
+def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
+    """Compare, print, and return the exit code.
+
+    Args:
+        options: what to compare.
+        witness, gradients: what each rank makes; others only where a test breaks the engine on purpose.
+
+    Raises:
+        ValueError: a layout that cannot be, or two that are one.
+        RanksFailed: a rank raised or died.
+    """
+    _check(options)
+    return _compare_fast(options, gradients) if options.fast else _compare_bits(options, witness)
+
+
+def parse_layout(text: str) -> Layout:
+    """Read "tp=4,pp=1,dp=1": each axis at most once; those not named have size 1.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    found = re.findall(r"(tp|pp|dp)=([1-9]\d*)", text)
+    sizes = {axis: int(size) for axis, size in found}
+    if not found or len(sizes) < len(found) or ",".join(f"{axis}={size}" for axis, size in found) != text:
+        raise ValueError(f"a layout names tp, pp and dp with their sizes: got {text!r}: use tp=4,pp=1,dp=1")
+    return Layout(**sizes)
+
+
+def _check(options: Options) -> None:
+    if options.preset not in PRESETS:
+        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {options.preset!r}: use certify")
+    if options.fast:
+        if options.against is not None:
+            raise ValueError(
+                f"--fast compares with exact mode in one process: got --against {options.against}: leave it out"
+            )
+    elif options.layout == (options.against or Layout()):
+        raise ValueError(
+            f"certify needs two layouts: both are {options.layout}: choose another --tp, --pp, --dp or --against"
+        )
+    for layout in (options.layout, options.against or Layout()):
+        if layout.num_ranks > _MOST_PROCESSES:
+            raise ValueError(
+                f"certify starts its processes here, at most {_MOST_PROCESSES}: {layout} needs {layout.num_ranks}: "
+                "choose a smaller layout"
+            )
+
+
+def _config_of(options: Options, layout: Layout, **train: Any) -> Config:
+    base = PRESETS[options.preset]()
+    in_all = base.train.num_micro_batches
+    if in_all % layout.dp:
+        legal = [dp for dp in range(1, in_all + 1) if in_all % dp == 0]
+        raise ValueError(
+            f"the micro-batches of a step must divide over the replicas: preset {options.preset} has {in_all}, "
+            f"dp {layout.dp}: use dp {min(legal, key=lambda dp: abs(dp - layout.dp))}"
+        )
+    train = {"reduction": "exact", "dtype": options.dtype, **train}
+    config = replace(
+        base,
+        parallel=ParallelConfig(
+            layout.tp, layout.pp, layout.dp, schedule=cast(Literal["1f1b", "gpipe"], options.schedule)
+        ),
+        train=replace(
+            base.train,
+            num_micro_batches=in_all // layout.dp,
+            steps=max(base.train.steps, options.steps),
+            seed=options.seed,
+            **train,
+        ),
+        device="cpu",
+    )
+    return validate(config, layout.num_ranks)
+
+
+@contextmanager
+def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
+    """One line on standard error, gone at the end: what is done, of `num_steps`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=num_steps)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+def _compare_bits(options: Options, witness: str) -> int:
+    layouts = (options.layout, options.against or Layout())
+    configs = [_config_of(options, layout) for layout in layouts]
+    _say(options, configs[0], f"{layouts[0]} against {layouts[1]}, exact mode")
+    runs: list[list[tuple[Evidence, float]]] = []
+    with _progress(2 * options.steps) as advance:
+        for layout, config in zip(layouts, configs, strict=True):
+            with Ranks(layout.num_ranks, witness, config) as ranks:
+                runs.append([_evidence(ranks, step, lambda: advance(str(layout))) for step in range(options.steps)])  # noqa: B023
+    for step, ((left, loss), (right, _)) in enumerate(zip(*runs, strict=True)):
+        _show_groups(step, loss, left, right)
+        difference = left.disagreement or right.disagreement or left.first_difference(right)
+        if difference is not None:
+            side = layouts[0] if left.disagreement else layouts[1] if right.disagreement else None
+            print(_describe(difference, *((side, side) if side else layouts)))
+            return 1
+    print("certified: identical")
+    return 0
+
+
+def _evidence(ranks: Ranks, step: int, advance: Callable[[], Any]) -> tuple[Evidence, float]:
+    answers = ranks.call("step", step)
+    advance()
+    return Evidence([observations for observations, _ in answers]), answers[0][1]
+
+
+def _show_groups(step: int, loss: float, left: Evidence, right: Evidence) -> None:
+    print(f"step {step + 1}, loss {loss!r}")
+    for (group, mine), theirs in zip(left.groups().items(), right.groups().values(), strict=True):
+        print(f"  {group:<10}{mine}" if mine == theirs else f"  {group:<10}{mine} != {theirs}")
+
+
+def _describe(difference: Difference, left: Layout, right: Layout) -> str:
+    made = [
+        f"{layout}: {seen.action} on rank {seen.rank}" if seen else f"{layout}: nowhere"
+        for layout, seen in ((left, difference.left), (right, difference.right))
+    ]
+    return f"not identical: {difference.place}; made by {'; '.join(made)}"
+
+
+def _compare_fast(options: Options, gradients: str) -> int:
+    one = Layout()
+    still = replace(PRESETS[options.preset]().optim, lr=_NO_LEARNING, warmup_steps=0)
+    runs = {
+        "fast": (options.layout, _config_of(options, options.layout, reduction="fast")),
+        "exact": (one, _config_of(options, one)),
+        "float64": (one, _config_of(options, one, dtype="float64")),
+    }
+    _say(options, runs["fast"][1], f"{options.layout} in fast mode against exact mode")
+    seen: dict[str, list[Any]] = {}
+    with _progress(len(runs) * options.steps) as advance:
+        for name, (layout, config) in runs.items():
+            with Ranks(layout.num_ranks, gradients, replace(config, optim=still), options.dtype) as ranks:
+                seen[name] = [_tensors(ranks, step, lambda: advance(name)) for step in range(options.steps)]  # noqa: B023
+    distances = Distances(options.dtype)
+    for fast, exact, wide in zip(*seen.values(), strict=True):
+        distances.add(fast, exact, wide)
+    found = distances.of_tensors()
+    Console(soft_wrap=True).print(_table(found, options.dtype))
+    beyond = [distance for distance in found if not distance.holds]
+    if beyond:
+        worst = max(beyond, key=lambda d: d.of_fast / d.bound if d.bound else math.inf)
+        print(
+            f"not certified: {len(beyond)} of {len(found)} tensors are beyond their bounds, the farthest {worst.name}: "
+            f"{worst.of_fast:.3g} roundings, bound {worst.bound:.3g}"
+        )
+        return 1
+    ratio = max(distance.of_fast / distance.bound for distance in found)
+    print(f"certified: fast mode is within its bounds, at most at {ratio:.0%} of one")
+    return 0
+
+
+def _tensors(ranks: Ranks, step: int, advance: Callable[[], Any]) -> Any:
+    answers = ranks.call("step", step)
+    advance()
+    return assembled(part for parts in answers for part in parts)
+
+
+def _table(distances: list[Distance], dtype: str) -> Table:
+    shown = Table(
+        caption=f"in roundings of {dtype}; bound: {FACTOR:g} times exact mode's own distance to float64",
+        box=None,
+        pad_edge=False,
+    )
+    for column in ("gradient of", "fast to exact", "bound", "exact to float64"):
+        shown.add_column(column, justify="left" if column == "gradient of" else "right", no_wrap=True)
+    for distance in distances:
+        mark = "" if distance.holds else "  BEYOND"
+        numbers = (distance.of_fast, distance.bound, distance.of_exact)
+        shown.add_row(distance.name + mark, *(f"{number:.3g}" for number in numbers))
+    return shown
+
+
+def _say(options: Options, config: Config, what: str) -> None:
+    model, train = config.model, config.train
+    print(what)
+    print(
+        f"preset {options.preset}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+        f"{train.dtype}, {config.parallel.schedule}, seed {train.seed}, {options.steps} steps of "
+        f"{train.num_micro_batches * (config.parallel.dp or 1)} micro-batches",
+        flush=True,
+    )
+    sys.stdout.flush()

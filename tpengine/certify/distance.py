@@ -1,0 +1,114 @@
+"""How far fast mode is from exact, tensor by tensor, in roundings of the dtype. No torch.
+
+    distance(a, b) = |a - b| / (u |b|)      Euclidean norms; u = half the gap between 1 and the next number of the dtype
+
+The bound is measured, not guessed: exact mode runs once more in float64 from the same weights, and
+
+    distance(fast, exact) <= 3 * distance(exact, float64)
+
+which holds if fast mode is at most twice as inexact as exact mode, by the triangle inequality. TTrace (arXiv
+2506.09280, section 5) estimates how far rounding can carry a tensor by perturbing the inputs by u, and so also has a
+factor between what one perturbation does and what many roundings do; here the roundings themselves are seen, those of
+the very tensor and data that are compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FACTOR = 3.0
+
+# Unit roundoff: half the gap between 1 and the next larger number.
+_ROUNDOFF: Mapping[str, float] = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+class Part(Protocol):
+    """A block of a global tensor; see witness.Values."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def values(self) -> NDArray[np.float64]: ...
+
+
+Tensors = dict[str, NDArray[np.float64]]
+
+
+def assembled(parts: Iterable[Part]) -> Tensors:
+    """Put blocks together to global tensors; what several ranks hold is taken from the last."""
+    whole: Tensors = {}
+    for part in parts:
+        tensor = whole.setdefault(part.name, np.full(part.shape, np.nan))
+        place = tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))
+        tensor[place] = part.values
+    return whole
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One tensor, over all steps.
+
+    Attributes:
+        name: of the tensor.
+        of_fast: distance of fast mode to exact, in roundings.
+        of_exact: distance of exact mode to float64, in roundings.
+    """
+
+    name: str
+    of_fast: float
+    of_exact: float
+
+    @property
+    def bound(self) -> float:
+        """What `of_fast` may be at most."""
+        return FACTOR * self.of_exact
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is; a NaN never is."""
+        return self.of_fast <= self.bound
+
+
+class Distances:
+    """Sums of squares over steps.
+
+    Args:
+        dtype: whose roundings are the unit.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._roundoff = _ROUNDOFF[dtype]
+        self._squares: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
+
+    def add(self, fast: Tensors, exact: Tensors, wide: Tensors) -> None:
+        """Take in one step: the same tensors of fast mode, of exact mode, and of exact mode in float64."""
+        assert fast.keys() == exact.keys() == wide.keys(), sorted(fast.keys() ^ exact.keys())
+        for name, reference in wide.items():
+            # Vocabulary padding depends on tp; it has no gradient.
+            rows = slice(0, min(len(t[name]) for t in (fast, exact, wide)))
+            f, e, w = fast[name][rows], exact[name][rows], reference[rows]
+            self._squares[name] += [_square(f - e), _square(e), _square(e - w), _square(w)]
+
+    def of_tensors(self) -> list[Distance]:
+        """The distances, in the tensors' order."""
+        found = []
+        for name, (fast, exact, wrong, wide) in self._squares.items():
+            found.append(Distance(name, self._roundings(fast, exact), self._roundings(wrong, wide)))
+        return found
+
+    def _roundings(self, difference: float, size: float) -> float:
+        return float(np.sqrt(difference / size)) / self._roundoff if size else float(np.sqrt(difference))
+
+
+def _square(x: NDArray[np.float64]) -> float:
+    return float(np.vdot(x, x))

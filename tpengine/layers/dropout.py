@@ -1,0 +1,83 @@
+"""Dropout whose mask is a function of where and when, not of a generator's state: the same in every layout.
+
+A model holds one `Position`; whoever trains it says there which micro-batch of which step comes next. Layers are given
+a `Dropout` for each place of the model that drops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from tpkernels.dropout import DropoutStream, dropout
+from tpkernels.host_attention import AttentionDropout
+
+from tpengine.config import ModelConfig
+
+
+@dataclass
+class Position:
+    """What is computed next.
+
+    Attributes:
+        step, microbatch: 0-based, the micro-batch counted over all replicas.
+        training: False where nothing is dropped: held-out loss, sampling.
+    """
+
+    step: int = 0
+    microbatch: int = 0
+    training: bool = False
+
+
+class Dropout:
+    """Dropout at one place of a model.
+
+    Args:
+        rate: share of elements that are dropped, 0 <= rate < 1.
+        seed: of the run.
+        site: name of the place, unique in the model.
+        position: what is computed next; looked at in every forward.
+    """
+
+    def __init__(self, rate: float, seed: int, site: str, position: Position) -> None:
+        self._rate, self._seed, self._site, self._position = rate, seed, site, position
+
+    def __call__(self, x: Tensor, first_row: int, first_column: int, row_length: int) -> Tensor:
+        """Drop elements of a block x[rows, columns] of the global matrix [T, row_length], scale up the others."""
+        stream = self._stream()
+        return x if stream is None else dropout(x, stream, first_row, first_column, row_length)
+
+    def of_heads(self, first_head: int, num_heads: int) -> AttentionDropout | None:
+        """What drops probabilities of the heads from `first_head` on, of `num_heads` in all."""
+        stream = self._stream()
+        return None if stream is None else AttentionDropout(stream, first_head, num_heads)
+
+    def _stream(self) -> DropoutStream | None:
+        at = self._position
+        if not self._rate or not at.training:
+            return None
+        return DropoutStream(self._rate, self._seed, self._site, at.step, at.microbatch)
+
+
+@dataclass(frozen=True)
+class LayerDropouts:
+    """Where one block drops."""
+
+    attention: Dropout
+    attention_residual: Dropout
+    mlp: Dropout
+    mlp_residual: Dropout
+
+    @classmethod
+    def of(cls, model: ModelConfig, seed: int, layer: int, position: Position) -> LayerDropouts:
+        """Those of layer number `layer`."""
+
+        def at(rate: float, site: str) -> Dropout:
+            return Dropout(rate, seed, f"layers.{layer}.{site}", position)
+
+        return cls(
+            attention=at(model.attention_dropout, "self_attn"),
+            attention_residual=at(model.residual_dropout, "self_attn.residual"),
+            mlp=at(model.mlp_dropout, "mlp"),
+            mlp_residual=at(model.residual_dropout, "mlp.residual"),
+        )
