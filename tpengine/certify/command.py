@@ -100,6 +100,8 @@ def _check(options: Options) -> None:
             raise ValueError(
                 f"--fast compares with exact mode in one process: got --against {options.against}: leave it out"
             )
+        if options.dtype == "float64":
+            raise ValueError("--fast takes float64 as the truth: got --dtype float64: use float32 or bfloat16")
     elif options.layout == (options.against or Layout()):
         raise ValueError(
             f"certify needs two layouts: both are {options.layout}: choose another --tp, --pp, --dp or --against"
@@ -112,7 +114,15 @@ def _check(options: Options) -> None:
             )
 
 
-def _config_of(options: Options, layout: Layout, **train: Any) -> Config:
+def config_of(options: Options, layout: Layout, **train: Any) -> Config:
+    """What a layout trains: the preset on the same global batch, checked.
+
+    Args:
+        train: settings of the section over the options', which set exact mode.
+
+    Raises:
+        ValueError: sizes that do not divide; see config.validate.
+    """
     base = PRESETS[options.preset]()
     in_all = base.train.num_micro_batches
     if in_all % layout.dp:
@@ -150,7 +160,7 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
 
 def _compare_bits(options: Options, witness: str) -> int:
     layouts = (options.layout, options.against or Layout())
-    configs = [_config_of(options, layout) for layout in layouts]
+    configs = [config_of(options, layout) for layout in layouts]
     _say(options, configs[0], f"{layouts[0]} against {layouts[1]}, exact mode")
     runs: list[list[tuple[Evidence, float]]] = []
     with _progress(2 * options.steps) as advance:
@@ -159,13 +169,26 @@ def _compare_bits(options: Options, witness: str) -> int:
                 runs.append([_evidence(ranks, step, lambda: advance(str(layout))) for step in range(options.steps)])  # noqa: B023
     for step, ((left, loss), (right, _)) in enumerate(zip(*runs, strict=True)):
         _show_groups(step, loss, left, right)
-        difference = left.disagreement or right.disagreement or left.first_difference(right)
-        if difference is not None:
-            side = layouts[0] if left.disagreement else layouts[1] if right.disagreement else None
-            print(_describe(difference, *((side, side) if side else layouts)))
+        if found := verdict(left, right, *layouts):
+            print(f"not identical: {found}")
             return 1
     print("certified: identical")
     return 0
+
+
+def verdict(left: Evidence, right: Evidence, left_layout: Layout, right_layout: Layout) -> str:
+    """Say what two runs, or two ranks of one, first saw differently in a step, and what made it; empty if nothing."""
+    found = [
+        (left.first_difference(right), left_layout, right_layout),
+        (left.disagreement, left_layout, left_layout),
+        (right.disagreement, right_layout, right_layout),
+    ]
+    known = [(difference.place, i) for i, (difference, _, _) in enumerate(found) if difference is not None]
+    if not known:
+        return ""
+    difference, one, other = found[min(known)[1]]
+    assert difference is not None
+    return _describe(difference, one, other)
 
 
 def _evidence(ranks: Ranks, step: int, advance: Callable[[], Any]) -> tuple[Evidence, float]:
@@ -185,16 +208,16 @@ def _describe(difference: Difference, left: Layout, right: Layout) -> str:
         f"{layout}: {seen.action} on rank {seen.rank}" if seen else f"{layout}: nowhere"
         for layout, seen in ((left, difference.left), (right, difference.right))
     ]
-    return f"not identical: {difference.place}; made by {'; '.join(made)}"
+    return f"{difference.place}; made by {'; '.join(made)}"
 
 
 def _compare_fast(options: Options, gradients: str) -> int:
     one = Layout()
     still = replace(PRESETS[options.preset]().optim, lr=_NO_LEARNING, warmup_steps=0)
     runs = {
-        "fast": (options.layout, _config_of(options, options.layout, reduction="fast")),
-        "exact": (one, _config_of(options, one)),
-        "float64": (one, _config_of(options, one, dtype="float64")),
+        "fast": (options.layout, config_of(options, options.layout, reduction="fast")),
+        "exact": (one, config_of(options, one)),
+        "float64": (one, config_of(options, one, dtype="float64")),
     }
     _say(options, runs["fast"][1], f"{options.layout} in fast mode against exact mode")
     seen: dict[str, list[Any]] = {}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 FACTOR = 3.0
 
 # Unit roundoff: half the gap between 1 and the next larger number.
-_ROUNDOFF: Mapping[str, float] = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+_ROUNDOFF: Mapping[str, float] = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 class Part(Protocol):
@@ -83,7 +83,7 @@ class Distances:
     """Sums of squares over steps.
 
     Args:
-        dtype: whose roundings are the unit.
+        dtype: whose roundings are the unit: float32 or bfloat16.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -75,11 +75,19 @@ class Witness:
         for number, block in model.layers.items():
             assert isinstance(block, Block)
             first = (int(number) + 1) * _PLACES
+            self._watch_input(block, f"layers.{number}", first - 1)
             self._watch_output(block.self_attn, f"layers.{number}.self_attn", first)
             self._watch_output(block.mlp, f"layers.{number}.mlp", first + 1)
             self._watch_output(block, f"layers.{number}", first + 2)
         if model.is_last:
             model.lm_head.register_forward_hook(self._see_logits)
+
+    def _watch_input(self, module: nn.Module, name: str, depth: int) -> None:
+        def see(_: nn.Module, given: tuple[Tensor, int]) -> None:
+            if self.trainer.model.position.training:
+                self._see_blocks_of_tokens(Phase.FORWARD, depth, f"input of {name}", given[0])
+
+        module.register_forward_pre_hook(see)
 
     def _watch_output(self, module: nn.Module, name: str, depth: int) -> None:
         def see_gradient(gradient: Tensor) -> None:

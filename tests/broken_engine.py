@@ -1,0 +1,43 @@
+"""What certify's ranks make where a test breaks the engine on purpose; named by text, as local_ranks needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpengine.certify.witness import Gradients, Witness
+from tpengine.config import Config
+
+
+class LateWitness(Witness):
+    """From the second step on, one weight of the last rank is wrong in its last bit; a single process is left alone."""
+
+    def step(self, step: int) -> Any:
+        seen = super().step(step)
+        if step == 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
+            weight: Any = self.trainer.model.layers["1"].mlp.shards["7"]["up_proj"].weight
+            weight.data.view(torch.int32)[0, 0].bitwise_xor_(1)
+        return seen
+
+
+class FailingWitness(Witness):
+    """Raises in its first step."""
+
+    def step(self, step: int) -> Any:
+        raise RuntimeError("planted")
+
+
+class WrongGradients(Gradients):
+    """One norm's gradient is wrong by a ten-thousandth on every rank of several."""
+
+    def __init__(self, config: Config, weights_in: str) -> None:
+        super().__init__(config, weights_in)
+        if dist.get_world_size() > 1:
+            name = "layers.3.input_layernorm.weight"
+            finish = self.trainer.gradients.finish
+            gradient = self.trainer.gradients.of[name]
+            inner: Any = self.trainer.gradients
+            inner._gradients.finish = lambda: gradient.mul_(1 + 1e-4)
+            assert finish

@@ -1,0 +1,108 @@
+"""Rung: processes of its own. `tpengine certify` from the command line: verdicts, exit codes, refusals."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tpengine.certify import command
+from tpengine.certify.command import Layout, parse_layout
+from tpengine.cli import main
+
+HASH = r"[0-9a-f]{64}"
+
+
+def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "certify",
+        "--tp",
+        "2",
+        "--against",
+        "tp=1,pp=2",
+        "--steps",
+        "2",
+        "--dtype",
+        "bfloat16",
+        "--schedule",
+        "gpipe",
+    ]
+    assert main([*argv, "--seed", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
+    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, 1 steps of 8 micro-batches")
+    assert lines[2].startswith("step 1, loss ")
+    shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
+    assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
+    assert lines[-1] == "certified: identical"
+
+
+def test_a_difference_ends_in_its_name_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.certify, "__defaults__", ("broken_engine:LateWitness", command._GRADIENTS))
+    assert main(["certify", "--dp", "2", "--steps", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(" != " in line for line in lines) >= 2, "the second step's hashes"
+    assert re.match(
+        r"not identical: step 2: output of layers\.1\.mlp, micro-batch \d, virtual rank \d; made by tp 1 x pp 1 x dp 2: "
+        r"0F\d on rank 1; one process: 0F\d on rank 0",
+        lines[-1],
+    ), lines[-1]
+
+
+def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.4.mlp.down_proj.weight" in out and "loss of each micro-batch" in out
+    assert re.search(r"certified: fast mode is within its bounds, at most at \d+% of one$", out.strip())
+
+
+def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.certify, "__defaults__", (command._WITNESS, "broken_engine:WrongGradients"))
+    assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "not certified: 1 of 48 tensors are beyond their bounds, the farthest layers.3.input_layernorm"
+    )
+
+
+def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.certify, "__defaults__", ("broken_engine:FailingWitness", command._GRADIENTS))
+    assert main(["certify", "--tp", "2"]) == 70
+    captured = capsys.readouterr()
+    assert "planted" in captured.err and "certified" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--tp", "1"], ["needs two layouts", "one process"]),
+        (["--tp", "2", "--against", "tp=2"], ["needs two layouts", "tp 2 x pp 1 x dp 1"]),
+        (["--tp", "3"], ["num_heads must be divisible by tp", "tp 3"]),
+        (["--tp", "16"], ["num_heads must be divisible by tp"]),
+        (["--dp", "3"], ["micro-batches of a step", "8", "dp 3", "use dp 2"]),
+        (["--pp", "6"], ["every pipeline stage needs a layer", "pp 6"]),
+        (["--tp", "2", "--against", "tp2"], ["tp=4,pp=1,dp=1", "'tp2'"]),
+        (["--tp", "2", "--against", "tp=2,tp=2"], ["a layout names"]),
+        (["--tp", "2", "--preset", "nosuch"], ["--preset", "certify", "'nosuch'"]),
+        (["--tp", "2", "--dtype", "float16"], ["train.dtype", "float16"]),
+        (["--tp", "2", "--schedule", "zbv"], ["parallel.schedule", "zbv"]),
+        (["--tp", "2", "--seed", "-1"], ["train.seed", "-1"]),
+        (["--tp", "8", "--pp", "4", "--dp", "4"], ["at most 64", "128"]),
+        (["--tp", "2", "--fast", "--against", "tp=4"], ["--fast", "leave it out"]),
+        (["--tp", "2", "--fast", "--dtype", "float64"], ["--fast", "float32 or bfloat16"]),
+        (["--tp", "0"], ["at least 1"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "Ranks", None)
+    assert main(["certify", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tpengine: error: ") and all(part in line for part in parts), line
+
+
+def test_layouts_are_read() -> None:
+    assert parse_layout("tp=4,pp=1,dp=2") == Layout(4, 1, 2) and parse_layout("dp=2") == Layout(dp=2)
