@@ -356,6 +356,11 @@ def virtual_tp_of(config: Config) -> int:
     return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
 
 
+def num_blocks(config: Config) -> int:
+    """Blocks of micro-batches that exact mode sums; see virtual_ranks. The layout is resolved."""
+    return virtual_dp(config.train.num_micro_batches * (config.parallel.dp or 1))
+
+
 def _check_exact(config: Config, tp: int, dp: int) -> None:
     model, train = config.model, config.train
     virtual = virtual_tp_of(config)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpengine.activity import Activity
 from tpengine.communicators import Communicators, exchange_seconds
-from tpengine.config import Config, dump_toml, virtual_tp_of
+from tpengine.config import Config, dump_toml, num_blocks, virtual_tp_of
 from tpengine.data import Corpus, first_sample_index
 from tpengine.distributed import differing_ranks, link_device, make_deterministic, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
@@ -33,7 +33,6 @@ from tpengine.stage import Stage
 from tpengine.step_gradients import ExactGradients, FastGradients, StepGradients
 from tpengine.step_plan import Layout, layout_of, training_plan
 from tpengine.transfers import Transfers, open_mailbox
-from tpengine.virtual_ranks import virtual_dp
 
 
 class RunError(RuntimeError):
@@ -338,14 +337,13 @@ class Trainer:
         return model, gradients
 
     def _build_exact(self) -> tuple[Transformer, StepGradients]:
-        dtype, train = getattr(torch, self.config.train.dtype), self.config.train
+        dtype = getattr(torch, self.config.train.dtype)
         virtual = VirtualRanks(self.comms.tp, virtual_tp_of(self.config))
         sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
         parts = ExactParts(
             self.config.model, virtual, sinks=sinks, head_sinks=head_sinks, dtype=dtype, device=self.device
         )
         model = self._build_model(parts)
-        num_replicas = self.mesh.shape.dp
         gradients = ExactGradients(
             self.layout.buckets[self.mesh.at.pp],
             model.pieces,
@@ -353,8 +351,8 @@ class Trainer:
             virtual,
             self._has_tied_ends(),
             self.comms,
-            train.num_micro_batches,
-            virtual_dp(train.num_micro_batches * num_replicas) // num_replicas,
+            self.config.train.num_micro_batches,
+            num_blocks(self.config) // self.mesh.shape.dp,
             accumulation_dtype(dtype),
             self.device,
             sinks,
