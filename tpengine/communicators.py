@@ -13,6 +13,7 @@ from tpkernels.mailbox import Mailbox
 from tpengine.collectives import Communicator
 from tpengine.config import Config
 from tpengine.distributed import hosts_of_ranks
+from tpengine.gradients import accumulation_dtype
 from tpengine.mesh import Mesh
 
 # Sums of gradients move in pieces of a quarter of this (rows exchange/all_reduce/... of benchmarks/results).
@@ -107,5 +108,7 @@ def tp_arena_bytes(config: Config) -> int:
     if config.parallel.tp_comm == "plain" or config.parallel.tp == 1:
         return 0
     tokens = config.train.micro_batch_size * config.train.seq_len
-    item_bytes = getattr(torch, config.train.dtype).itemsize
+    dtype = getattr(torch, config.train.dtype)
+    # Exact mode's partial sums travel wide.
+    item_bytes = (accumulation_dtype(dtype) if config.train.reduction == "exact" else dtype).itemsize
     return exchange_bytes(tokens, config.model.hidden_size * item_bytes, config.parallel.tp)

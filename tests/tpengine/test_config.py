@@ -140,6 +140,49 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"warmup_steps": -1}, 1, ["warmup_steps must be at least 0", "-1"]),
     ({"min_lr_ratio": 1.5}, 1, ["min_lr_ratio must be", "1.5", "use 1"]),
     ({"clip_norm": -1.0}, 1, ["clip_norm must be at least 0", "-1.0", "use 0"]),
+    *(
+        case
+        for name in ("residual_dropout", "attention_dropout", "mlp_dropout")
+        for case in (
+            ({name: 1.0}, 1, [f"model.{name} must be below 1", "got 1.0", "use 0.0"]),
+            ({name: -0.1}, 1, [f"model.{name} must be at least 0", "got -0.1", "use 0"]),
+            ({name: float("nan")}, 1, [f"model.{name} must be finite", "got nan", "use 0.0"]),
+        )
+    ),
+    ({"reduction": "exakt"}, 1, ["train.reduction must be one of", "fast", "exact", "exakt"]),
+    (
+        {"reduction": "exact", "tp": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 12, "seq_len": 120},
+        3,
+        [
+            "with train.reduction exact tp must divide the 4 virtual ranks",
+            "num_heads 12, num_kv_heads 12, ffn_size 384 and 8 * 120 tokens",
+            "tp 3: use tp 2 or 4, or train.reduction fast",
+        ],
+    ),
+    (
+        {"reduction": "exact", "tp": 16, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 16},
+        16,
+        ["tp must divide the 8 virtual ranks", "tp 16: use tp 8, or train.reduction fast"],
+    ),
+    (
+        {"reduction": "exact", "tp": 3, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "seq_len": 126},
+        3,
+        ["tp must divide the 1 virtual ranks", "num_kv_heads 3", "tp 3: use tp 1, or train.reduction fast"],
+    ),
+    (
+        {"reduction": "exact", "dp": 3},
+        3,
+        [
+            "with train.reduction exact dp must divide the 4 blocks that the 12 micro-batches of a step",
+            "dp 3: use dp 2 or 4",
+            "or train.reduction fast",
+        ],
+    ),
+    (
+        {"reduction": "exact", "dp": 16, "num_micro_batches": 1},
+        16,
+        ["dp must divide the 8 blocks that the 16 micro-batches", "dp 16: use dp 8", "or train.reduction fast"],
+    ),
 ]
 
 
@@ -165,6 +208,10 @@ def test_a_broken_rule_says_rule_values_and_remedy(leaves: dict[str, Any], world
         ({"vocab_size": 250, "ignore_token": 249}, 2),
         ({"clip_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.0}, 1),
         ({"eval_micro_batches": 0, "sample_tokens": 0, "held_out_fraction": 0.0}, 1),
+        ({"residual_dropout": 0.0, "attention_dropout": 0.999, "mlp_dropout": 0.5}, 1),
+        ({"reduction": "exact", "num_kv_heads": 1, "tp": 4}, 4),
+        ({"reduction": "exact", "tp": 1, "pp": 1, "num_micro_batches": 1}, 8),
+        ({"reduction": "exact", "tp": 1, "pp": 3, "dp": 2, "num_micro_batches": 3}, 6),
     ],
 )
 def test_what_is_legal_comes_back_with_its_layout(leaves: dict[str, Any], world_size: int) -> None:
