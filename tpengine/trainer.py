@@ -15,22 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.activity import Activity
+from tpengine.assembly import assemble
 from tpengine.communicators import Communicators, exchange_seconds
-from tpengine.config import Config, dump_toml, num_blocks, virtual_tp_of
+from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
-from tpengine.distributed import differing_ranks, link_device, make_deterministic, max_over_ranks
+from tpengine.distributed import differing_ranks, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
-from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
-from tpengine.layers.parts import ExactParts, FastParts, Parts
-from tpengine.layers.virtual import VirtualRanks
 from tpengine.mesh import Shape, build_mesh
-from tpengine.model import Transformer
 from tpengine.optim import AdamW, clip_, learning_rate, squared_norms
 from tpengine.parameters import EMBEDDING, kv_replicas, stage_specs
 from tpengine.plan import Action, Kind, verify_loss_weights
 from tpengine.stage import Stage
-from tpengine.step_gradients import ExactGradients, FastGradients, StepGradients
 from tpengine.step_plan import Layout, layout_of, training_plan
 from tpengine.transfers import Transfers, open_mailbox
 
@@ -66,7 +62,7 @@ class Trainer:
 
     Attributes:
         model: this rank's slice, in this rank's shards.
-        plan, layout, mesh, comms, model, gradients, optimizer: see their types.
+        plan, layout, mesh, comms, gradients, optimizer: see their types.
         losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
         grad_norm: of the step under way, before clipping.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None where the process group does.
@@ -97,11 +93,7 @@ class Trainer:
         self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
 
-        if config.train.reduction == "exact":
-            make_deterministic(device)
-            self.model, self.gradients = self._build_exact()
-        else:
-            self.model, self.gradients = self._build_fast()
+        self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device)
         self.model.initialise(config.train.seed)
         self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
@@ -313,58 +305,6 @@ class Trainer:
                 "lower --optim.lr or lengthen --optim.warmup-steps"
             )
         return StepResult(loss, norm, self._lr)
-
-    def _build_fast(self) -> tuple[Transformer, StepGradients]:
-        dtype, sink = getattr(torch, self.config.train.dtype), BufferSink()
-        parts = FastParts(
-            self.config.model,
-            self.comms.tp,
-            replicas=self.comms.replica,
-            sink=sink,
-            dtype=dtype,
-            device=self.device,
-        )
-        model = self._build_model(parts)
-        gradients = FastGradients(
-            self.layout.buckets[self.mesh.at.pp],
-            model.held,
-            self._has_tied_ends(),
-            self.comms,
-            accumulation_dtype(dtype),
-            self.device,
-            sink,
-        )
-        return model, gradients
-
-    def _build_exact(self) -> tuple[Transformer, StepGradients]:
-        dtype = getattr(torch, self.config.train.dtype)
-        virtual = VirtualRanks(self.comms.tp, virtual_tp_of(self.config))
-        sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
-        parts = ExactParts(
-            self.config.model, virtual, sinks=sinks, head_sinks=head_sinks, dtype=dtype, device=self.device
-        )
-        model = self._build_model(parts)
-        gradients = ExactGradients(
-            self.layout.buckets[self.mesh.at.pp],
-            model.pieces,
-            model.held,
-            virtual,
-            self._has_tied_ends(),
-            self.comms,
-            self.config.train.num_micro_batches,
-            num_blocks(self.config) // self.mesh.shape.dp,
-            accumulation_dtype(dtype),
-            self.device,
-            sinks,
-            head_sinks,
-        )
-        return model, gradients
-
-    def _build_model(self, parts: Parts) -> Transformer:
-        return Transformer(parts, layers=self.layout.layers[self.mesh.at.pp], seed=self.config.train.seed)
-
-    def _has_tied_ends(self) -> bool:
-        return self.config.model.tie_embeddings and self.mesh.shape.pp == 1
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""

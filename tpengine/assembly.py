@@ -1,0 +1,87 @@
+"""A rank's model and gradients, put together: fast, or exact with its virtual ranks and a sink for each of them."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.communicators import Communicators
+from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.distributed import make_deterministic
+from tpengine.gradients import BufferSink, accumulation_dtype
+from tpengine.layers.parts import ExactParts, FastParts, Parts
+from tpengine.layers.virtual import VirtualRanks
+from tpengine.mesh import Mesh
+from tpengine.model import Transformer
+from tpengine.step_gradients import ExactGradients, FastGradients, StepGradients
+from tpengine.step_plan import Layout
+
+
+def assemble(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device
+) -> tuple[Transformer, StepGradients]:
+    """Build what train.reduction asks for.
+
+    Args:
+        config: validated.
+        layout, mesh, comms: of that configuration.
+        device: where this rank computes.
+
+    Returns:
+        This rank's slice of the model, uninitialised, and its gradients, which the model's layers add to.
+
+    With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
+    """
+    build = _exact if config.train.reduction == "exact" else _fast
+    return build(config, layout, mesh, comms, device)
+
+
+def _fast(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device
+) -> tuple[Transformer, StepGradients]:
+    dtype, sink = getattr(torch, config.train.dtype), BufferSink()
+    parts = FastParts(config.model, comms.tp, replicas=comms.replica, sink=sink, dtype=dtype, device=device)
+    model = _model(config, layout, mesh, parts)
+    gradients = FastGradients(
+        layout.buckets[mesh.at.pp],
+        model.held,
+        tied_ends=_has_tied_ends(config, mesh),
+        comms=comms,
+        dtype=accumulation_dtype(dtype),
+        device=device,
+        sink=sink,
+    )
+    return model, gradients
+
+
+def _exact(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device
+) -> tuple[Transformer, StepGradients]:
+    make_deterministic(device)
+    dtype = getattr(torch, config.train.dtype)
+    virtual = VirtualRanks(comms.tp, virtual_tp_of(config))
+    sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
+    parts = ExactParts(config.model, virtual, sinks=sinks, head_sinks=head_sinks, dtype=dtype, device=device)
+    model = _model(config, layout, mesh, parts)
+    gradients = ExactGradients(
+        layout.buckets[mesh.at.pp],
+        model.pieces,
+        model.held,
+        virtual,
+        tied_ends=_has_tied_ends(config, mesh),
+        comms=comms,
+        num_micro_batches=config.train.num_micro_batches,
+        num_blocks=num_blocks(config) // mesh.shape.dp,
+        dtype=accumulation_dtype(dtype),
+        device=device,
+        sinks=sinks,
+        head_sinks=head_sinks,
+    )
+    return model, gradients
+
+
+def _model(config: Config, layout: Layout, mesh: Mesh, parts: Parts) -> Transformer:
+    return Transformer(parts, layers=layout.layers[mesh.at.pp], seed=config.train.seed)
+
+
+def _has_tied_ends(config: Config, mesh: Mesh) -> bool:
+    return config.model.tie_embeddings and mesh.shape.pp == 1
