@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from exactness import DType, Found, alone, assert_same_bits, exact_config, merge, train_steps
 from parity import Outcome, compare, config_of, outcome_of
 from rank_pool import RankPool
 from torch import nn
@@ -50,6 +51,21 @@ def test_ranks_on_one_card_train_to_the_cpus_parameters(ranks: RankPool, dp: int
     (reference,) = ranks.run(train_on, 1, config_of(1, 1, 1, tied=True, kv_heads=1), "cpu")
     outcomes = ranks.run(train_on, dp * tp * pp, config_of(dp, tp, pp, tied=True, kv_heads=1), "cuda")
     compare(outcomes, reference)
+
+
+def train_exactly_on_a_card(config: Config) -> Found:
+    trainer = Trainer(config, open_corpus(config), torch.device("cuda"))
+    return train_steps(trainer, 0, config.train.steps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (1, 2, 2), (2, 2, 1), (1, 4, 1)])
+def test_exact_mode_gives_the_bits_of_one_process_on_one_card(
+    ranks: RankPool, dtype: DType, dp: int, tp: int, pp: int
+) -> None:
+    config = exact_config(dp, tp, pp, dtype=dtype)
+    want = merge(alone(config), ranks.run(train_exactly_on_a_card, 1, alone(config)))
+    assert_same_bits(merge(config, ranks.run(train_exactly_on_a_card, dp * tp * pp, config)), want)
 
 
 def evaluate_on(config: Config, device: str) -> tuple[float, list[int]]:

@@ -144,7 +144,8 @@ def check_tokens(num_tokens: int, num_ranks: int, kind: str = "tp") -> None:
         )
 
 
-def _check_divides(what: str, size: int, shards: int) -> int:
+def check_divides(what: str, size: int, shards: int) -> int:
+    """Return size / shards; raise ValueError unless it is whole."""
     if size % shards:
         down, up = size // shards * shards, (size // shards + 1) * shards
         nearest = f"{down} or {up}" if down else str(up)
@@ -187,7 +188,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         shards = comm.size // (replicas.size if replicas else 1)
-        rows = _check_divides("column-parallel out_features", out_features, shards)
+        rows = check_divides("column-parallel out_features", out_features, shards)
         self.comm, self.replicas = comm, replicas
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
@@ -314,7 +315,7 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        columns = _check_divides("row-parallel in_features", in_features, comm.size)
+        columns = check_divides("row-parallel in_features", in_features, comm.size)
         self.comm = comm
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()

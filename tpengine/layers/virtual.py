@@ -27,7 +27,7 @@ from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
 from tpengine.layers.attention import attend
 from tpengine.layers.dropout import Dropout
-from tpengine.layers.linear import PreparedWeight, check_tokens
+from tpengine.layers.linear import PreparedWeight, check_divides, check_tokens
 from tpengine.layers.loss import check_range
 from tpengine.layers.mlp import gated_silu
 from tpengine.layers.norm import rms_norm
@@ -43,10 +43,20 @@ class VirtualRanks:
     Attributes:
         comm: the real ones; their number divides `size`.
         size: V, a power of two.
+
+    Raises:
+        ValueError: V is no power of two, or the real ranks do not divide it.
     """
 
     comm: Communicator
     size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.size & (self.size - 1) or self.size % self.comm.size:
+            raise ValueError(
+                f"virtual ranks must be a power of two that the real ranks divide: {self.size} virtual, "
+                f"{self.comm.size} real: use 8 on 1, 2, 4 or 8 ranks"
+            )
 
     @property
     def held(self) -> range:
@@ -203,6 +213,9 @@ class VirtualAttention(_VirtualLayer):
         sinks: one a held virtual rank; default `weight.grad`.
         dtype, device: of the weights.
 
+    Raises:
+        ValueError: heads that do not divide; no sinks, and ranks share a KV head, each with a part of its gradient.
+
     With G < V a KV head's weight is one parameter for those of its virtual ranks that this rank plays; each adds the
     gradient of its own query heads.
     """
@@ -223,8 +236,18 @@ class VirtualAttention(_VirtualLayer):
         super().__init__(virtual, sinks)
         self.head_size, self.num_heads = hidden_size // num_heads, num_heads
         self.rope_theta, self.dropout = rope_theta, dropout
-        self._each = num_heads // virtual.size
+        self._each = check_divides("num_heads", num_heads, virtual.size)
+        if num_kv_heads % virtual.size and virtual.size % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide the virtual ranks or be divisible by them: num_kv_heads {num_kv_heads}, "
+                f"virtual ranks {virtual.size}: use num_kv_heads {virtual.size}"
+            )
         replicas = max(1, virtual.size // num_kv_heads)
+        if sinks is None and replicas > len(virtual.held):
+            raise ValueError(
+                f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
+                f"{num_kv_heads}, tp {virtual.comm.size}: pass sinks"
+            )
         self._kv_each = max(1, num_kv_heads // virtual.size)
         self._inputs, self._outputs = [], []
         queries, keys = self._each * self.head_size, self._kv_each * self.head_size
@@ -274,7 +297,7 @@ class VirtualSwiGLU(_VirtualLayer):
     ) -> None:
         super().__init__(virtual, sinks)
         self.ffn_size, self.dropout = ffn_size, dropout
-        self._each = ffn_size // virtual.size
+        self._each = check_divides("ffn_size", ffn_size, virtual.size)
         self._inputs, self._outputs = [], []
         for rank in virtual.held:
             gate, up = (_Weight(self._each, hidden_size, dtype, device) for _ in range(2))
@@ -387,8 +410,9 @@ class VirtualEmbedding(_VirtualLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(virtual, sinks)
+        num_rows = check_divides("num_embeddings", num_embeddings, virtual.size)
         for rank in virtual.held:
-            shard = _Weight(num_embeddings // virtual.size, embedding_dim, dtype, device)
+            shard = _Weight(num_rows, embedding_dim, dtype, device)
             nn.init.normal_(shard.weight, std=0.02)
             self.shards[str(rank)] = shard
 
@@ -430,8 +454,9 @@ class VirtualHead(_VirtualLayer):
     ) -> None:
         super().__init__(virtual, sinks)
         self._outputs = []
+        num_rows = check_divides("out_features", out_features, virtual.size)
         for i, rank in enumerate(virtual.held):
-            shard = _Weight(out_features // virtual.size, in_features, dtype, device)
+            shard = _Weight(num_rows, in_features, dtype, device)
             if weights is not None:
                 shard.weight = weights[i]
             self._outputs.append(self._matrices_of(rank, shard))
