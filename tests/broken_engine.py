@@ -35,9 +35,17 @@ class WrongGradients(Gradients):
     def __init__(self, config: Config, weights_in: str) -> None:
         super().__init__(config, weights_in)
         if dist.get_world_size() > 1:
-            name = "layers.3.input_layernorm.weight"
-            finish = self.trainer.gradients.finish
-            gradient = self.trainer.gradients.of[name]
-            inner: Any = self.trainer.gradients
-            inner._gradients.finish = lambda: gradient.mul_(1 + 1e-4)
-            assert finish
+            self.spoil()
+
+    def spoil(self) -> None:
+        gradients: Any = self.trainer.gradients
+        gradient = gradients.of["layers.3.input_layernorm.weight"]
+        gradients._gradients.finish = lambda: gradient.mul_(1 + 1e-4)
+
+
+class StaleReplica(WrongGradients):
+    """As WrongGradients, on rank 0 of several only."""
+
+    def spoil(self) -> None:
+        if dist.get_rank() == 0:
+            super().spoil()

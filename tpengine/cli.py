@@ -92,6 +92,7 @@ def run_certify(args: argparse.Namespace) -> int:
         preset=args.preset,
         dtype=args.dtype,
         schedule=args.schedule,
+        tp_comm=args.tp_comm,
         seed=args.seed,
         steps=args.steps,
         fast=args.fast,
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--preset", default="certify", help="what is trained (default certify: 8 heads, 5 layers)")
     certify.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
     certify.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
+    certify.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")
     certify.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")
     certify.add_argument("--steps", type=_count, default=5, help="optimizer steps (default 5)")
     certify.add_argument(

@@ -96,11 +96,12 @@ class TrainConfig:
     steps: int = 250
     """Optimizer steps."""
     seed: int = 0
-    """Seed of initial weights and data order."""
+    """Seed of initial weights, data order, dropout and sampling."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of weights and activations; gradients and moments are kept in at least float32."""
     reduction: Literal["fast", "exact"] = "fast"
-    """Order of sums: fast takes what the layout gives; with exact all layouts give the same bits."""
+    """Order of sums: fast takes what the layout gives; with exact all layouts give the same bits, tp and dp at most 8,
+    one thread a process."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
     sample_tokens: int = 200
@@ -220,6 +221,9 @@ def validate(config: Config, world_size: int) -> Config:
     _check_layout(config)
     return config
 
+
+# As many as a dropout mask can tell apart.
+_MOST_MICRO_BATCHES = 2**24
 
 # Open bounds, as the closed bounds next to them.
 _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
@@ -344,6 +348,11 @@ def _check_layout(config: Config) -> None:
             f"the tokens of a micro-batch must be divisible by tp: micro_batch_size {train.micro_batch_size} * "
             f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
             f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
+        )
+    if train.num_micro_batches * dp > _MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
+            f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
     if train.reduction == "exact":
         _check_exact(config, tp, dp)

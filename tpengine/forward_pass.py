@@ -132,10 +132,12 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         drawn = torch.full((1,), -1, dtype=torch.int64, device=trainer.device)
 
         def draw(logits: Tensor, _: int, place: int = place, drawn: Tensor = drawn) -> None:
-            row = logits[..., place, :].flatten().double() / temperature
-            column = torch.arange(len(row), device=row.device) + tp.rank * len(row)
-            noise = uniform(config.train.seed, f"sample/{len(tokens)}", column)
-            score = (row - (-noise.log()).log()).masked_fill(column >= config.model.vocab_size, -torch.inf)
+            rows = logits[..., place, :].double().view(-1, logits.shape[-1]) / temperature
+            column = torch.arange(rows.numel(), device=rows.device) + tp.rank * rows.numel()
+            # Shard by shard: a logarithm's last bit may depend on its place in what is computed at once.
+            noise = [uniform(config.train.seed, f"sample/{len(tokens)}", c) for c in column.view_as(rows)]
+            scores = [row - (-n.log()).log() for row, n in zip(rows, noise, strict=True)]
+            score = torch.cat(scores).masked_fill(column >= config.model.vocab_size, -torch.inf)
             best = score.max(0)
             candidate = torch.stack([best.values, column[best.indices].double()])
             candidates = tp.all_gather(candidate[None])

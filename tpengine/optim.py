@@ -46,8 +46,9 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     if max_norm == 0:
         return
     scale = max_norm / norm.clamp_min(max_norm)
+    by_dtype: dict[torch.dtype, Tensor] = {}
     for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+        gradient.mul_(by_dtype.setdefault(gradient.dtype, scale.to(gradient.dtype)))
 
 
 class AdamW:

@@ -19,6 +19,9 @@ ReduceOver = Literal["dp", "dp_tp", "dp_replica"]
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 
+# A cache line. Exact mode's operands begin at one: a library may add in another order elsewhere.
+ALIGNMENT_BYTES = 64
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -235,9 +238,10 @@ def exact_gradients(
         num_held: virtual ranks a real one plays.
         tied_ends: the stage uses the embedding at both ends: then the head has buffers of its own.
     """
-    # Buffers begin where a vector register may be loaded from: 16 elements of 4 bytes.
+    # Each buffer begins at a cache line, so that its alignment does not follow from what lies before it.
+    elements = ALIGNMENT_BYTES // 4
     return tuple(
-        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(virtual_tp) // 16) * 16, "dp")
+        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(virtual_tp) // elements) * elements, "dp")
         for spec in specs
         for head in ((False, True) if tied_ends and spec.name == EMBEDDING else (False,))
         for rank in range(num_held)

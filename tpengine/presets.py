@@ -43,19 +43,21 @@ def llama_1b() -> Config:
 
 def certify() -> Config:
     """What `tpengine certify` trains: small, and with everything that could depend on a layout. 8 heads share 4 KV
-    heads, 5 layers divide over no pipeline, ends are tied, three kinds of dropout, ignored labels, clipping."""
+    heads, 5 layers divide over no pipeline, ends are tied, three kinds of dropout, ignored labels, clipping, blocks of
+    2 micro-batches; its products are large enough for every matrix library that training uses."""
     return Config(
         model=ModelConfig(
+            hidden_size=256,
             num_layers=5,
             num_heads=8,
             num_kv_heads=4,
-            ffn_size=352,
+            ffn_size=512,
             tie_embeddings=True,
             residual_dropout=0.1,
             attention_dropout=0.1,
             mlp_dropout=0.1,
         ),
-        train=TrainConfig(seq_len=64, micro_batch_size=2, num_micro_batches=8),
+        train=TrainConfig(seq_len=64, micro_batch_size=4, num_micro_batches=16),
         data=DataConfig(ignore_token=32),
         optim=OptimConfig(warmup_steps=2, clip_norm=0.5),
     )

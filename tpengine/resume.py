@@ -15,7 +15,7 @@ from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, read_index
-from tpengine.config import Config, load_toml, resolve_layout
+from tpengine.config import Config, ModelConfig, load_toml, resolve_layout
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
             nearest = min(legal, key=lambda dp: abs(dp - (parallel.dp or 1)))
             raise ValueError(
                 f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, "
-                f"dp {parallel.dp}: use --parallel.dp {nearest}, or another --train.micro-batch-size and "
-                "--train.num-micro-batches of the same product with dp"
+                f"dp {parallel.dp}: use --parallel.dp {nearest}, or, in fast mode without dropout, another "
+                "--train.micro-batch-size and --train.num-micro-batches of the same product with dp"
             )
         train = replace(train, num_micro_batches=each)
     return replace(wanted, parallel=parallel, train=train)
@@ -131,7 +131,8 @@ def _samples_per_step(config: Config) -> int:
 def _check_continues(directory: Path, index: Index, config: Config, fingerprint: str) -> None:
     try:
         saved, now = (
-            _decisive(state, index.step) for state in (index.state, state_of(config, fingerprint, index.step))
+            _decisive(state, index.step, config.train.reduction == "exact")
+            for state in (index.state, state_of(config, fingerprint, index.step))
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
@@ -156,13 +157,18 @@ _REMEDIES = {
 }
 
 
-def _decisive(state: Mapping[str, Any], step: int) -> dict[str, Any]:
+def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, Any]:
     """By name, what decides the numbers of later steps."""
     config = state["config"]
     train, data = config["train"], config["data"]
+    # Settings that a checkpoint is too old to have were as they are by default.
+    model = asdict(ModelConfig()) | config["model"]
+    dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
     return {
-        **{f"model.{name}": value for name, value in config["model"].items()},
+        **{f"model.{name}": value for name, value in model.items()},
         **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
+        # Masks are functions of the micro-batch, and exact mode's order of sums is one of its size.
+        **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
         "samples per step": state["data"]["next_sample"] / step if step else None,
         "the text": state["data"]["fingerprint"][:16],

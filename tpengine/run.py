@@ -161,6 +161,9 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
     step = checkpoint.index.step
     what = f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"
     console.print(what, highlight=False)
+    before = checkpoint.index.state["config"].get("train", {}).get("reduction", "fast")
+    if before != config.train.reduction:
+        console.print(f"changed since the checkpoint: train.reduction from {before} to {config.train.reduction}")
     for name, before in checkpoint.index.state["config"].get("optim", {}).items():
         now = getattr(config.optim, name, None)
         if now != before:

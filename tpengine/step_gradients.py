@@ -22,7 +22,7 @@ from tpengine.communicators import Communicators
 from tpengine.data_parallel import BlockSums, GradientBuckets
 from tpengine.gradients import BufferSink
 from tpengine.layers.virtual import VirtualRanks
-from tpengine.parameters import EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
+from tpengine.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
 
 
 class StepGradients(Protocol):
@@ -31,10 +31,12 @@ class StepGradients(Protocol):
     Attributes:
         buckets: the flat buffers.
         of: by piece, what the optimizer reads after `finish`.
+        summed: the same in as few tensors as there are, for what is done to all elements.
     """
 
     buckets: GradientBuckets
     of: Mapping[str, Tensor]
+    summed: Collection[Tensor]
 
     def begin(self) -> None:
         """Begin a step: everything is zero."""
@@ -78,6 +80,7 @@ class FastGradients:
             device=device,
         )
         self.of: Mapping[str, Tensor] = self.buckets.gradients
+        self.summed: Collection[Tensor] = self.buckets.flat.values()
         names = {parameter: name for name, parameter in held.items()}
         sink.attach(
             {parameter: self.of[name] for parameter, name in names.items()},
@@ -145,6 +148,9 @@ class ExactGradients:
         buffers = self.buckets.gradients
         self._terms = {piece: [buffers[leaf] for leaf in names] for piece, names in leaves.of_piece.items()}
         self.of: Mapping[str, Tensor] = {piece: terms[0] for piece, terms in self._terms.items()}
+        self.summed: Collection[Tensor] = self.of.values()
+        for gradient in buffers.values():
+            assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
         self._comms = comms
         num_held = len(virtual.held)
         # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.

@@ -71,7 +71,8 @@ class Trainer:
         ValueError: the plan fails verification (a bug of a schedule, named).
         RunError: ranks differ in plan, configuration or text.
 
-    The constructor is collective; the default process group must exist.
+    The constructor is collective; the default process group must exist. With train.reduction exact it makes torch
+    deterministic for the whole process (distributed.make_deterministic).
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Trainer:
             [name for name, piece in self.model.pieces.items() if piece.spec.decays],
             config.optim,
         )
+        self._num_places, self._places = self._places_of_gradients()
         self._batch = StepBatch(torch.empty(0), torch.empty(0), 0.0)
         # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
         self.losses = torch.zeros(shape.dp * config.train.num_micro_batches, dtype=torch.float64, device=device)
@@ -227,6 +229,7 @@ class Trainer:
 
     def _backward(self, action: Action) -> None:
         _, microbatch = action.piece
+        self.model.position.microbatch = self.number_of(microbatch)
         starts = {sub.index: sub for sub in action.reduces}
 
         def on_start(index: int) -> None:
@@ -271,26 +274,24 @@ class Trainer:
     def _clip(self) -> None:
         self.gradients.finish()
         # Each shard of the model has its place; other ranks add zeros there, which is exact in whatever order.
-        squares = squared_norms(self._owned_gradients(), self._num_shards(), self.device)
+        owned = {place: self.gradients.of[name] for name, place in self._places.items()}
+        squares = squared_norms(owned, self._num_places, self.device)
         self.comms.tp.all_reduce_(squares)
         self.comms.pp.all_reduce_(squares)
         self.grad_norm = squares.sum().sqrt()
-        clip_(self.gradients.of.values(), self.grad_norm, self.config.optim.clip_norm)
+        clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm)
 
-    def _num_shards(self) -> int:
-        table_size = self.model.parts.table_size
-        return table_size * len(stage_specs(self.config.model, table_size, 0, self.config.model.num_layers))
-
-    def _owned_gradients(self) -> dict[int, Tensor]:
-        """Gradients this rank answers for in the global norm, by their shard's place: each of the model's once."""
+    def _places_of_gradients(self) -> tuple[int, dict[str, int]]:
+        """How many places the global norm has, and those of the pieces that this rank answers for: each shard once."""
         table_size, held = self.model.parts.table_size, self.model.parts.held
         specs = stage_specs(self.config.model, table_size, 0, self.config.model.num_layers)
         first_place = {spec.name: i * table_size for i, spec in enumerate(specs)}
-        return {
-            first_place[piece.spec.name] + piece.holder: self.gradients.of[name]
+        places = {
+            name: first_place[piece.spec.name] + piece.holder
             for name, piece in self.model.pieces.items()
             if piece.holder in held and not (piece.spec.name == EMBEDDING and self.mesh.at.pp > 0)
         }
+        return len(specs) * table_size, places
 
     def _result(self, step: int) -> StepResult:
         loss = -math.inf

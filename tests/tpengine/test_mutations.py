@@ -107,17 +107,12 @@ def tie_forgotten(trainer: Trainer) -> None:
 
 
 def tied_copy_counted_in_the_norm(trainer: Trainer) -> None:
-    owned = trainer._owned_gradients
-
-    def with_copy() -> dict[int, torch.Tensor]:
-        copy = trainer.gradients.of.get(EMBEDDING) if trainer.mesh.at.pp > 0 else None
-        return owned() if copy is None else {0: copy} | owned()
-
-    trainer._owned_gradients = with_copy  # type: ignore[method-assign]
+    if trainer.mesh.at.pp > 0 and EMBEDDING in trainer.gradients.of:
+        trainer._places = trainer._places | {EMBEDDING: 0}
 
 
 def replicated_norms_counted_twice(trainer: Trainer) -> None:
-    trainer._owned_gradients = lambda: dict(enumerate(trainer.gradients.of.values()))  # type: ignore[method-assign]
+    trainer._places = {name: place for place, name in enumerate(trainer.gradients.of)}
 
 
 def gradients_not_zeroed(trainer: Trainer) -> None:

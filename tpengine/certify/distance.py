@@ -9,7 +9,8 @@ The bound is measured, not guessed: exact mode runs once more in float64 from th
 which holds if fast mode is at most twice as inexact as exact mode, by the triangle inequality. TTrace (arXiv
 2506.09280, section 5) estimates how far rounding can carry a tensor by perturbing the inputs by u, and so also has a
 factor between what one perturbation does and what many roundings do; here the roundings themselves are seen, those of
-the very tensor and data that are compared.
+the very tensor and data that are compared. What the bound cannot see is an error smaller than itself: some 1e-6 of a
+tensor in float32, some per cent in bfloat16 (`Distance.noticed_from`). That is what exact mode is for.
 """
 
 from __future__ import annotations
@@ -44,12 +45,24 @@ class Part(Protocol):
 Tensors = dict[str, NDArray[np.float64]]
 
 
+class ReplicasDiffer(Exception):
+    """Ranks that hold the same block hold other values; the message names the tensor."""
+
+
 def assembled(parts: Iterable[Part]) -> Tensors:
-    """Put blocks together to global tensors; what several ranks hold is taken from the last."""
+    """Put blocks together to global tensors.
+
+    Raises:
+        ReplicasDiffer: several ranks hold a block, and not the same bits; fast mode promises those too.
+    """
     whole: Tensors = {}
     for part in parts:
         tensor = whole.setdefault(part.name, np.full(part.shape, np.nan))
         place = tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))
+        before = tensor[place]
+        known = ~np.isnan(before)
+        if not np.array_equal(before[known], part.values[known]):
+            raise ReplicasDiffer(part.name)
         tensor[place] = part.values
     return whole
 
@@ -62,11 +75,13 @@ class Distance:
         name: of the tensor.
         of_fast: distance of fast mode to exact, in roundings.
         of_exact: distance of exact mode to float64, in roundings.
+        roundoff: one rounding, relative.
     """
 
     name: str
     of_fast: float
     of_exact: float
+    roundoff: float = 1.0
 
     @property
     def bound(self) -> float:
@@ -74,9 +89,21 @@ class Distance:
         return FACTOR * self.of_exact
 
     @property
+    def noticed_from(self) -> float:
+        """The relative error of the whole tensor from which on the bound is surely broken."""
+        return (self.bound + self.of_fast) * self.roundoff
+
+    @property
     def holds(self) -> bool:
         """Whether it is; a NaN never is."""
         return self.of_fast <= self.bound
+
+    @property
+    def share(self) -> float:
+        """Of the bound; 0 where nothing differs."""
+        if self.of_fast == 0:
+            return 0.0
+        return self.of_fast / self.bound if self.bound else float("inf")
 
 
 class Distances:
@@ -103,11 +130,14 @@ class Distances:
         """The distances, in the tensors' order."""
         found = []
         for name, (fast, exact, wrong, wide) in self._squares.items():
-            found.append(Distance(name, self._roundings(fast, exact), self._roundings(wrong, wide)))
+            found.append(Distance(name, self._roundings(fast, exact), self._roundings(wrong, wide), self._roundoff))
         return found
 
     def _roundings(self, difference: float, size: float) -> float:
-        return float(np.sqrt(difference / size)) / self._roundoff if size else float(np.sqrt(difference))
+        """Of a tensor that is zero everywhere, any difference is infinite."""
+        if size == 0:
+            return float("inf") if difference else 0.0
+        return float(np.sqrt(difference / size)) / self._roundoff
 
 
 def _square(x: NDArray[np.float64]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tpengine.certify.evidence import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
-from tpengine.config import Config
+from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
 from tpengine.execute import Handler
 from tpengine.model import Block
@@ -28,7 +28,7 @@ from tpengine.trainer import Trainer
 
 # More than there are places within a layer.
 _PLACES = 8
-# Backward meets them in this order: gradients of outputs, and of the parameters that they give.
+# Backward meets a layer's in this order: gradients of outputs, each before those of the parameters that it gives.
 _BACKWARD = ("", "mlp", "mlp.", "post_attention_layernorm.", "self_attn", "self_attn.", "input_layernorm.")
 
 
@@ -42,6 +42,7 @@ class Witness:
     def __init__(self, config: Config) -> None:
         self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
         self._step = 0
+        self._block_length = config.train.num_micro_batches * (config.parallel.dp or 1) // num_blocks(config)
         self._observations: list[Observation] = []
         gradients = self.trainer.gradients
         assert isinstance(gradients, ExactGradients), "fast mode has no bits to certify"
@@ -54,6 +55,9 @@ class Witness:
         """Run a step; return what was seen, and its loss."""
         self._step, self._observations = step, []
         result = self.trainer.train_step(step)
+        for depth, (name, number) in enumerate(asdict(result).items()):
+            value = torch.tensor(number, dtype=torch.float64)
+            self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
         return self._observations, result.loss
 
     def _see(
@@ -117,11 +121,6 @@ class Witness:
                 loss = self.trainer.losses[self.trainer.model.position.microbatch]
                 self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
 
-        def backward(action: Action) -> None:
-            # A forward of another micro-batch may have come between.
-            self.trainer.model.position.microbatch = self.trainer.number_of(action.piece[1])
-            handlers[Kind.B](action)
-
         def clip(action: Action) -> None:
             handlers[Kind.CLIP](action)
             self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.grad_norm)
@@ -130,7 +129,7 @@ class Witness:
             handlers[Kind.STEP](action)
             self._see_update()
 
-        return {Kind.F: forward, Kind.B: backward, Kind.CLIP: clip, Kind.STEP: step}
+        return {Kind.F: forward, Kind.CLIP: clip, Kind.STEP: step}
 
     def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
         held = self.trainer.model.parts.held
@@ -139,6 +138,8 @@ class Witness:
             # A last stage's copy of tied embeddings is the head.
             head = head or (name == EMBEDDING and not self.trainer.model.is_first)
             use = " as output head" if head else ""
+            if self._block_length > 1:
+                use += f", over {self._block_length} micro-batches to the last"
             self._see(
                 Phase.BACKWARD,
                 self._depth_down(HEAD if head else name),
@@ -177,7 +178,7 @@ class Witness:
         """Where backward comes to the output of a module, or to a parameter, by its name."""
         path = name.split(".", 2)
         if path[0] != "layers":
-            return self._depth_of_head() if path[0] == "embed_tokens" else 0
+            return self._depth_of_head() + len(path) if path[0] == "embed_tokens" else 0
         module = path[2] if len(path) > 2 else ""
         within, parameter, _ = module.partition(".")
         layers_above = self.trainer.config.model.num_layers - 1 - int(path[1])
@@ -189,7 +190,7 @@ class _Watched:
 
     def __init__(self, gradients: StepGradients, see: Any) -> None:
         self._gradients, self._see = gradients, see
-        self.buckets, self.of = gradients.buckets, gradients.of
+        self.buckets, self.of, self.summed = gradients.buckets, gradients.of, gradients.summed
         self.begin, self.after_backward = gradients.begin, gradients.after_backward
 
     def finish(self) -> None:
@@ -250,7 +251,7 @@ class Gradients:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes, in hex."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _shard(piece: Piece) -> int:

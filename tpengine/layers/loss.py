@@ -53,12 +53,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         num_shards = shape[0]
         for i, dz in enumerate(dlogits):
             exponentials, scale, column, mine = saved[i::num_shards]
-            dlogits_of_valid = exponentials * (scale * weight)[:, None]
-            rows = mine.nonzero()[:, 0]
-            dlogits_of_valid[rows, column[rows]] -= dloss
             num_valid = exponentials.shape[1]
-            dz[:, :num_valid] = dlogits_of_valid
             dz[:, num_valid:] = 0
+            is_wide = dtype == exponentials.dtype
+            of_valid = torch.mul(exponentials, (scale * weight)[:, None], out=dz[:, :num_valid] if is_wide else None)
+            rows = mine.nonzero()[:, 0]
+            of_valid[rows, column[rows]] -= dloss
+            if not is_wide:
+                dz[:, :num_valid] = of_valid
         return dlogits, None, None, None
 
 

@@ -9,7 +9,10 @@ Elementwise additions and products between activations need no such care: their 
 
 The price: gathers and sums are not overlapped with matmuls, partial sums travel in at least float32, each matmul is a
 V/tp-th of the fast one's, and with fewer KV heads than virtual ranks K and V are computed by each virtual rank.
-Design 7 of "bit-identical training in any layout"; nothing like it is published, to our knowledge.
+
+Sources: TBIK (arXiv 2511.17826) makes forward passes of any tp agree by one binary tree inside a GPU and between them;
+EasyScale (SC 2023) has data-parallel workers of a fixed number play by any number of GPUs. Here both are one idea, also
+for backward, pipelines, dropout and the optimizer.
 """
 
 from __future__ import annotations
@@ -31,9 +34,7 @@ from tpengine.layers.linear import PreparedWeight, check_divides, check_tokens
 from tpengine.layers.loss import check_range
 from tpengine.layers.mlp import gated_silu
 from tpengine.layers.norm import rms_norm
-
-# A cache line: operands that begin at one have the same alignment whatever lies before them.
-_ALIGNMENT_BYTES = 64
+from tpengine.parameters import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x as a matrix that begins at a cache line: a library may add in another order elsewhere."""
+    """x without gaps, beginning at a cache line."""
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % _ALIGNMENT_BYTES else x
+    return x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
 
 
 class _Weight(nn.Module):
@@ -146,7 +147,10 @@ class _Weight(nn.Module):
 
 
 class _Matrices:
-    """The weights that one virtual rank multiplies by at once, laid out for it when they have changed."""
+    """The weights that one virtual rank multiplies by at once, laid out for it when they have changed.
+
+    Memory: a copy of several weights side by side, until `release`; and what PreparedMatrix lays out.
+    """
 
     def __init__(self, sink: GradientSink, *layers: _Weight) -> None:
         self._sink, self._layers = sink, layers
@@ -162,7 +166,8 @@ class _Matrices:
         weights = self._weights()
         self._prepared = self._prepared and self._prepared.if_current(weights)
         if self._prepared is None:
-            self._prepared = PreparedWeight(torch.cat([w.detach() for w in weights]), num_tokens, weights)
+            whole = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
+            self._prepared = PreparedWeight(whole, num_tokens, weights)
         return self._prepared
 
     def release(self) -> None:

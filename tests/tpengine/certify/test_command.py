@@ -30,7 +30,7 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
     assert main([*argv, "--seed", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
-    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, 1 steps of 8 micro-batches")
+    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, 1 steps of 16 micro-batches")
     assert lines[2].startswith("step 1, loss ")
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
@@ -67,6 +67,17 @@ def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], m
     )
 
 
+def test_replicas_that_differ_in_fast_mode_are_no_agreement(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.certify, "__defaults__", (command._WITNESS, "broken_engine:StaleReplica"))
+    assert main(["certify", "--fast", "--dp", "2", "--steps", "1"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "not certified: step 1: ranks that hold the same part of layers.3.input_layernorm.weight hold other bits of it"
+    )
+
+
 def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.certify, "__defaults__", ("broken_engine:FailingWitness", command._GRADIENTS))
     assert main(["certify", "--tp", "2"]) == 70
@@ -81,14 +92,16 @@ def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], mon
         (["--tp", "2", "--against", "tp=2"], ["needs two layouts", "tp 2 x pp 1 x dp 1"]),
         (["--tp", "3"], ["num_heads must be divisible by tp", "tp 3"]),
         (["--tp", "16"], ["num_heads must be divisible by tp"]),
-        (["--dp", "3"], ["micro-batches of a step", "8", "dp 3", "use dp 2"]),
+        (["--dp", "3"], ["micro-batches of a step", "16", "dp 3", "use dp 2"]),
         (["--pp", "6"], ["every pipeline stage needs a layer", "pp 6"]),
         (["--tp", "2", "--against", "tp2"], ["tp=4,pp=1,dp=1", "'tp2'"]),
         (["--tp", "2", "--against", "tp=2,tp=2"], ["a layout names"]),
         (["--tp", "2", "--preset", "nosuch"], ["--preset", "certify", "'nosuch'"]),
-        (["--tp", "2", "--dtype", "float16"], ["train.dtype", "float16"]),
-        (["--tp", "2", "--schedule", "zbv"], ["parallel.schedule", "zbv"]),
-        (["--tp", "2", "--seed", "-1"], ["train.seed", "-1"]),
+        (["--tp", "2", "--dtype", "float16"], ["--dtype", "'float16'", "use bfloat16"]),
+        (["--tp", "2", "--schedule", "gpip"], ["--schedule", "use gpipe"]),
+        (["--tp", "2", "--seed", "-1"], ["--seed", "-1", "use 0"]),
+        (["--tp", "2", "--tp-comm", "arena"], ["--tp-comm", "fused, plain"]),
+        (["--tp", "2", "--fast", "--preset", "llama_1b"], ["--fast", "50,000,000", "llama_1b"]),
         (["--tp", "8", "--pp", "4", "--dp", "4"], ["at most 64", "128"]),
         (["--tp", "2", "--fast", "--against", "tp=4"], ["--fast", "leave it out"]),
         (["--tp", "2", "--fast", "--dtype", "float64"], ["--fast", "float32 or bfloat16"]),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tpengine.certify.distance import FACTOR, Distance, Distances, assembled
+from tpengine.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, assembled
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ def test_blocks_are_put_where_they_belong() -> None:
     whole = np.arange(24.0).reshape(6, 4)
     blocks = [Block("w", (r, c), (6, 4), whole[r : r + 3, c : c + 2]) for r in (0, 3) for c in (0, 2)]
     assert np.array_equal(assembled(blocks)["w"], whole)
+    again = Block("w", (0, 0), (6, 4), whole)
+    assert np.array_equal(assembled([*blocks, again])["w"], whole)
+    for order in ([*blocks, replace(again, values=whole + 1e-12)], [replace(again, values=whole + 1e-12), *blocks]):
+        with pytest.raises(ReplicasDiffer, match="w"):
+            assembled(order)
     missing = assembled(blocks[1:])["w"]
     assert np.isnan(missing[:3, :2]).all() and not np.isnan(missing[3:]).any()
 
@@ -43,6 +48,8 @@ def test_bounds() -> None:
     assert Distance("w", 2.9, 1.0).holds and not Distance("w", 3.1, 1.0).holds
     assert not Distance("w", math.nan, 1.0).holds and not Distance("w", 1.0, math.nan).holds
     assert Distance("w", 0.0, 0.0).holds and not Distance("w", 1e-9, 0.0).holds
+    assert Distance("w", 0.0, 0.0).share == 0 and Distance("w", 1e-9, 0.0).share == math.inf
+    assert Distance("w", 1.5, 1.0).share == 0.5 and Distance("w", 1.5, 1.0, 2.0**-24).noticed_from == 4.5 * 2.0**-24
 
 
 def test_a_block_that_no_rank_had_is_beyond_every_bound() -> None:
@@ -57,7 +64,9 @@ def test_vocabulary_padding_is_left_out() -> None:
     assert distances.of_tensors()[0].of_fast == 0
 
 
-def test_a_tensor_that_is_zero_has_an_absolute_distance() -> None:
+def test_a_tensor_that_is_zero_must_be_zero() -> None:
     distances = Distances("float32")
     distances.add({"w": np.zeros(3)}, {"w": np.zeros(3)}, {"w": np.zeros(3)})
-    assert distances.of_tensors()[0] == Distance("w", 0.0, 0.0)
+    assert distances.of_tensors()[0] == Distance("w", 0.0, 0.0, 2.0**-24)
+    distances.add({"w": np.full(3, 1e-30)}, {"w": np.zeros(3)}, {"w": np.zeros(3)})
+    assert not distances.of_tensors()[0].holds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,14 @@ ONE = Layout()
 
 
 def config_in(layout: Layout) -> Config:
-    return config_of(Options(layout, None, "certify", "float32", "1f1b", seed=3, steps=1, fast=False), layout)
+    """The preset's features, smaller: 8 micro-batches of 128 tokens, hidden 64."""
+    options = Options(layout, None, "certify", "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
+    config = config_of(options, layout)
+    return replace(
+        config,
+        model=replace(config.model, hidden_size=64, ffn_size=96),
+        train=replace(config.train, micro_batch_size=2, num_micro_batches=8 // layout.dp),
+    )
 
 
 def observe(config: Config, mutation: str = "no_mutation") -> list[Observation]:
@@ -263,5 +271,5 @@ def test_everything_is_seen(one_process: Evidence) -> None:
     assert sorted((p.microbatch, p.shard) for p in ups) == [(m, v) for m in range(8) for v in range(8)]
     num_pieces = 1 + config.model.num_layers * (2 + 2 * 4 + 5 * 8) + 8
     updates = [place for place in one_process.seen if place.phase is Phase.UPDATE and place.name != "gradient norm"]
-    assert len(updates) == 3 * num_pieces
+    assert len(updates) == 3 * num_pieces + 3, "and loss, norm and learning rate as reported"
     assert len([place for place in one_process.seen if place.phase is Phase.SUM]) == num_pieces
