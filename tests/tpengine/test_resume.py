@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,47 @@ def test_what_decides_later_numbers_may_not_change(
     with pytest.raises(CheckpointError) as error:
         find_checkpoint(other, "f" * 64)
     assert message.format(directory) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_checkpoint_older_than_a_setting_has_its_default(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    state = state_of(config, "f" * 64, 10)
+    for name in ("residual_dropout", "attention_dropout", "mlp_dropout"):
+        del state["config"]["model"][name]
+    del state["config"]["train"]["reduction"]
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    write_index(directory.begin(10), Index(10, {}, {}, state))
+    directory.complete(10)
+    assert find_checkpoint(config, "f" * 64) is not None
+    dropping = replace(config, model=replace(config.model, mlp_dropout=0.1))
+    with pytest.raises(CheckpointError, match=r"must keep model.mlp_dropout: .* with 0.0, this run has 0.1"):
+        find_checkpoint(dropping, "f" * 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [({}, False), ({"reduction": "exact"}, True), ({"dropout": 0.1}, True)],
+    ids=["fast", "exact", "dropout"],
+)
+def test_micro_batches_keep_their_size_where_numbers_depend_on_it(
+    tmp_path: Path, changes: dict[str, Any], is_kept: bool
+) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    config = replace(
+        config,
+        train=replace(config.train, reduction=changes.get("reduction", "fast")),
+        model=replace(config.model, attention_dropout=changes.get("dropout", 0.0)),
+    )
+    write_checkpoint(tmp_path, config)
+    size, num = config.train.micro_batch_size, config.train.num_micro_batches
+    other = replace(config, train=replace(config.train, micro_batch_size=size // 2, num_micro_batches=2 * num))
+    if not is_kept:
+        assert find_checkpoint(other, "f" * 64) is not None
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"must keep train.micro_batch_size: .* use train.micro_batch_size {size}"
+    ):
+        find_checkpoint(other, "f" * 64)
 
 
 def test_another_text_is_refused(tmp_path: Path) -> None:
