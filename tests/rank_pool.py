@@ -7,6 +7,7 @@ own over a file store and destroys it; a task that fails or hangs costs the pool
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -55,6 +56,7 @@ def _work(connection: Connection, paths: list[str]) -> None:
                 connection.send((True, _load(path, name)(*args)))
             finally:
                 dist.destroy_process_group()
+                gc.collect()  # trainers hold cycles, and would wait for the next collection with all their memory
         except BaseException:
             connection.send((False, traceback.format_exc()))
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from tpengine.virtual_ranks import virtual_dp, virtual_tp
+from tpengine.virtual_ranks import MOST_VIRTUAL_RANKS, virtual_dp, virtual_tp
 
 # Label of a target that does not count in the loss: torch's convention.
 IGNORED_LABEL = -100
@@ -375,24 +375,20 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
     virtual = virtual_tp_of(config)
     if virtual % tp:
         raise ValueError(
-            f"with train.reduction exact tp must divide the {virtual} virtual ranks that num_heads {model.num_heads}, "
-            f"num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and {train.micro_batch_size} * "
-            f"{train.seq_len} tokens allow: tp {tp}: use "
+            f"with train.reduction exact tp must divide the number of virtual ranks, {virtual}, that num_heads "
+            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
+            f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
             f"{_nearest_where('tp', tp, partial(_divides, virtual), virtual)}, or train.reduction fast"
         )
-    in_all = train.num_micro_batches * dp
-    blocks = virtual_dp(in_all)
+    blocks = virtual_dp(train.num_micro_batches * dp)
     if blocks % dp:
+        # Whatever the micro-batches: a power of two up to 8 divides its own multiples' blocks, and nothing else does.
         raise ValueError(
-            f"with train.reduction exact dp must divide the {blocks} blocks that the {in_all} micro-batches of a step "
-            f"are summed in: dp {dp}: use {_nearest_where('dp', dp, partial(_divides, blocks), blocks)}, "
-            f"or {_nearest_where('num_micro_batches', train.num_micro_batches, partial(_gives_blocks, dp), 2**14)}, "
+            f"with train.reduction exact dp must divide the {blocks} blocks that the {train.num_micro_batches} * {dp} "
+            f"micro-batches of a step are summed in: dp {dp}: use "
+            f"{_nearest_where('dp', dp, partial(_divides, MOST_VIRTUAL_RANKS), MOST_VIRTUAL_RANKS)}, "
             "or train.reduction fast"
         )
-
-
-def _gives_blocks(dp: int, num_micro_batches: int) -> bool:
-    return virtual_dp(num_micro_batches * dp) % dp == 0
 
 
 def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:

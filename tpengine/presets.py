@@ -42,9 +42,11 @@ def llama_1b() -> Config:
 
 
 def certify() -> Config:
-    """What `tpengine certify` trains: small, and with everything that could depend on a layout. 8 heads share 4 KV
-    heads, 5 layers divide over no pipeline, ends are tied, three kinds of dropout, ignored labels, clipping, blocks of
-    2 micro-batches; its products are large enough for every matrix library that training uses."""
+    """What `tpengine certify` trains: 3,017,472 parameters, and everything that could depend on a layout.
+
+    8 heads share 4 KV heads, 5 layers divide over no pipeline, ends are tied; three kinds of dropout, ignored labels,
+    clipping, blocks of 2 micro-batches; products large enough for every matrix library that training uses.
+    """
     return Config(
         model=ModelConfig(
             hidden_size=256,

@@ -154,7 +154,7 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
         {"reduction": "exact", "tp": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 12, "seq_len": 120},
         3,
         [
-            "with train.reduction exact tp must divide the 4 virtual ranks",
+            "with train.reduction exact tp must divide the number of virtual ranks, 4,",
             "num_heads 12, num_kv_heads 12, ffn_size 384 and 8 * 120 tokens",
             "tp 3: use tp 2 or 4, or train.reduction fast",
         ],
@@ -162,18 +162,18 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"reduction": "exact", "tp": 16, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 16},
         16,
-        ["tp must divide the 8 virtual ranks", "tp 16: use tp 8, or train.reduction fast"],
+        ["tp must divide the number of virtual ranks, 8,", "tp 16: use tp 8, or train.reduction fast"],
     ),
     (
         {"reduction": "exact", "tp": 3, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "seq_len": 126},
         3,
-        ["tp must divide the 1 virtual ranks", "num_kv_heads 3", "tp 3: use tp 1, or train.reduction fast"],
+        ["tp must divide the number of virtual ranks, 1,", "num_kv_heads 3", "tp 3: use tp 1, or train.reduction fast"],
     ),
     (
         {"reduction": "exact", "dp": 3},
         3,
         [
-            "with train.reduction exact dp must divide the 4 blocks that the 12 micro-batches of a step",
+            "with train.reduction exact dp must divide the 4 blocks that the 4 * 3 micro-batches of a step",
             "dp 3: use dp 2 or 4",
             "or train.reduction fast",
         ],
@@ -181,7 +181,7 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"reduction": "exact", "dp": 16, "num_micro_batches": 1},
         16,
-        ["dp must divide the 8 blocks that the 16 micro-batches", "dp 16: use dp 8", "or train.reduction fast"],
+        ["dp must divide the 8 blocks that the 1 * 16 micro-batches", "dp 16: use dp 8", "or train.reduction fast"],
     ),
 ]
 

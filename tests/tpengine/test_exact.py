@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import parity
 import pytest
@@ -41,6 +42,7 @@ from exactness import (
 from mutations import survivors
 from rank_pool import RankPool
 from torch import Tensor
+from tpkernels import host_gemm
 
 from tpengine.collectives import Communicator
 from tpengine.config import Config
@@ -119,6 +121,21 @@ def test_other_settings(
 ) -> None:
     config = exact_config(*layout, **settings)
     assert_same_bits(bits_of(ranks, config), one_process(config))
+
+
+def train_by_onednn(config: Config) -> Found:
+    """Train with every product in float32 by oneDNN, where the processor has it: small ones go to MKL otherwise."""
+    with patch.object(host_gemm, "_FEWEST_MULTIPLICATIONS", 0):
+        return train(config)
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 4, 1)])
+def test_the_library_of_large_products_gives_the_same_bits_too(ranks: RankPool, dp: int, tp: int, pp: int) -> None:
+    config = exact_config(dp, tp, pp, steps=2)
+    want = merge(alone(config), ranks.run(train_by_onednn, 1, alone(config)))
+    assert_same_bits(merge(config, ranks.run(train_by_onednn, num_ranks(config), config)), want)
+    if host_gemm._has_onednn():
+        assert want.hash != merge(alone(config), ranks.run(train, 1, alone(config))).hash, "another library"
 
 
 ALL_LAYOUTS = [(dp, tp, pp) for dp in (1, 2, 4) for tp in (1, 2, 4) for pp in (1, 2, 4) if 1 < dp * tp * pp <= 8]

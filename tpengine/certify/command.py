@@ -284,8 +284,8 @@ def _tensors(ranks: Ranks, step: int, name: str, advance: Callable[[str], Any]) 
 
 def _table(distances: list[Distance], dtype: str) -> Table:
     shown = Table(
-        caption=f"in roundings of {dtype}; bound: {FACTOR:g} times exact mode's own distance to float64;\nnoticed from: "
-        "the relative error that surely breaks the bound",
+        caption=f"in roundings of {dtype}; bound: {FACTOR:g} times exact mode's own distance to float64;\n"
+        "noticed from: the relative error that surely breaks the bound",
         box=None,
         pad_edge=False,
     )

@@ -33,7 +33,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        wide_dy = dy.to(rstd.dtype)
+        wide_dy = dy.to(rstd.dtype).contiguous()
         normalised = x.to(rstd.dtype) * rstd
         dx = None
         if ctx.needs_input_grad[0]:

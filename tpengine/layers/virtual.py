@@ -353,7 +353,8 @@ class VirtualRMSNorm(nn.Module):
         """x[T/tp, D] -> y[T/tp, D]."""
         comm = self.virtual.comm
         check_tokens(len(x) * comm.size, self.virtual.size, "virtual ranks")
-        blocks = x.chunk(len(self.virtual.held))
+        # Sums over strided rows are taken in another order.
+        blocks = x.contiguous().chunk(len(self.virtual.held))
         normed = [
             rms_norm(block, self.weight, self.eps, comm, sink) for block, sink in zip(blocks, self.sinks, strict=True)
         ]
