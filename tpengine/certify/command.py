@@ -19,11 +19,12 @@ from rich.table import Table
 
 from tpengine.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.certify.evidence import Difference, Evidence
-from tpengine.config import Config, ParallelConfig, validate
+from tpengine.config import Config, ParallelConfig, validate, virtual_tp_of
 from tpengine.local_ranks import Ranks
 from tpengine.parameters import num_parameters
 from tpengine.plan import SCHEDULES
 from tpengine.presets import PRESETS
+from tpengine.virtual_ranks import virtual_dp
 
 # More would not tell more, and each takes about 0.3 GB.
 _MOST_PROCESSES = 64
@@ -145,11 +146,17 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
     """
     base = PRESETS[options.preset]()
     in_all = base.train.num_micro_batches
-    if in_all % layout.dp:
-        legal = [dp for dp in range(1, in_all + 1) if in_all % dp == 0]
+    for axis, size, most in (("tp", layout.tp, virtual_tp_of(base)), ("dp", layout.dp, virtual_dp(in_all))):
+        if most % size:
+            legal = [n for n in range(1, most + 1) if most % n == 0]
+            raise ValueError(
+                f"{axis} must divide {most} with preset {options.preset}: got {axis} {size}: use "
+                f"{min(legal, key=lambda n: (abs(n - size), -n))}"
+            )
+    if layout.pp > base.model.num_layers:
         raise ValueError(
-            f"the micro-batches of a step must divide over the replicas: preset {options.preset} has {in_all}, "
-            f"dp {layout.dp}: use dp {min(legal, key=lambda dp: abs(dp - layout.dp))}"
+            f"every pipeline stage needs a layer: preset {options.preset} has {base.model.num_layers}, got pp "
+            f"{layout.pp}: use {base.model.num_layers}"
         )
     train = {"reduction": "exact", "dtype": options.dtype, **train}
     config = replace(
@@ -272,7 +279,7 @@ def _compare_fast(options: Options, gradients: str) -> int:
             f"{worst.of_fast:.3g} roundings, bound {worst.bound:.3g}"
         )
         return 1
-    print(f"certified: fast mode is within its bounds, at most at {worst.share:.0%} of one")
+    print(f"certified: fast mode is within its bounds, at most at {worst.share:.0%} of one ({worst.name})")
     return 0
 
 
@@ -303,7 +310,7 @@ def _say(options: Options, config: Config, what: str) -> None:
     print(what)
     print(
         f"preset {options.preset}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
-        f"{train.dtype}, {config.parallel.schedule}, seed {train.seed}, {options.steps} steps of "
+        f"{train.dtype}, {config.parallel.schedule}, seed {train.seed}, steps {options.steps} of "
         f"{train.num_micro_batches * (config.parallel.dp or 1)} micro-batches",
         flush=True,
     )

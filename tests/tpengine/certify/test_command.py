@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +36,7 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
     assert main([*argv, "--seed", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
-    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, 1 steps of 16 micro-batches")
+    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, steps 1 of 16 micro-batches")
     assert lines[2].startswith("step 1, loss ")
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
@@ -55,7 +61,9 @@ def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "layers.4.mlp.down_proj.weight" in out and "loss of each micro-batch" in out
-    assert re.search(r"certified: fast mode is within its bounds, at most at \d+% of one$", out.strip())
+    assert re.search(
+        r"certified: fast mode is within its bounds, at most at \d+% of one \([a-z0-9_. ]+\)$", out.strip()
+    )
 
 
 def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +93,33 @@ def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], mon
     assert "planted" in captured.err and "certified" not in captured.out
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tpengine.cli", "certify", "--tp", "2", "--steps", "1000"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and "against one process" in process.stdout.readline()
+    while not list(tmp_path.glob("tpengine-ranks-*/store")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (
+        errors.strip().splitlines()[-1] == "tpengine: interrupted; all ranks have ended" and "Traceback" not in errors
+    )
+    assert not list(tmp_path.glob("tpengine-ranks-*"))
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
         (["--tp", "1"], ["needs two layouts", "one process"]),
         (["--tp", "2", "--against", "tp=2"], ["needs two layouts", "tp 2 x pp 1 x dp 1"]),
-        (["--tp", "3"], ["num_heads must be divisible by tp", "tp 3"]),
-        (["--tp", "16"], ["num_heads must be divisible by tp"]),
-        (["--dp", "3"], ["micro-batches of a step", "16", "dp 3", "use dp 2"]),
-        (["--pp", "6"], ["every pipeline stage needs a layer", "pp 6"]),
+        (["--tp", "3"], ["tp must divide 8 with preset certify", "tp 3", "use 4"]),
+        (["--tp", "16"], ["tp must divide 8", "use 8"]),
+        (["--dp", "3"], ["dp must divide 8", "dp 3", "use 4"]),
+        (["--pp", "6"], ["every pipeline stage needs a layer", "pp 6", "use 5"]),
         (["--tp", "2", "--against", "tp2"], ["tp=4,pp=1,dp=1", "'tp2'"]),
         (["--tp", "2", "--against", "tp=2,tp=2"], ["a layout names"]),
         (["--tp", "2", "--preset", "nosuch"], ["--preset", "certify", "'nosuch'"]),
