@@ -10,6 +10,9 @@ import pytest
 TORCH_FREE = [
     "tpengine",
     "tpengine.config",
+    "tpengine.virtual_ranks",
+    "tpengine.local_ranks",
+    "tpengine.certify.command",
     "tpengine.presets",
     "tpengine.arguments",
     "tpengine.parameters",
