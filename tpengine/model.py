@@ -17,7 +17,7 @@ from tpkernels.random import normal_block
 
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.parts import Parts
-from tpengine.parameters import ParameterSpec, Piece, pieces_of, stage_specs
+from tpengine.parameters import Piece, pieces_of, stage_specs
 
 
 class Block(nn.Module):
@@ -96,11 +96,6 @@ class Transformer(nn.Module):
             piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held)
         }
         self.held = self._held_pieces()
-
-    @property
-    def specs(self) -> dict[str, ParameterSpec]:
-        """The table of the parameters held here, by name."""
-        return {piece.spec.name: piece.spec for piece in self.pieces.values()}
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens."""

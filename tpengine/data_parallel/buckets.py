@@ -1,8 +1,8 @@
 """Flat gradient buckets: layout, counting of contributions, reductions in the plan's order.
 
-A bucket is one flat tensor; gradients are views of it, so a reduction is one collective without
-any copy. Reductions start only while armed, and in exactly the order given: a bucket that completes early waits its
-turn, since all replicas must issue the same collectives in the same order.
+A bucket is one flat tensor; gradients are views of it, so a reduction is one collective without any copy. Reductions
+start only while armed, and in exactly the order given: a bucket that completes early waits its turn, since all replicas
+must issue the same collectives in the same order.
 
 What is deliberately elsewhere: which parameters share a bucket and who adds to the views. In the engine these are
 parameters.bucket_layouts (torch-free) and gradients.BufferSink: buckets lie in promote_types(dtype, float32), are

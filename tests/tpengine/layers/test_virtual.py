@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import BufferSink, accumulation_dtype
-from tpengine.layers import IGNORED_LABEL, Attention, SwiGLU, vocab_parallel_cross_entropy
+from tpengine.layers import Attention, SwiGLU
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.virtual import (
     VirtualAttention,
@@ -326,40 +326,6 @@ def check_bfloat16_error() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_error_in_bfloat16_is_at_most_twice_torchs(ranks: RankPool, num_ranks: int) -> None:
     ranks.run(check_bfloat16_error, num_ranks)
-
-
-def sharded_loss(num_virtual: int, dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Loss and dz, whole, of logits in a shard a virtual rank."""
-    virtual = world(num_virtual)
-    z = rearrange((5 * tensor(0, T, VOCAB)).to(dtype), "t (v c) -> v t c", v=num_virtual)
-    local = rows(z, virtual.comm).clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(local, labels(vocab_size), vocab_size, virtual.comm)
-    (loss * 0.37).backward()
-    assert local.grad is not None
-    return loss.detach(), rearrange(virtual.comm.all_gather(local.grad), "v t c -> t (v c)")
-
-
-def labels(vocab_size: int) -> Tensor:
-    drawn = torch.randint(0, vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    drawn[::7] = IGNORED_LABEL
-    return drawn
-
-
-# Whole shards are padding; part of one is; none is.
-@pytest.mark.parametrize("vocab_size", [60, 100, VOCAB])
-def test_cross_entropy_of_sharded_logits(ranks: RankPool, vocab_size: int) -> None:
-    z = (5 * tensor(0, T, VOCAB)).requires_grad_()
-    want = F.cross_entropy(z[:, :vocab_size], labels(vocab_size), ignore_index=IGNORED_LABEL, reduction="sum")
-    (want * 0.37).backward()
-    assert z.grad is not None
-    for dtype in (torch.float64, *DTYPES):
-        ((loss, dz),) = ranks.run(sharded_loss, 1, 8, dtype, vocab_size)
-        if dtype == torch.float64:
-            assert_close("loss", loss, want.detach())
-            assert_close("dz", dz, z.grad)
-        for num_ranks in (2, 4):
-            for other_loss, other_dz in ranks.run(sharded_loss, num_ranks, 8, dtype, vocab_size):
-                assert torch.equal(other_loss, loss) and torch.equal(other_dz, dz)
 
 
 def check_dropout() -> None:
