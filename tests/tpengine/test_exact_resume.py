@@ -26,15 +26,16 @@ from exactness import (
     train_steps,
 )
 from rank_pool import RankPool
+from resuming import resumed
 from torch import Tensor
 
 from tpengine.checkpoint.block import parts_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import checkpoints_of, find_checkpoint, state_of
+from tpengine.resume import checkpoints_of, state_of
 from tpengine.trainer import Trainer
-from tpengine.training_state import blocks_of, restore
+from tpengine.training_state import blocks_of
 
 BEFORE, STEPS = 5, 10
 
@@ -55,14 +56,6 @@ def save(trainer: Trainer, run_dir: str) -> None:
     assert saver.wait() is None
 
 
-def resumed(config: Config, run_dir: str) -> Trainer:
-    trainer = Trainer(config, open_corpus(config), CPU)
-    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
-    assert checkpoint is not None
-    assert restore(trainer, checkpoint) == BEFORE
-    return trainer
-
-
 def train_and_save(config: Config, run_dir: str) -> Found:
     trainer = Trainer(config, open_corpus(config), CPU)
     found = train_steps(trainer, 0, BEFORE)
@@ -72,7 +65,7 @@ def train_and_save(config: Config, run_dir: str) -> Found:
 
 def resume_and_train(config: Config, run_dir: str) -> tuple[Found, Found]:
     """What was loaded, and what training came to."""
-    trainer = resumed(config, run_dir)
+    trainer = resumed(config, run_dir, BEFORE)
     return ([], digests_of(trainer)), train_steps(trainer, BEFORE, STEPS)
 
 
@@ -111,7 +104,7 @@ def state_of_rank(trainer: Trainer) -> State:
 
 def state_and_next_loss(config: Config, run_dir: str, saves: bool) -> tuple[State, float]:
     """After 5 steps that are trained and saved, or loaded; and the loss of the step after."""
-    trainer = Trainer(config, open_corpus(config), CPU) if saves else resumed(config, run_dir)
+    trainer = Trainer(config, open_corpus(config), CPU) if saves else resumed(config, run_dir, BEFORE)
     if saves:
         train_steps(trainer, 0, BEFORE)
         save(trainer, run_dir)

@@ -14,6 +14,7 @@ import torch
 from mutations import survivors
 from parity import Outcome, compare, config_of
 from rank_pool import RankPool
+from resuming import resumed
 
 from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -23,7 +24,7 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.forward_pass import ForwardPass
-from tpengine.resume import Checkpoint, checkpoints_of, find_checkpoint, state_of
+from tpengine.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.trainer import Trainer
 from tpengine.training_state import blocks_of, restore
 
@@ -67,16 +68,8 @@ def train_and_save(config: Config, run_dir: str) -> str | None:
     return saver.wait()
 
 
-def resumed(config: Config, run_dir: str) -> Trainer:
-    trainer = Trainer(config, open_corpus(config), CPU)
-    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
-    assert checkpoint is not None
-    assert restore(trainer, checkpoint) == BEFORE
-    return trainer
-
-
 def resume_and_train(config: Config, run_dir: str) -> Outcome:
-    return outcome_after(resumed(config, run_dir), BEFORE, BEFORE + AFTER)
+    return outcome_after(resumed(config, run_dir, BEFORE), BEFORE, BEFORE + AFTER)
 
 
 # (dp, tp, pp) that saves -> layouts that go on: every axis grows and shrinks, KV heads become shared and single again.
@@ -138,7 +131,7 @@ def trained_logits(config: Config, run_dir: str) -> torch.Tensor:
 
 
 def loaded_logits(config: Config, run_dir: str) -> torch.Tensor:
-    return logits_of(resumed(config, run_dir))
+    return logits_of(resumed(config, run_dir, BEFORE))
 
 
 def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path) -> None:

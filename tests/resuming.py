@@ -1,0 +1,22 @@
+"""What tests of resuming share: a trainer that goes on from a run's newest checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.resume import find_checkpoint
+from tpengine.trainer import Trainer
+from tpengine.training_state import restore
+
+
+def resumed(config: Config, run_dir: str, num_steps: int) -> Trainer:
+    """This rank's trainer, after the `num_steps` steps of the checkpoint in `run_dir`."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
+    assert checkpoint is not None
+    assert restore(trainer, checkpoint) == num_steps
+    return trainer
