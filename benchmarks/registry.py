@@ -53,6 +53,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         benchmark.name: benchmark
         for benchmark in (
             _benchmark("attention", "causal attention on the CPU, forward and backward, against torch's own"),
+            _benchmark("compile", "every Triton kernel compiled for every target, without a GPU: registers, spills"),
             _benchmark("exchange", "gathers, sums and messages through shared memory, against gloo's"),
             _benchmark("overlap", "sharded matmuls fused with their communication, against matmul then collective"),
             _benchmark("rival", "settings of torch's own parallelism against each other, to compare with the best"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from rank_pool import RankPool
+from rungs import Rung
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +16,24 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[RankPool]:
+    """Ranks whose Triton kernels are interpreted. Here they are not: an interpreted function cannot be compiled."""
+    pool = RankPool({"TRITON_INTERPRET": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def rung(request: pytest.FixtureRequest, interpreters: RankPool) -> Rung:
+    """Where a check of an operator runs; parametrized by `rungs.every_rung`."""
+    if request.param == "interpreter":
+        pytest.importorskip("triton")
+    if request.param == "gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return Rung(request.param, interpreters)
 
 
 MUTATIONS = pytest.StashKey[dict[str, tuple[int, int]]]()

@@ -11,15 +11,16 @@ import gc
 import importlib.util
 import inspect
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TASK_SECONDS = 180
 GRACE_SECONDS = 3
@@ -62,9 +63,14 @@ def _work(connection: Connection, paths: list[str]) -> None:
 
 
 class RankPool:
-    """Runs functions on `world` ranks, each in a process of its own."""
+    """Runs functions on `world` ranks, each in a process of its own.
 
-    def __init__(self) -> None:
+    Args:
+        environment: variables that the processes start with, besides this one's.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
         self._workers: list[tuple[Any, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_tasks = 0
@@ -114,11 +120,13 @@ class RankPool:
 
     def _grow(self, world: int) -> None:
         context = multiprocessing.get_context("spawn")
-        os.environ["OMP_NUM_THREADS"] = "1"
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, sys.path[:]), daemon=True)
-            process.start()
+            with pytest.MonkeyPatch.context() as patch:  # a spawned process takes this one's environment
+                for name, value in self._environment.items():
+                    patch.setenv(name, value)
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
 

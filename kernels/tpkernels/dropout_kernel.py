@@ -7,15 +7,15 @@ four neighbouring elements of a row; a row begins a new call, so a program never
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 # Elements of one program: 8 a thread of 4 warps, 16 bytes of float16. Not tuned: no GPU has timed it yet.
 _BLOCK_ELEMENTS = 1024
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_row", "seed", "counter2", "counter3"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "first_row", "seed", "counter2", "counter3"])
 def _dropout_kernel(
     x: tl.tensor,
     y: tl.tensor,

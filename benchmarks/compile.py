@@ -1,0 +1,219 @@
+"""`python -m benchmarks.run compile`: every kernel that would be launched, compiled for every target, without a GPU.
+
+The launches are not listed anywhere: operators run on tensors without memory, for the per-rank shapes of
+benchmarks/shapes.py, and what they would launch is compiled instead (tpkernels.launch.observed). So what is compiled
+has the dtypes, constants and alignment that a launch would have, and no configuration can be forgotten.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from tpkernels.launch import Target, observed
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.launches import LAUNCHES
+from benchmarks.rows import append, make_row
+
+TARGETS = {
+    "sm_80": Target("cuda", 80),
+    "sm_90": Target("cuda", 90),
+    "sm_100": Target("cuda", 100),
+    "gfx942": Target("hip", "gfx942"),
+}
+_MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to compile."""
+
+    op: tuple[str, ...] = tuple(LAUNCHES)
+    """Operators."""
+    target: tuple[str, ...] = tuple(TARGETS)
+    """Targets."""
+    jobs: int = 2
+    """Processes."""
+    out: Path | None = None
+    """Append a JSON line a kernel and target to this file."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel at one configuration for one target.
+
+    Attributes:
+        op: operator whose launch it is.
+        kernel: the kernel's name.
+        target: as TARGETS.
+        config: dtypes of the tensors, constants and options, as text.
+        registers: a thread's.
+        spilled_bytes: a thread's stack and local memory.
+        shared_bytes: a program's.
+        shared_limit_bytes: the most a program may have there.
+        has_dot: whether the source multiplies matrices.
+        matrix_instructions: those found in the code: "wgmma.mma_async".
+    """
+
+    op: str
+    kernel: str
+    target: str
+    config: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    shared_limit_bytes: int
+    has_dot: bool
+    matrix_instructions: tuple[str, ...]
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        faults = []
+        if self.spilled_bytes:
+            faults.append(f"spills {self.spilled_bytes} bytes a thread")
+        if self.shared_bytes > self.shared_limit_bytes:
+            faults.append(f"needs {self.shared_bytes} bytes of shared memory, there are {self.shared_limit_bytes}")
+        if self.has_dot and not self.matrix_instructions:
+            faults.append("multiplies matrices without matrix instructions")
+        return "; ".join(faults)
+
+
+def main(options: Options) -> int:
+    """Compile, print a table; return 1 if anything is wrong with a kernel."""
+    for flag, chosen, known in (("--op", options.op, LAUNCHES), ("--target", options.target, TARGETS)):
+        if unknown := [name for name in chosen if name not in known]:
+            raise ValueError(f"{flag} must be of {', '.join(known)}: got {', '.join(unknown)}: leave it out for all")
+    every = compile_all([(op, target) for op in options.op for target in options.target], options.jobs, track)
+    table = Table(title="compiled, not run", box=box.SIMPLE)
+    for name in ("operator", "kernel", "target", "registers", "spilled", "shared", "matrix instructions", "constants"):
+        table.add_column(name, justify="right" if name in ("registers", "spilled", "shared") else "left")
+    for one in every:
+        numbers = [str(n) for n in (one.registers, one.spilled_bytes, one.shared_bytes)]
+        matrix = ", ".join(one.matrix_instructions)
+        constants = " ".join(word for word in one.config.split() if "=" in word)
+        table.add_row(one.op, one.kernel, one.target, *numbers, matrix, constants, style="red" if one.fault else None)
+    Console(width=max(Console().width, 200)).print(table)
+    for one in every:
+        if one.fault:
+            print(f"{one.op}: {one.kernel} for {one.target} {one.fault}: {one.config}")
+        if options.out is not None:
+            fields = {name: getattr(one, name) for name in Compiled.__dataclass_fields__ if name != "op"}
+            row = make_row(f"compile/{one.op}", threads_per_rank=1, fields={**fields, "fault": one.fault})
+            append(options.out, row)
+    return int(any(one.fault for one in every))
+
+
+def compile_all(
+    pairs: Sequence[tuple[str, str]], jobs: int, progress: Callable[..., Any] = lambda them, **_: them
+) -> list[Compiled]:
+    """Compile what each (operator, target) would launch, in `jobs` processes."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        done = pool.map(_compile_one, *zip(*pairs, strict=True))
+        return [one for some in progress(done, total=len(pairs), description="compiling") for one in some]
+
+
+def _compile_one(op: str, target_name: str) -> list[Compiled]:
+    target = TARGETS[target_name]
+    found: dict[tuple[str, str], Compiled] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        _pretend(target, Path(directory))
+
+        def compile_launch(
+            kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+        ) -> None:
+            name, config = kernel.fn.__name__, describe(kernel, arguments, options)
+            if (name, config) not in found:
+                compiled = kernel.warmup(*arguments, grid=grid, **options)
+                found[name, config] = _look_at(compiled, op, name, target_name, config, Path(directory))
+
+        with observed(target, compile_launch):
+            LAUNCHES[op]()
+    return list(found.values())
+
+
+def describe(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> str:
+    """What the compiled code depends on and a reader wants to know: dtypes, absent tensors, constants, options."""
+    words = [_word(name, value) for name, value in zip(kernel.arg_names, arguments, strict=False)]
+    words += [f"{name}={value}" for name, value in options.items()]
+    return " ".join(word for word in words if word)
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{name.removeprefix('p_')}:{str(value.dtype).removeprefix('torch.')}"
+    return f"{name.removeprefix('p_')}:none" if value is None else ""
+
+
+def _pretend(target: Target, cache: Path) -> None:
+    """Have triton compile for a target that need not be here, from now on in this process."""
+
+    class Driver:
+        """As much of triton's driver as compiling without a launch asks for."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
+
+        def get_current_device(self) -> Target:
+            return target  # kernels keep what they compiled by device
+
+        def get_current_stream(self, device: Target) -> int:
+            return 0
+
+    triton.knobs.cache.dir = str(cache)
+    triton.runtime.driver.set_active(Driver())
+
+
+def _look_at(compiled: Any, op: str, kernel: str, target_name: str, config: str, directory: Path) -> Compiled:
+    target = TARGETS[target_name]
+    if target.backend == "hip":
+        code = compiled.asm["amdgcn"]
+        registers, spilled = _amd_resources(code)
+    else:
+        code = compiled.asm["ptx"]
+        registers, spilled = _nvidia_resources(compiled.asm["cubin"], directory)
+    return Compiled(
+        op=op,
+        kernel=kernel,
+        target=target_name,
+        config=config,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=compiled.metadata.shared,
+        shared_limit_bytes=target.shared_memory_bytes,
+        has_dot="tt.dot" in compiled.asm["ttir"],
+        matrix_instructions=tuple(name for name in _MATRIX_INSTRUCTIONS if name in code),
+    )
+
+
+def _nvidia_resources(cubin: bytes, directory: Path) -> tuple[int, int]:
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+) ", usage)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _amd_resources(assembly: str) -> tuple[int, int]:
+    registers, scalars, vectors = (
+        int(re.findall(rf"\.{name}:\s*(\d+)", assembly)[0])
+        for name in ("vgpr_count", "sgpr_spill_count", "vgpr_spill_count")
+    )
+    return registers, 4 * (scalars + vectors)

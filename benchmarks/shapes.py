@@ -1,0 +1,41 @@
+"""What one of 8 tensor-parallel ranks computes of Llama-3 8B, 70B and 405B: the shapes that operators are measured at.
+
+Source: Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783, table 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TP = 8
+SEQUENCES = (4096, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer, whole and on one rank.
+
+    Attributes:
+        name: as in results.
+        hidden: D, width.
+        heads, kv_heads: H and G of one rank.
+        head_size: E.
+        ffn: F of one rank.
+        vocabulary: columns of one rank, padded to a multiple of 8.
+    """
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocabulary: int
+
+
+_VOCABULARY = 128256 // TP
+MODELS = (
+    Model("llama3_8b", 4096, 32 // TP, 8 // TP, 128, 14336 // TP, _VOCABULARY),
+    Model("llama3_70b", 8192, 64 // TP, 8 // TP, 128, 28672 // TP, _VOCABULARY),
+    Model("llama3_405b", 16384, 128 // TP, 8 // TP, 128, 53248 // TP, _VOCABULARY),
+)

@@ -1,0 +1,167 @@
+"""Launching Triton kernels: compiled on a GPU, interpreted on a CPU, or only looked at.
+
+Triton decides when it is imported, by TRITON_INTERPRET=1, whether kernels are interpreted; every operator then takes
+its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host path. Where there is no triton (it
+exists for Linux alone) the modules still import, and the host paths are all there is.
+
+Everything launches through `run`, so that whoever wants to know what would be launched, for which target, can look
+without a GPU (`observed`): benchmarks/compile.py compiles exactly that.
+
+The decision a reader will question: configurations are chosen by small functions of sizes, dtype and target beside each
+kernel, not by @triton.autotune, which picks by time, differently on two ranks or in two runs, and which the interpreter
+refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+except ImportError:  # no Linux: operators have their host paths
+    triton = None
+
+# What kernels are written in. Each module that has kernels must hold it as a global: the interpreter looks there.
+tl: Any = None if triton is None else triton.language
+
+INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        backend: "cuda" or "hip".
+        arch: 80, 90, 100 for sm_80 ...; "gfx942".
+    """
+
+    backend: str
+    arch: int | str
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """The most shared memory a program may have."""
+        if self.backend == "hip":
+            return 64 << 10
+        return (163 if self.arch == 80 else 227) << 10
+
+
+Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_observers: list[tuple[Target, Observer]] = []
+
+
+def jit(function: Callable[..., None] | None = None, **options: Any) -> Any:
+    """`triton.jit` with its options; without triton the function as it is, which nothing then launches."""
+    if function is None:
+        return functools.partial(jit, **options)
+    return function if triton is None else triton.jit(function, **options)
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether operators on x take their Triton kernels: on a GPU, and on a CPU where they are interpreted.
+
+    Raises:
+        RuntimeError: x is on a GPU and there is no triton.
+    """
+    if x.device.type == "cpu":
+        return INTERPRETED
+    if triton is None:
+        raise RuntimeError(f"operators on {x.device} need triton, which is not installed: pip install triton")
+    return True
+
+
+def target_of(x: Tensor) -> Target:
+    """What kernels on x are compiled for; sm_90 where they are interpreted."""
+    if _observers:
+        return _observers[-1][0]
+    return _target(x.device.index if x.device.index is not None else 0) if x.is_cuda else Target("cuda", 90)
+
+
+@functools.cache
+def _target(device: int) -> Target:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Target("hip", properties.gcnArchName.split(":")[0])
+    return Target("cuda", 10 * properties.major + properties.minor)
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 1, **constants: Any
+) -> None:
+    """Launch a kernel on its first argument's device.
+
+    Args:
+        kernel: what `jit` made.
+        grid: number of programs along each axis; nothing is launched if one is 0.
+        arguments: tensors, numbers, or None, in the kernel's order.
+        num_warps, num_stages: as triton.
+        constants: the kernel's constexpr parameters.
+    """
+    if 0 in grid:
+        return
+    options = constants | {"num_warps": num_warps, "num_stages": num_stages}
+    if _observers:
+        _observers[-1][1](kernel, grid, arguments, options)
+        return
+    with torch.cuda.device_of(arguments[0]):
+        kernel[grid](*arguments, **options)
+
+
+@contextmanager
+def observed(target: Target, observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every launch instead of making it, as if for `target`; tensors may then be of device meta.
+
+    Args:
+        observer: called with kernel, grid, arguments, and constants with options.
+    """
+    _observers.append((target, observer))
+    try:
+        yield
+    finally:
+        _observers.pop()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and 1 at least."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype statistics and sums are kept in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+if tl is not None:
+    _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@jit
+def widened(b: tl.tensor) -> tl.tensor:
+    """A loaded block in the dtype to compute in: float32, or float64 as it is.
+
+    Before anything else is done with a block: interpreted, bfloat16 is right in this conversion only.
+    """
+    return b if b.dtype == tl.float64 else b.to(tl.float32)
+
+
+@jit
+def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """total + a @ b with products in the operands' dtype, float32 not cut to tf32; sums in float32.
+
+    Interpreted, bfloat16 operands are multiplied as float32, which is exact: tl.dot would multiply their bits.
+    """
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
