@@ -255,7 +255,8 @@ def launch_norm_backward(
     num_rows, num_columns = total.shape
     chunk_rows = num_rows // num_chunks
     # What is read and the sums, one row or two, must fit into registers.
-    most_columns, elements_a_warp = (4096, 256) if has_bias else (8192, 512)
+    most_columns = 4096 if has_bias else 8192
+    elements_a_warp = 256 if has_bias and num_columns <= most_columns else 512
     num_splits = cdiv(num_columns, most_columns)
     block = _block(min(num_columns, most_columns), 1024, elements_a_warp)
     # About 256 programs a chunk, of at most 64 rows: then the partial rows are 1 to 4 % of the bytes moved.
