@@ -212,8 +212,7 @@ def _nvidia_resources(cubin: bytes, directory: Path) -> tuple[int, int]:
 
 
 def _amd_resources(assembly: str) -> tuple[int, int]:
-    registers, scalars, vectors = (
-        int(re.findall(rf"\.{name}:\s*(\d+)", assembly)[0])
-        for name in ("vgpr_count", "sgpr_spill_count", "vgpr_spill_count")
-    )
-    return registers, 4 * (scalars + vectors)
+    # Scalar registers spill into lanes of vector registers; what leaves the registers is in the private segment.
+    names = ("vgpr_count", "private_segment_fixed_size")
+    registers, private_bytes = (int(re.findall(rf"\.{name}:\s*(\d+)", assembly)[0]) for name in names)
+    return registers, private_bytes

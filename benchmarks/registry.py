@@ -55,6 +55,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             _benchmark("attention", "causal attention on the CPU, forward and backward, against torch's own"),
             _benchmark("compile", "every Triton kernel compiled for every target, without a GPU: registers, spills"),
             _benchmark("exchange", "gathers, sums and messages through shared memory, against gloo's"),
+            _benchmark(
+                "kernels", "each operator against torch's, compiled torch's, Liger's, or its own of any revision"
+            ),
             _benchmark("overlap", "sharded matmuls fused with their communication, against matmul then collective"),
             _benchmark("rival", "settings of torch's own parallelism against each other, to compare with the best"),
             _benchmark("train", "whole training steps: tpengine against torch's own parallelism, or against itself"),

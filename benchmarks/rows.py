@@ -20,7 +20,16 @@ import torch
 from benchmarks.harness import PASSED
 
 _ROOT = Path(__file__).resolve().parent.parent
-_UNITS = ("_seconds", "_us", "_bytes", "_bytes_per_second", "_tokens_per_second", "_flops_per_second", "_ratio")
+_UNITS = (
+    "_seconds",
+    "_us",
+    "_bytes",
+    "_bytes_per_second",
+    "_tokens_per_second",
+    "_flops_per_second",
+    "_ratio",
+    "_percent",
+)
 
 
 def make_row(case: str, *, threads_per_rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 _MAX_STEPS, _MAX_MICROBATCHES = 1 << 40, 1 << 24
 
 
-class _Numbers(NamedTuple):
+class StreamNumbers(NamedTuple):
     """A stream as plain numbers, as an operator's schema can hold them: the rate, the key, counter words 2 and 3."""
 
     rate: float
@@ -72,11 +72,11 @@ class DropoutStream:
             )
 
     @property
-    def numbers(self) -> _Numbers:
+    def numbers(self) -> StreamNumbers:
         """The stream as plain numbers."""
         high_step, low_step = self.step >> 32, self.step & _MASK
         key = stream_key(self.seed, f"dropout/{self.site}")
-        return _Numbers(self.rate, *key, self.microbatch | high_step << 24, low_step)
+        return StreamNumbers(self.rate, *key, self.microbatch | high_step << 24, low_step)
 
 
 def keep_at(stream: DropoutStream, rows: Tensor, first_column: int, num_columns: int, row_length: int) -> Tensor:
@@ -100,7 +100,7 @@ def keep_at(stream: DropoutStream, rows: Tensor, first_column: int, num_columns:
     or columns; extra memory 2 MB (on a GPU 500 MB).
     """
     _check_columns(stream.site, first_column, num_columns, row_length)
-    return _keep(stream.numbers, rows, first_column, num_columns, row_length)
+    return keep_by_numbers(stream.numbers, rows, first_column, num_columns, row_length)
 
 
 def _check_columns(what: str, first_column: int, num_columns: int, row_length: int) -> None:
@@ -111,7 +111,9 @@ def _check_columns(what: str, first_column: int, num_columns: int, row_length: i
         )
 
 
-def _keep(numbers: _Numbers, rows: Tensor, first_column: int, num_columns: int, row_length: int) -> Tensor:
+def keep_by_numbers(
+    numbers: StreamNumbers, rows: Tensor, first_column: int, num_columns: int, row_length: int
+) -> Tensor:
     """`keep_at` without its checks."""
     rate, key0, key1, *counter = numbers
     skipped = first_column % 4
@@ -164,7 +166,9 @@ def _forward(
         y = launch_dropout(x, rate, (key0, key1), (counter2, counter3), first_row, first_column, row_length)
         return y, x.new_empty(0, dtype=torch.bool)
     rows = torch.arange(first_row, first_row + x.shape[0])
-    keep = _keep(_Numbers(rate, key0, key1, counter2, counter3), rows, first_column, x.shape[1], row_length)
+    keep = keep_by_numbers(
+        StreamNumbers(rate, key0, key1, counter2, counter3), rows, first_column, x.shape[1], row_length
+    )
     return _scale_kept(x, keep, rate), keep
 
 

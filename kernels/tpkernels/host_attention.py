@@ -37,6 +37,14 @@ class AttentionDropout:
     first_head: int
     num_heads: int
 
+    def check(self, num_given: int) -> None:
+        """Raise ValueError unless the heads given are heads of the layer."""
+        if not 0 <= self.first_head <= self.first_head + num_given <= self.num_heads:
+            raise ValueError(
+                f"heads must be some of the layer's {self.num_heads}: {self.stream.site} has {num_given} from "
+                f"{self.first_head} on: pass the layer's number of query heads, and the first one's place"
+            )
+
     def rows(self, q: Tensor) -> Tensor:
         """The mask's row of every query of q[B, H, S, E]: int64 [B, H, S]."""
         batch, heads, seq = (torch.arange(size, device=q.device) for size in q.shape[:3])
@@ -79,11 +87,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
 
 
 def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout, is_blocked: bool) -> Tensor:
-    if not 0 <= dropout.first_head <= dropout.first_head + q.shape[1] <= dropout.num_heads:
-        raise ValueError(
-            f"heads must be some of the layer's {dropout.num_heads}: {dropout.stream.site} has {q.shape[1]} from "
-            f"{dropout.first_head} on: pass the layer's number of query heads, and the first one's place"
-        )
+    dropout.check(q.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)
         if k.shape[1] != q.shape[1]:

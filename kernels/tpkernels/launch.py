@@ -144,6 +144,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 if tl is not None:
     _INTERPRETED = tl.constexpr(INTERPRETED)
+    # float32 as three bfloat16 numbers each, six products of which matter: matrix units everywhere, nearly float32's bits.
+    _PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 
 
 @jit
@@ -157,11 +159,11 @@ def widened(b: tl.tensor) -> tl.tensor:
 
 @jit
 def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """total + a @ b with products in the operands' dtype, float32 not cut to tf32; sums in float32.
+    """total + a @ b, sums in float32; products of float32 operands keep about 24 bits.
 
     Interpreted, bfloat16 operands are multiplied as float32, which is exact: tl.dot would multiply their bits.
     """
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision=_PRECISION)

@@ -6,11 +6,25 @@ import itertools
 
 from tpkernels.work import (
     Work,
+    activation_backward_work,
+    activation_work,
+    adamw_work,
     all_gather_work,
     all_reduce_work,
+    attention_backward_work,
     attention_work,
+    cross_entropy_gradient_work,
+    cross_entropy_work,
+    embedding_backward_work,
+    embedding_work,
+    linear_cross_entropy_backward_work,
+    linear_cross_entropy_work,
     matmul_work,
+    norm_backward_work,
+    norm_work,
     reduce_scatter_work,
+    rope_work,
+    visible_pairs,
 )
 
 
@@ -27,6 +41,88 @@ def test_attention_counts_both_products() -> None:
     assert full.flops == 2 * 4 * (scores + mixing)
     assert full.memory_bytes == 4 * 2 * 8 * 16 * (4 + 2 + 2 + 4)
     assert attention_work(2, 8, 4, 2, 16, 4, causal_half=True).flops * 2 == full.flops
+
+
+def test_norm_reads_and_writes_each_row_once() -> None:
+    """6 elements of 2 bytes, 2 rows of 3: x and y, w; a statistic a row."""
+    assert norm_work(2, 3, 2) == Work(flops=24, memory_bytes=2 * (6 + 6 + 3) + 4 * 2)
+    assert norm_work(2, 3, 2, residual=True) == Work(flops=30, memory_bytes=2 * (4 * 6 + 3) + 4 * 2)
+    assert norm_work(2, 3, 2, centered=True) == Work(flops=42, memory_bytes=2 * (2 * 6 + 2 * 3) + 4 * 2 * 2)
+
+
+def test_norm_backward_reads_two_rows_and_writes_one() -> None:
+    assert norm_backward_work(2, 3, 2) == Work(flops=54, memory_bytes=2 * (3 * 6 + 2 * 3) + 4 * 2)
+    assert norm_backward_work(2, 3, 2, residual=True) == Work(flops=60, memory_bytes=2 * (4 * 6 + 2 * 3) + 4 * 2)
+    assert norm_backward_work(2, 3, 2, centered=True) == Work(flops=78, memory_bytes=2 * (3 * 6 + 3 * 3) + 4 * 2 * 2)
+
+
+def test_rope_turns_every_pair_once() -> None:
+    """5 tokens of 3 heads of 4 elements: 30 pairs, 4 products and 2 sums each; 2 cosines and 2 sines a token."""
+    assert rope_work(5, 3, 4, 2) == Work(flops=30 * 6, memory_bytes=2 * 60 * 2 + 5 * 4 * 4)
+
+
+def test_activations_read_their_halves() -> None:
+    assert activation_work(2, 3, 2, gated=False) == Work(flops=24, memory_bytes=2 * (6 + 6))
+    assert activation_work(2, 3, 2, gated=True) == Work(flops=30, memory_bytes=2 * (12 + 6))
+    assert activation_backward_work(2, 3, 2, gated=False) == Work(flops=54, memory_bytes=2 * (6 + 6 + 6))
+    assert activation_backward_work(2, 3, 2, gated=True) == Work(flops=66, memory_bytes=2 * (6 + 12 + 12))
+
+
+def test_cross_entropy_reads_the_logits_and_then_overwrites_them() -> None:
+    """2 tokens: a label of 8 bytes, and two float32, a token."""
+    assert cross_entropy_work(2, 5, 2) == Work(flops=40, memory_bytes=20 + 32)
+    assert cross_entropy_gradient_work(2, 5, 2) == Work(flops=30, memory_bytes=40 + 32)
+
+
+def test_linear_cross_entropy_is_three_matmuls_without_their_logits() -> None:
+    tokens, hidden, vocabulary = 6, 4, 5
+    forward = linear_cross_entropy_work(tokens, hidden, vocabulary, 2)
+    backward = linear_cross_entropy_backward_work(tokens, hidden, vocabulary, 2)
+    logits = matmul_work(tokens, vocabulary, hidden, 2).flops
+    dx, dw = matmul_work(tokens, hidden, vocabulary, 2).flops, matmul_work(vocabulary, hidden, tokens, 2).flops
+    assert forward.flops == logits + cross_entropy_work(tokens, vocabulary, 2).flops
+    assert backward.flops == dx + dw + cross_entropy_gradient_work(tokens, vocabulary, 2).flops
+    assert forward.memory_bytes == 2 * (24 + 20) + 8 * 6 and backward.memory_bytes == 4 * (24 + 20) + 8 * 6
+
+
+def test_embedding_copies_rows_and_its_gradient_is_dense() -> None:
+    assert embedding_work(3, 4, 2) == Work(memory_bytes=2 * (12 + 12) + 24)
+    assert embedding_backward_work(3, 10, 4, 2) == Work(flops=12, memory_bytes=2 * (12 + 40) + 24)
+
+
+def test_adamw_reads_and_writes_three_states() -> None:
+    assert adamw_work(10, 4) == Work(flops=140, memory_bytes=10 * (12 + 4 + 12))
+    assert adamw_work(10, 2, 2) == Work(flops=140, memory_bytes=10 * 28)
+
+
+def test_visible_pairs_counts_what_a_mask_leaves() -> None:
+    for lengths in ([1], [7], [3, 5, 1]):
+        for window in (None, 1, 2, 5, 7, 100):
+            pairs = sum(
+                1
+                for length in lengths
+                for query in range(length)
+                for key in range(query + 1)
+                if window is None or query - key < window
+            )
+            assert visible_pairs(lengths, window) == pairs
+
+
+def test_attention_backward_has_five_products_for_forwards_two() -> None:
+    for causal_half in (False, True):
+        forward = attention_work(2, 8, 4, 2, 16, 2, causal_half=causal_half)
+        backward = attention_backward_work(2, 8, 4, 2, 16, 2, causal_half=causal_half)
+        assert 2 * backward.flops == 5 * forward.flops
+    # q, y, dy, dq of 4 heads; k, v, dk, dv of 2; a float32 a query and head.
+    assert backward.memory_bytes == 2 * (4 * 1024 + 4 * 512) + 4 * 64
+
+
+def test_attention_of_given_pairs_counts_those_alone() -> None:
+    everything = attention_work(2, 8, 4, 2, 16, 2, causal_half=False)
+    assert attention_work(2, 8, 4, 2, 16, 2, causal_half=True, pairs=2 * 64) == everything
+    pairs = 2 * visible_pairs([5, 3])
+    assert attention_work(2, 8, 4, 2, 16, 2, causal_half=True, pairs=pairs).flops == 4 * 4 * 16 * pairs
+    assert 2 * attention_backward_work(2, 8, 4, 2, 16, 2, causal_half=True, pairs=pairs).flops == 5 * 4 * 4 * 16 * pairs
 
 
 def test_a_ring_sends_what_the_formulas_say() -> None:

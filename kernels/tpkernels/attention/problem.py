@@ -1,0 +1,105 @@
+"""What attention depends on besides q, k and v, as schemas hold it and as kernels take it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tpkernels.launch import cdiv, power_of_2
+
+LOG2_E = math.log2(math.e)
+
+# Sizes and numbers that change from call to call, and are no reason to compile again.
+NOT_SPECIALIZED = [
+    "num_documents",
+    "query_length",
+    "key_length",
+    "num_queries",
+    "window",
+    "scale",
+    "groups_a_row",
+    "first_row_head",
+    "num_row_heads",
+    "seed",
+    "counter2",
+    "counter3",
+]
+
+
+class Options(NamedTuple):
+    """What attention depends on besides its tensors, as an operator's schema can hold it.
+
+    Attributes:
+        causal: whether a query sees later keys.
+        window: how many keys of its past a query sees, itself included; 0: all.
+        scale: of the scores.
+        interleaved: how rotary embedding pairs columns.
+        rate: of dropped probabilities.
+        dropout: key0, key1, counter2, counter3 of the stream; first head given, heads of the layer. Empty without.
+    """
+
+    causal: bool
+    window: int
+    scale: float
+    interleaved: bool
+    rate: float
+    dropout: tuple[int, ...]
+
+
+class Sides(NamedTuple):
+    """Where documents begin among queries and keys, int32 or int64 [documents + 1]; None: nothing is packed."""
+
+    query_starts: Tensor | None
+    key_starts: Tensor | None
+
+
+class Tables(NamedTuple):
+    """cos and sin [positions, E/2], float32, or None: nothing is rotated."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def num_blocks(length: int, starts: Tensor | None, block: int) -> int:
+    """Programs along a side: see tiles.document_of."""
+    return cdiv(length, block) if starts is None else length // block + starts.shape[0] - 1
+
+
+def sizes(q: Tensor, k: Tensor, sides: Sides) -> tuple[int, ...]:
+    """num_documents, query_length, key_length, num_queries, num_heads."""
+    num_documents = 0 if sides.query_starts is None else sides.query_starts.shape[0] - 1
+    return num_documents, q.shape[1], k.shape[1], q.shape[1], q.shape[2]
+
+
+def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
+    """groups_a_row, first_row_head, num_row_heads, seed, counter2, counter3."""
+    key0, key1, counter2, counter3, first_head, num_heads = options.dropout or (0,) * 6
+    seed, words = key1 << 32 | key0, (counter2, counter3)
+    return (
+        cdiv(k.shape[1], 4),
+        first_head,
+        num_heads,
+        _signed(seed, 64),
+        *(_signed(word, 32) for word in words),
+    )
+
+
+def _signed(word: int, num_bits: int) -> int:
+    """The signed integer of the same bits: what an argument of that width holds without being widened."""
+    return word - (1 << num_bits) if word >> (num_bits - 1) else word
+
+
+def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
+    head = q.shape[3]
+    return {
+        "HEADS_A_GROUP": q.shape[2] // k.shape[2],
+        "HEAD": head,
+        "HALF": max(16, power_of_2(head // 2)),
+        "INTERLEAVED": options.interleaved,
+        "CAUSAL": options.causal,
+        "WINDOWED": options.window > 0,
+        "THRESHOLD": round(options.rate * 2**32),
+        "KEEP_SCALE": 1 / (1 - options.rate),
+    }
