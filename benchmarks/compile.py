@@ -65,7 +65,7 @@ class Compiled:
         spilled_bytes: a thread's stack and local memory.
         shared_bytes: a program's.
         shared_limit_bytes: the most a program may have there.
-        has_dot: whether the source multiplies matrices.
+        has_dot: whether the source multiplies matrices of 16-bit numbers: in float32 there are no matrix units for it.
         matrix_instructions: those found in the code: "wgmma.mma_async".
     """
 
@@ -195,7 +195,7 @@ def _look_at(compiled: Any, op: str, kernel: str, target_name: str, config: str,
         spilled_bytes=spilled,
         shared_bytes=compiled.metadata.shared,
         shared_limit_bytes=target.shared_memory_bytes,
-        has_dot="tt.dot" in compiled.asm["ttir"],
+        has_dot=re.search(r"tt\.dot .*xb?f16>", compiled.asm["ttir"]) is not None,
         matrix_instructions=tuple(name for name in _MATRIX_INSTRUCTIONS if name in code),
     )
 

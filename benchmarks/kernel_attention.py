@@ -85,12 +85,11 @@ def _case(
         return _attended(q, k, v, sees, 0)
 
     if name == "attention":
-        also, rivals = functools.partial(_sdpa, is_causal=True), _by_backend(shape)
+        also = functools.partial(_sdpa, is_causal=True)
+        rivals = {"sdpa": Contestant(also)} if shape.device == "cpu" else _by_backend()
     else:
-        mask = _mask(shape, sees)
-        also, rivals = lambda q, k, v: _sdpa(q, k, v, attn_mask=mask()), _by_blocks_of_mask(shape, sees)
-    if shape.device == "cpu" or name != "attention":
-        rivals["sdpa"] = Contestant(also)
+        also = functools.partial(_masked_sdpa, mask=_mask(shape, sees))
+        rivals = {"sdpa": Contestant(also), **_by_blocks_of_mask(shape, sees)}
     contestants = {OURS: Contestant(ours), TORCH: Contestant(plain), COMPILED: Contestant(compiled(plain)), **rivals}
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "head_size": model.head_size}
     sizes |= {"documents": len(lengths)} | ({"window": window} if window else {})
@@ -123,16 +122,13 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> Tensor:
     return torch.cat(ys, 1)
 
 
-def _by_backend(shape: Shape) -> dict[str, Contestant]:
-    """torch's own causal attention by each of its backends on a GPU; a CPU has one."""
-    if shape.device == "cpu":
-        return {}
+def _by_backend() -> dict[str, Contestant]:
+    """torch's own causal attention by each of its backends on a GPU."""
 
     def by_backend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
-        if backend == SDPBackend.EFFICIENT_ATTENTION:  # knows no groups
-            k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+        knows_groups = backend != SDPBackend.EFFICIENT_ATTENTION
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, is_causal=True)
+            return _sdpa(q, k, v, knows_groups=knows_groups, is_causal=True)
 
     found = {name: Contestant(functools.partial(by_backend, backend=one)) for name, one in _BACKENDS.items()}
     flash = found["sdpa_flash"].function
@@ -174,19 +170,28 @@ def _by_blocks_of_mask(shape: Shape, sees: Sees) -> dict[str, Contestant]:
     return {FLEX: Contestant(by_flex)}
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, knows_groups: bool = True, **how: Any) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1 and not knows_groups:
+        k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1 and knows_groups, **how).transpose(1, 2)
+
+
+def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Callable[[], Tensor]) -> Tensor:
+    """With copies for each group: the backend that takes a mask knows none."""
+    return _sdpa(q, k, v, knows_groups=False, attn_mask=mask())
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Deterministic algorithms, without filling new tensors, which would be timed too."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        settings.fill_uninitialized_memory = before[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -186,14 +187,14 @@ def against_torch(
 
 
 def by_liger(shape: Shape, module: str, name: str, call: Callable[..., Any], **how: Any) -> Contestant | None:
-    """A contestant of Liger-Kernel; None without a GPU, or where Liger is not installed or lacks it.
+    """A contestant of Liger-Kernel; None where its kernels cannot run, or where Liger is not installed or lacks it.
 
     Args:
         module, name: of an autograd function of liger_kernel.ops.
         call: called with that function's `apply`, then the inputs by name.
         how: fields of the contestant.
     """
-    if shape.device == "cpu":
+    if shape.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     try:
         function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.harness import keep_freed_memory
-from benchmarks.kernel_cases import COMPILED, Contestant, Direction, Draw, Shape, cases_of
-from benchmarks.kernel_check import failures, slopes_of
+from benchmarks.kernel_cases import COMPILED, FLEX, Contestant, Direction, Draw, Shape, cases_of
+from benchmarks.kernel_check import Findings, check, slopes_of
 from benchmarks.kernel_timing import Operands, Timed
 
 _TIMED_SEED = 0
@@ -45,16 +45,16 @@ class Measured:
         """
         return [case.name for case in cases_of(op, shape)]
 
-    def open(self, op: str, shape: Shape, name: str, chosen: Sequence[str]) -> dict[str, str]:
-        """Check a case's contestants, of those chosen; return what is wrong with each that is not right."""
+    def open(self, op: str, shape: Shape, name: str, chosen: Sequence[str]) -> Findings:
+        """Check a case's contestants, of those chosen."""
         self.close()
         (case,) = [case for case in cases_of(op, shape) if case.name == name]
         contestants = {n: contestant for n, contestant in case.contestants.items() if n in chosen}
-        if COMPILED in contestants:
+        if {COMPILED, FLEX} & contestants.keys():
             torch.compiler.reset()
-        found = failures(case, shape, contestants)
-        slopes = slopes_of(case.reference(**case.inputs(Draw(shape, _TIMED_SEED))), _TIMED_SEED)
-        self._operands = Operands(case.inputs(Draw(shape, _TIMED_SEED)), slopes, contestants.values())
+        found = check(case, shape, contestants)
+        inputs = case.inputs(Draw(shape, _TIMED_SEED))
+        self._operands = Operands(inputs, slopes_of(case, shape, _TIMED_SEED), contestants.values())
         self._contestants, self._device = contestants, shape.device
         return found
 

@@ -270,7 +270,7 @@ def linear_cross_entropy(shape: Shape) -> Sequence[Case]:
 
 
 def adamw(shape: Shape) -> Sequence[Case]:
-    """One step on a flat shard of seq * hidden elements: a shard's length follows from no shape of the model.
+    """One step on a flat shard of seq * hidden / tp elements: a shard's length follows from no shape of the model.
 
     In 16-bit dtypes with the parameters' copy, which torch's fused step, as training calls it, needs a pass of its own
     for, and another for the gradient, since it takes one dtype alone.
@@ -278,9 +278,9 @@ def adamw(shape: Shape) -> Sequence[Case]:
     from torch.optim.adamw import adamw as by_torch
     from tpkernels.adamw import adamw_
 
-    elements = shape.seq * shape.model.hidden
+    elements = max(1, shape.seq * shape.model.hidden // TP)
     is_narrow = shape.dtype != torch.float32
-    numbers = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    numbers: dict[str, Any] = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     step = 10
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -293,16 +293,18 @@ def adamw(shape: Shape) -> Sequence[Case]:
     def states(tensors: dict[str, Tensor]) -> list[Tensor]:
         return [tensor for name, tensor in tensors.items() if name != "grad"]
 
-    def ours(**tensors: Tensor) -> list[Tensor]:
+    def ours(**tensors: Any) -> list[Tensor]:
         adamw_(**tensors, step=step, **numbers)
         return states(tensors)
 
     def fused(**tensors: Tensor) -> list[Tensor]:
         master = tensors["master"]
-        lists = [[tensors[name]] for name in ("exp_avg", "exp_avg_sq")]
+        exp_avgs, exp_avg_sqs = ([tensors[name]] for name in ("exp_avg", "exp_avg_sq"))
         steps = [torch.full((), step - 1.0, dtype=torch.float32, device=master.device)]
         grads = [tensors["grad"].to(master.dtype)]
-        by_torch([master], grads, *lists, [], steps, fused=True, amsgrad=False, maximize=False, **numbers)
+        by_torch(
+            [master], grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, **numbers
+        )
         if is_narrow:
             tensors["parameter"].copy_(master)
         return states(tensors)

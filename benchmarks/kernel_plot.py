@@ -50,7 +50,7 @@ def write_plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, of_panel) in zip(axes, panels.items(), strict=False):
-        _draw(axis, title, of_panel, names, colors)
+        _draw(axis, title, of_panel, colors)
     handles = [Patch(color=colors[name], label=name) for name in names]
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(names)), frameon=False)
@@ -65,10 +65,9 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
     return panels
 
 
-def _draw(
-    axis: Any, title: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str], colors: Mapping[str, str]
-) -> None:
+def _draw(axis: Any, title: str, rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> None:
     """One panel. Bars stand side by side within a width of 0.8 around their shape's place."""
+    names = [name for name in colors if any(name in row["contestants"] for row in rows)]
     bar = 0.8 / max(1, len(names))
     for place, row in enumerate(rows):
         if row["check"] != PASSED:

@@ -35,7 +35,7 @@ def kernel_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why checks were red, and rivals left out, a line each."""
+    """Why checks were red, and what is to be said of rivals, a line each."""
     lines = []
     for row in rows:
         case = row["case"].removeprefix("kernels/")
@@ -43,6 +43,7 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"{case}: {row['check']}")
         of_shape = case.rpartition("/")[0]
         lines += [f"{of_shape}: {name} is left out: {reason}" for name, reason in row["left_out"].items()]
+        lines += [f"{of_shape}: {name} is less exact: {reason}" for name, reason in row["less_exact"].items()]
     return list(dict.fromkeys(lines))
 
 

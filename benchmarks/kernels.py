@@ -40,6 +40,7 @@ from benchmarks.kernel_cases import (
     Shape,
     cases_of,
 )
+from benchmarks.kernel_check import Findings
 from benchmarks.kernel_measure import Asked, Measured
 from benchmarks.kernel_plot import check_plot, write_plot
 from benchmarks.kernel_side import Side
@@ -99,13 +100,13 @@ class _Contest:
     chosen: tuple[str, ...]
     against: str | None = None
 
-    def open(self, op: str, shape: Shape, case: str) -> dict[str, str]:
-        """What is wrong with whom."""
-        return {
-            label or name: text
-            for label, process in self.processes.items()
-            for name, text in process.ask("open", op, shape, case, self.chosen).items()
-        }
+    def open(self, op: str, shape: Shape, case: str) -> Findings:
+        """Check a case everywhere."""
+        every = Findings({}, {})
+        for label, process in self.processes.items():
+            for all_of_kind, of_process in zip(every, process.ask("open", op, shape, case, self.chosen), strict=True):
+                all_of_kind.update({label or name: text for name, text in of_process.items()})
+        return every
 
     def contestants(self, direction: Direction) -> dict[str, tuple[Asked, str]]:
         """Contestants of the open case: the process to ask, and the name there."""
@@ -227,17 +228,15 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for shape in shapes:
         for case in cases_of(op, shape):
-            wrong = contest.open(op, shape, case.name)
+            wrong, less_exact = contest.open(op, shape, case.name)
             for direction in options.direction:
                 if direction not in case.directions:
                     continue
                 comparison, peaks = _compared(contest, direction, wrong, options.rounds)
                 fields: dict[str, Any] = {"op": op, "model": shape.model.name, "seq": shape.seq}
                 fields |= {"dtype": str(shape.dtype).removeprefix("torch."), "direction": direction, **case.sizes}
-                fields |= {
-                    "against": contest.against,
-                    "left_out": {n: t for n, t in wrong.items() if n != contest.ours},
-                }
+                fields |= {"against": contest.against, "less_exact": less_exact}
+                fields["left_out"] = {name: text for name, text in wrong.items() if name != contest.ours}
                 fields |= _numbers(case, direction, comparison, contest.ours, ceilings)
                 fields |= _memory(peaks, contest.ours)
                 name = f"kernels/{case.name}/{shape.model.name}/seq_{shape.seq}/{direction}"

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.embedding import embedding_backward_
 from tpkernels.wgrad import accumulate_wgrad
 
 from tpengine.collectives import Communicator
@@ -42,7 +43,7 @@ class GradientSink(Protocol):
         """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n (rows may repeat)."""
+        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n whose row it has (rows may repeat)."""
 
 
 class ParamGradSink:
@@ -60,7 +61,7 @@ class ParamGradSink:
         _gradient_of(param).add_(grad)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        _gradient_of(param).index_add_(0, rows, grad.to(param.dtype))
+        embedding_backward_(_gradient_of(param), rows, grad.to(param.dtype))
 
 
 class BufferSink:
@@ -95,8 +96,7 @@ class BufferSink:
         self._contributed(param)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        buffer = self._buffers[param]
-        buffer.index_add_(0, rows, grad.to(buffer.dtype))
+        embedding_backward_(self._buffers[param], rows, grad)
         self._contributed(param)
 
     def _contributed(self, param: Parameter) -> None:

@@ -232,10 +232,20 @@ def _activated_on_host(gate: Tensor, kind: str) -> Tensor:
     return h
 
 
+def activation_forward(y: Tensor, kind: str, gated: bool) -> Tensor:
+    """`activation_op` without torch's dispatcher, for callers inside a Function of their own."""
+    return (launch_activation if by_triton(y) else _on_host)(y, kind, gated)
+
+
+def activation_backward(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
+    """`activation_backward_op` without torch's dispatcher."""
+    return (launch_activation_backward if by_triton(y) else _backward_on_host)(dh, y, kind, gated)
+
+
 @torch.library.custom_op("tpkernels::activation", mutates_args=())
 def activation_op(y: Tensor, kind: str, gated: bool) -> Tensor:
     """h[T, F], new and contiguous, of y[T, 2F] if gated, else of y[T, F]; kind is silu, gelu or gelu_tanh."""
-    return (launch_activation if by_triton(y) else _on_host)(y, kind, gated)
+    return activation_forward(y, kind, gated)
 
 
 @activation_op.register_fake
@@ -246,7 +256,7 @@ def _(y: Tensor, kind: str, gated: bool) -> Tensor:
 @torch.library.custom_op("tpkernels::activation_backward", mutates_args=())
 def activation_backward_op(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
     """dy of y's shape, new and contiguous, of dh[T, F] and what `activation_op` was given."""
-    return (launch_activation_backward if by_triton(y) else _backward_on_host)(dh, y, kind, gated)
+    return activation_backward(dh, y, kind, gated)
 
 
 @activation_backward_op.register_fake

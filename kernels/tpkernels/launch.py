@@ -56,7 +56,7 @@ Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], Non
 _observers: list[tuple[Target, Observer]] = []
 
 
-def jit(function: Callable[..., None] | None = None, **options: Any) -> Any:
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`triton.jit` with its options; without triton the function as it is, which nothing then launches."""
     if function is None:
         return functools.partial(jit, **options)
@@ -144,8 +144,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 if tl is not None:
     _INTERPRETED = tl.constexpr(INTERPRETED)
-    # float32 as three bfloat16 numbers each, six products of which matter: matrix units everywhere, nearly float32's bits.
-    _PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 
 
 @jit
@@ -159,11 +157,11 @@ def widened(b: tl.tensor) -> tl.tensor:
 
 @jit
 def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """total + a @ b, sums in float32; products of float32 operands keep about 24 bits.
+    """total + a @ b, sums in float32; float32 operands are not cut to tf32, so NVIDIA's matrix units do not take them.
 
     Interpreted, bfloat16 operands are multiplied as float32, which is exact: tl.dot would multiply their bits.
     """
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=_PRECISION)
+    return tl.dot(a, b, total, input_precision="ieee")

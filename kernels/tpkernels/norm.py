@@ -348,8 +348,9 @@ def _backward_on_host(
     centered: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    wide_dy, rstd = dy.to(rstd.dtype), rstd[:, None]
-    h = total.to(rstd.dtype)
+    # Sums over strided rows would be taken in another order.
+    wide_dy, rstd = dy.to(rstd.dtype).contiguous(), rstd[:, None]
+    h = total.to(rstd.dtype).contiguous()
     h = (h - mean[:, None]).mul_(rstd) if centered else h * rstd
     dx = wide_dy * weight
     slope = (dx * h).mean(1, keepdim=True)
@@ -363,12 +364,35 @@ def _backward_on_host(
     return dx.to(total.dtype), sums
 
 
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_op` without torch's dispatcher, for callers inside a Function of their own."""
+    return (launch_norm if by_triton(x) else _on_host)(x, weight, bias, residual, eps, centered)
+
+
+def norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    num_chunks: int,
+    centered: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """`norm_backward_op` without torch's dispatcher."""
+    backward = launch_norm_backward if by_triton(dy) else _backward_on_host
+    return backward(dy, dtotal, total, weight, mean, rstd, num_chunks, centered, has_bias)
+
+
 @torch.library.custom_op("tpkernels::norm", mutates_args=())
 def norm_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd) of rows; total has no elements without a residual, mean none if nothing is centered."""
-    return (launch_norm if by_triton(x) else _on_host)(x, weight, bias, residual, eps, centered)
+    return norm_forward(x, weight, bias, residual, eps, centered)
 
 
 @norm_op.register_fake
@@ -389,8 +413,7 @@ def norm_backward_op(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx, sums[1 or 2, num_chunks, D]): dw, and db where there is a bias, of each chunk of rows, in rstd's dtype."""
-    backward = launch_norm_backward if by_triton(dy) else _backward_on_host
-    return backward(dy, dtotal, total, weight, mean, rstd, num_chunks, centered, has_bias)
+    return norm_backward(dy, dtotal, total, weight, mean, rstd, num_chunks, centered, has_bias)
 
 
 @norm_backward_op.register_fake

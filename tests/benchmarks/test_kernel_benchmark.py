@@ -1,6 +1,6 @@
-"""Rung: host. Operators' cases are right as they are timed; nothing wrong gets a number; revisions are compared.
+"""Rung: host; the interpreter for Liger's kernels. What is timed is right, nothing wrong gets a number.
 
-Sizes are tiny and no time is asserted. Only a GPU shows that its clock, peak memory, Liger's operators and torch's
+Sizes are tiny and no time is asserted. Only a GPU shows that its clock, peak memory, Liger's norms and torch's
 attention backends work as called; here the order of what its clock records is checked on events that are not real.
 """
 
@@ -22,12 +22,25 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 from torch import Tensor
 
-from benchmarks import kernel_measure, kernel_timing, kernels
-from benchmarks.kernel_cases import CASES, COMPILED, DIRECTIONS, OURS, RIVALS, TORCH, Case, Contestant, Draw, Shape
+from benchmarks import kernel_attention, kernel_measure, kernel_timing, kernels
+from benchmarks.kernel_cases import (
+    CASES,
+    COMPILED,
+    DIRECTIONS,
+    LIGER,
+    OURS,
+    RIVALS,
+    TORCH,
+    Case,
+    Contestant,
+    Draw,
+    Shape,
+)
 from benchmarks.kernel_cases import cases_of as real_cases_of
-from benchmarks.kernel_check import failures
+from benchmarks.kernel_check import Findings, check
 from benchmarks.kernel_measure import Measured
 from benchmarks.kernel_plot import write_plot
 from benchmarks.kernel_timing import CudaClock, HostClock, Operands, Timed, measure_ceilings
@@ -37,6 +50,7 @@ from benchmarks.shapes import Model
 ROOT = Path(__file__).parents[2]
 TINY = Model("tiny", 64, 4, 2, 16, 48, 96)
 SHAPE = Shape(TINY, 64, torch.float32, "cpu")
+RIGHT = Findings({}, {})
 QUICK = ("--seqs", "24", "--rounds", "2", "--rivals", "torch")
 
 
@@ -71,7 +85,7 @@ def test_every_case_is_right(op: str, dtype: torch.dtype) -> None:
     assert len({case.name for case in cases}) == len(cases) > 0
     for case in cases:
         assert set(case.contestants) <= {OURS, *RIVALS} and {OURS, TORCH, COMPILED} <= set(case.contestants)
-        assert failures(case, shape, {name: case.contestants[name] for name in (OURS, TORCH)}) == {}
+        assert check(case, shape, {name: case.contestants[name] for name in (OURS, TORCH)}) == RIGHT
         assert set(case.directions) <= set(DIRECTIONS)
         works = [case.total_work(direction) for direction in case.directions]
         assert all(work.memory_bytes > 0 for work in works)
@@ -79,11 +93,31 @@ def test_every_case_is_right(op: str, dtype: torch.dtype) -> None:
             assert works[2] == works[0] + works[1]
 
 
+def check_liger(cases: Mapping[str, str]) -> None:
+    """Interpreted, its norms and GEGLU do not run."""
+    for op, name in cases.items():
+        (case,) = [case for case in real_cases_of(op, SHAPE) if case.name == name]
+        assert check(case, SHAPE, {LIGER: case.contestants[LIGER]}).wrong == {}
+
+
+def test_liger_is_called_as_it_wants(interpreters: RankPool) -> None:
+    pytest.importorskip("liger_kernel")
+    named = ("rope", "cross_entropy", "linear_cross_entropy")
+    interpreters.run(check_liger, 1, {"activation": "swiglu", **{op: op for op in named}})
+
+
+def test_determinism_is_timed_without_filling_memory() -> None:
+    settings: Any = torch.utils.deterministic
+    with kernel_attention._deterministic():
+        assert torch.are_deterministic_algorithms_enabled() and not settings.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
+
+
 def test_a_compiled_rival_is_right_at_each_shape_in_turn() -> None:
     measured = Measured()
     for seq in (64, 40):
         shape = dataclasses.replace(SHAPE, seq=seq)
-        assert measured.open("activation", shape, "gelu", (OURS, COMPILED)) == {}
+        assert measured.open("activation", shape, "gelu", (OURS, COMPILED)).wrong == {}
         assert measured.contestants("both") == [OURS, COMPILED]
         assert measured.start(COMPILED, "backward") is None and measured.seconds(COMPILED) > 0
 
@@ -191,6 +225,28 @@ def test_a_wrong_rival_is_left_out_and_said_to_be(
     assert row["left_out"]["sdpa"] == "RuntimeError: No available kernel."
     assert not [name for name in row if name.startswith("liger")]
     assert "rms_norm/tiny/seq_24: liger is left out: output 0 is wrong by" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_rival_that_is_less_exact_is_timed_and_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half the digits are right. For ours the same is wrong."""
+
+    def rough(x: Tensor, weight: Tensor) -> Tensor:
+        return (1 + 1e-5) * torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+    with_contestants(monkeypatch, "rms_norm", {"liger": Contestant(rough)})
+    out = tmp_path / "rows.jsonl"
+    options = ["--op", "norm", *QUICK, "liger", "--direction", "both", "--out", str(out)]
+    assert main(["kernels", *options]) == 0
+    row, *_ = rows_of(out)
+    assert (
+        row["contestants"] == [OURS, TORCH, "liger"] and row["left_out"] == {} and set(row["less_exact"]) == {"liger"}
+    )
+    assert "rms_norm/tiny/seq_24: liger is less exact: output 0 is wrong by" in capsys.readouterr().out
+    with_contestants(monkeypatch, "rms_norm", {OURS: Contestant(rough)})
+    assert main(["kernels", *options[:-2]]) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,7 +381,7 @@ def test_the_clock_of_a_gpu_flushes_before_it_records(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: Buffer())
+    monkeypatch.setattr(kernel_timing, "_flush_buffer", Buffer)
     clock = CudaClock()
     times = iter([1.0, 1.025])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from tpkernels.attention import attention_qkv
 from tpkernels.host_attention import AttentionDropout, causal_attention
+from tpkernels.launch import by_triton
+from tpkernels.rope import rope_tables
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, accumulation_dtype
@@ -17,13 +20,9 @@ from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParal
 
 
 @functools.lru_cache(maxsize=16)
-def rope_tables(
-    seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cos[S, E/2] and sin[S, E/2] of position * theta^(-2i/E), computed in float64."""
-    frequency = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    angle = torch.arange(seq, dtype=torch.float64)[:, None] * frequency
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+def _tables(seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, E/2] of each position's angles."""
+    return rope_tables(seq, head_size, theta, dtype=dtype, device=device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,23 +68,33 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, seq: int, head_size: int, rope_theta: float, dropout: AttentionDropout | None
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    seq: int,
+    rope_theta: float,
+    dropout: AttentionDropout | None,
 ) -> Tensor:
     """Attend causally within each sequence, after rotating q and k by their positions.
 
+        q[T, H*E], k[T, G*E], v[T, G*E] = the columns of qkv, side by side
         y[T, H*E] = softmax(rope(q) rope(k).T / sqrt(E), causal) v
 
     Args:
-        q: [T, H*E], rows of whole sequences, batch first.
-        k, v: [T, G*E].
+        qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
+        num_heads, num_kv_heads: H and G, here.
         seq: tokens S of a sequence.
-        head_size: E.
         rope_theta: base of the rotary frequencies.
         dropout: of the probabilities.
     """
-    q, k, v = (rearrange(t, "(b s) (h e) -> b h s e", s=seq, e=head_size) for t in (q, k, v))
-    tables = rope_tables(seq, head_size, rope_theta, accumulation_dtype(q.dtype), q.device)
-    mixed = causal_attention(rope(q, *tables), rope(k, *tables), v, dropout)
+    head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    cos, sin = _tables(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
+    if by_triton(qkv):
+        return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
+    # A CPU multiplies heads faster that lie apart, which a rotation writes anyhow.
+    parts = qkv.split([n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+    q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=seq, e=head_size) for part in parts)
+    mixed = causal_attention(rope(q, cos, sin), rope(k, cos, sin), v, dropout)
     return rearrange(mixed, "b h s e -> (b s) (h e)")
 
 
@@ -161,10 +170,11 @@ class Attention(nn.Module):
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"
             )
-        q, k, v = self._qkv.forward(x)
-        comm, heads = self.o_proj.comm, q.shape[1] // self.head_size
+        comm = self.o_proj.comm
+        heads, kv_heads = (len(layer.weight) // self.head_size for layer in (self.q_proj, self.k_proj))
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
-        y: Tensor = self.o_proj(attend(q, k, v, seq, self.head_size, self.rope_theta, drop))
+        qkv = self._qkv.forward_packed(x)
+        y: Tensor = self.o_proj(attend(qkv, heads, kv_heads, seq, self.rope_theta, drop))
         return y
 
     def prepare(self, num_tokens: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.embedding import embedding
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink, ParamGradSink
@@ -24,20 +25,17 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
         rows = tokens - comm.rank * weight.shape[0]
-        mine = (rows >= 0) & (rows < weight.shape[0])
-        ctx.save_for_backward(rows, mine)
+        ctx.save_for_backward(rows)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        if comm.size == 1:
-            return weight[rows]
-        partial = weight[rows.clamp(0, weight.shape[0] - 1)].masked_fill_(~mine[:, None], 0)
-        return comm.reduce_scatter(partial)
+        partial = embedding(rows, weight)
+        return partial if comm.size == 1 else comm.reduce_scatter(partial)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
-        rows, mine = ctx.saved_tensors
+        (rows,) = ctx.saved_tensors
         full = ctx.comm.all_gather(dy)
         if ctx.parameter.requires_grad:
-            ctx.sink.add_rows(ctx.parameter, rows[mine], full[mine])
+            ctx.sink.add_rows(ctx.parameter, rows, full)
         return None, None, None, None
 
 

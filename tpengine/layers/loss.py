@@ -2,100 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tpkernels.cross_entropy import (
+    CombinedPartials,
+    combine_partials,
+    cross_entropy_gradient_,
+    cross_entropy_partials,
+    token_losses,
+)
 
 from tpengine.collectives import Communicator
 from tpengine.config import IGNORED_LABEL
-from tpengine.gradients import accumulation_dtype
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Local shapes: z[n, T, C], n shards of C = V/(n tp) columns; labels[T]; loss[] equal on all ranks.
 
-    forward:  m_r, s_r, t_r = max z, sum exp(z - m_r), z[label]   over the columns of shard r
-              [m, s, t] of all shards by one gather of 3*n*T numbers;  M = max_r m_r
-              loss = sum over valid t of log(sum_r s_r exp(m_r - M)) + M - sum_r t_r
-    dgrad:    dz = (softmax(z) - onehot(label)) * dloss, zero where the label is ignored
+    forward:  m, s, t, u = max z, sum exp(z - m), z[label], sum z   over the columns of each shard: 4*n*T numbers
+              [m, s, t, u] of all shards by one gather;  M = max m
+              loss = sum over valid t of log(sum s exp(m - M)) + M - sum t
+    dgrad:    dz = (softmax(z) - onehot(label)) * dloss, zero where the label is ignored; in place of z
 
     Each shard is computed by itself, in shapes that depend on its size alone.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
-        num_shards, num_tokens, num_columns = logits.shape
-        valid = labels != IGNORED_LABEL
-        partials = logits.new_zeros(num_shards, 3, num_tokens, dtype=accumulation_dtype(logits.dtype))
+        num_shards, _, num_columns = logits.shape
         firsts = [(comm.rank * num_shards + i) * num_columns for i in range(num_shards)]
-        shards = [_Shard.of(z, labels, valid, vocab_size, first) for z, first in zip(logits, firsts, strict=True)]
-        exponentials = [shard.reduce_into(out) for shard, out in zip(shards, partials, strict=True)]
-        ranks = comm.all_gather(partials)
-        top = ranks[:, 0].amax(0)
-        total = (ranks[:, 1] * (ranks[:, 0] - top).exp()).sum(0)
-        losses = total.log() + top - ranks[:, 2].sum(0)
-
-        # softmax of a shard's columns = exponentials * scale
-        scales = [(own[0] - top).exp() / total for own in partials]
-        columns, mine = zip(*((shard.column, shard.mine) for shard in shards), strict=True)
-        ctx.save_for_backward(valid, *exponentials, *scales, *columns, *mine)
-        ctx.logits = logits.dtype, logits.shape
-        return losses.masked_fill(~valid, 0).sum()
+        ctx.columns = [(first, min(max(vocab_size - first, 0), num_columns)) for first in firsts]
+        partials = [
+            cross_entropy_partials(z, labels, first_column=first, num_columns=valid)
+            for z, (first, valid) in zip(logits, ctx.columns, strict=True)
+        ]
+        combined = combine_partials(comm.all_gather(torch.stack(partials)))
+        ctx.save_for_backward(logits, labels, *combined)
+        ctx.vocab_size = vocab_size
+        return token_losses(combined, labels, vocab_size).sum()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dtype, shape = ctx.logits
-        valid, *saved = ctx.saved_tensors
-        weight = valid * dloss
-        dlogits = torch.empty(shape, dtype=dtype, device=valid.device)
-        num_shards = shape[0]
-        for i, dz in enumerate(dlogits):
-            exponentials, scale, column, mine = saved[i::num_shards]
-            num_valid = exponentials.shape[1]
-            dz[:, num_valid:] = 0
-            is_wide = dtype == exponentials.dtype
-            of_valid = torch.mul(exponentials, (scale * weight)[:, None], out=dz[:, :num_valid] if is_wide else None)
-            rows = mine.nonzero()[:, 0]
-            of_valid[rows, column[rows]] -= dloss
-            if not is_wide:
-                dz[:, :num_valid] = of_valid
-        return dlogits, None, None, None
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """Some columns of the logits.
-
-    Attributes:
-        z: [T, columns], without padding, in the accumulation dtype.
-        column: [T], the label's column counted from the first of these.
-        mine: [T], whether it is one of these.
-    """
-
-    z: Tensor
-    column: Tensor
-    mine: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, labels: Tensor, valid: Tensor, vocab_size: int, first: int) -> _Shard:
-        num_valid = min(max(vocab_size - first, 0), logits.shape[1])
-        column = labels - first
-        mine = valid & (column >= 0) & (column < num_valid)
-        return cls(logits[:, :num_valid].to(accumulation_dtype(logits.dtype)), column, mine)
-
-    def reduce_into(self, out: Tensor) -> Tensor:
-        """Write (m, s, t) into out[3, T]; return exp(z - m)."""
-        if not self.z.shape[1]:  # these columns are all padding
-            out[0] = -torch.inf
-            return self.z
-        out[0] = self.z.amax(1)
-        exponentials = (self.z - out[0][:, None]).exp_()
-        out[1] = exponentials.sum(1)
-        target = self.z.gather(1, self.column.clamp(0, self.z.shape[1] - 1)[:, None])[:, 0]
-        out[2] = target.masked_fill(~self.mine, 0)
-        return exponentials
+        # The second backward of a graph finds the logits changed, and autograd says so.
+        logits, labels, *combined = ctx.saved_tensors
+        slopes = dloss.expand(labels.shape)
+        for z, (first, valid) in zip(logits, ctx.columns, strict=True):
+            cross_entropy_gradient_(
+                z, labels, CombinedPartials(*combined), slopes, ctx.vocab_size, first_column=first, num_columns=valid
+            )
+        return logits, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
@@ -105,7 +62,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
     Args:
         logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], them in n shards, each
-            of which is summed by itself.
+            of which is summed by itself. Backward writes their gradient in place of them.
         labels: [T] int64, equal on every tp rank, 0 <= label < vocab_size or -100 (ignored).
         vocab_size: columns at or beyond it are padding and take no part.
         comm: the tp ranks.
@@ -117,7 +74,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     Raises:
         ValueError: on a CPU, a label outside the vocabulary (on a GPU the check would wait for the device).
 
-    Cost: one gather of 3*n*T numbers; keeps T*V/tp exponentials for backward.
+    Cost: one gather of 4*n*T numbers; keeps the logits for backward, and nothing else of their size.
     Numerics: in promote_types(dtype, float32); shards are added as torch.sum does over them. Source: Shoeybi et al.,
     "Megatron-LM" (arXiv 1909.08053), section 3, who all-reduce three times.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from tpkernels.activation import activation_backward, activation_forward
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink
@@ -23,18 +23,12 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
         ctx.save_for_backward(y)
-        gate, up = y.chunk(2, dim=1)
-        return F.silu(gate).mul_(up)
+        return activation_forward(y, "silu", True)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        gate, up = y.chunk(2, dim=1)
-        dy = torch.empty_like(y)
-        dgate, dup = dy.chunk(2, dim=1)
-        torch.ops.aten.silu_backward.grad_input(dh * up, gate, grad_input=dgate)
-        torch.mul(F.silu(gate), dh, out=dup)
-        return dy
+        return activation_backward(dh, y, "silu", True)
 
 
 def gated_silu(y: Tensor) -> Tensor:

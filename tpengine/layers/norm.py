@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.norm import norm_backward, norm_forward
 
 from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.gradients import GradientSink, ParamGradSink
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -24,25 +25,18 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
-        wide = x.to(accumulation_dtype(x.dtype))
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-        ctx.save_for_backward(x, weight, rstd)
+        y, _, mean, rstd = norm_forward(x, weight, None, None, eps, False)
+        ctx.save_for_backward(x, weight, mean, rstd)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        wide_dy = dy.to(rstd.dtype).contiguous()
-        normalised = x.to(rstd.dtype) * rstd
-        dx = None
-        if ctx.needs_input_grad[0]:
-            weighted = wide_dy * weight
-            slope = (weighted * normalised).mean(-1, keepdim=True)
-            dx = weighted.sub_(normalised * slope).mul_(rstd).to(x.dtype)
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, sums = norm_backward(dy, None, x, weight, mean, rstd, 1, False, False)
         if ctx.parameter.requires_grad:
-            ctx.sink.add(ctx.parameter, normalised.mul_(wide_dy).sum(0), ctx.comm)
-        return dx, None, None, None, None
+            ctx.sink.add(ctx.parameter, sums[0, 0], ctx.comm)
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:

@@ -268,13 +268,11 @@ class VirtualAttention(_VirtualLayer):
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences."""
         partials = []
-        sizes = [n * self.head_size for n in (self._each, self._kv_each, self._kv_each)]
         for rank, full, qkv, out in zip(
             self.virtual.held, spread(x, self.virtual), self._inputs, self._outputs, strict=True
         ):
             drop = self.dropout.of_heads(rank * self._each, self.num_heads) if self.dropout else None
-            q, k, v = qkv(full).split(sizes, dim=1)
-            partials.append(out(attend(q, k, v, seq, self.head_size, self.rope_theta, drop)))
+            partials.append(out(attend(qkv(full), self._each, self._kv_each, seq, self.rope_theta, drop)))
         return collect(partials, self.virtual)
 
 

@@ -67,7 +67,7 @@ def _rotate_kernel(
     o_position = o_row if IS_KEY else o_row + (other_length - length)
     p_x += i_batch * stride_batch + first * stride + i_head * stride_head
     low, high = load_halves(p_x, o_row, m_row, stride, p_cos, p_sin, o_position, HEAD, HALF, INTERLEAVED)
-    stride_y = num_heads * HEAD
+    stride_y = tl.cast(num_heads, tl.int64) * HEAD
     p_y += ((i_batch * query_length + first) * num_heads + i_head) * HEAD
     store_halves(p_y, o_row, m_row, stride_y, low, high, None, None, o_position, HEAD, HALF, INTERLEAVED)
 

@@ -24,7 +24,7 @@ Sources: Dao, "FlashAttention-2", arXiv 2307.08691; Shah et al., "FlashAttention
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ _MOST_COLUMNS = 256
 def _forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> tuple[Tensor, Tensor]:
     """(y, lse) by the kernels where there are some for this device and dtype."""
     forward = launch_attention if by_triton(q) and q.dtype != torch.float64 else attention_on_host
+    tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
     return forward(_without_gaps(q), _without_gaps(k), _without_gaps(v), tables, sides, options)
 
 
@@ -58,12 +59,17 @@ def _backward(
     """Write dq, dk, dv."""
     backward = launch_attention_backward if by_triton(dy) and dy.dtype != torch.float64 else attention_backward_on_host
     q, k, v = (_without_gaps(t) for t in inputs)
+    tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
     backward(_without_gaps(dy), q, k, v, *outputs, gradients, tables, sides, options)
 
 
 def _without_gaps(t: Tensor) -> Tensor:
     """t, or a copy of it, whose columns lie side by side; tokens and heads may be anywhere."""
     return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _dense(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+    return (None if t is None else t.contiguous() for t in tensors)
 
 
 @torch.library.custom_op("tpkernels::attention", mutates_args=())
@@ -133,7 +139,7 @@ def attention_qkv_op(
     q, k, v = _views(qkv, batch, num_heads, num_kv_heads)
     options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
     y, lse = _forward(q, k, v, Tables(cos, sin), Sides(starts, starts), options)
-    return y.view(qkv.shape[0], -1), lse
+    return y.flatten(2).flatten(0, 1), lse
 
 
 @torch.library.custom_op("tpkernels::attention_qkv_backward", mutates_args=())
@@ -281,11 +287,10 @@ def attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     is_plain = causal and window is None and query_starts is None and q.shape[1] == k.shape[1]
     if q.device.type == "cpu" and not INTERPRETED and is_plain and scale == q.shape[3] ** -0.5:
-        return causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout).transpose(1, 2)
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout).transpose(1, 2)
+        return y.contiguous()  # torch's own attention may keep q's layout
     rate, numbers = _dropout_numbers(dropout, q.shape[2])
-    y: Tensor = attention_op(
-        q, k, v, None, None, query_starts, key_starts, causal, window or 0, scale, False, rate, numbers
-    )[0]
+    y = attention_op(q, k, v, None, None, query_starts, key_starts, causal, window or 0, scale, False, rate, numbers)[0]
     return y
 
 
@@ -360,7 +365,7 @@ def attention_qkv(
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.is_floating_point()
-    if not fits or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % max(1, k.shape[2]):
+    if not fits or q.shape[::3] != k.shape[::3] or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(
             "attention takes q[B, S, H, E], k and v[B, S', G, E] of one floating-point dtype, H a multiple of G: got "
             f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}: "
@@ -382,14 +387,19 @@ def _check_starts(what: str, starts: Tensor | None, length: int, q: Tensor) -> N
     if starts is None:
         return
     fits = starts.dim() == 1 and len(starts) > 1 and starts.dtype in (torch.int32, torch.int64)
-    if fits and starts.device.type == "cpu":  # on a GPU looking would wait for it
+    if fits and _can_look(starts):
         fits = bool(starts[0] == 0 and starts[-1] == length and (starts.diff() >= 0).all())
     if not fits or starts.device != q.device or (q.dim() == 4 and q.shape[0] != 1):
-        got = starts.tolist() if starts.device.type == "cpu" else tuple(starts.shape)
+        got = starts.tolist() if _can_look(starts) else tuple(starts.shape)
         raise ValueError(
             f"{what} must be cumulative lengths of one sequence's documents, from 0 to {length}, int32 or int64 on "
             f"{q.device}: got {got} {starts.dtype} on {starts.device}: pack the batch into one sequence, or pass none"
         )
+
+
+def _can_look(starts: Tensor) -> bool:
+    """Whether values may be looked at: on a GPU that would wait for it, and a compiler has none."""
+    return starts.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor, seq: int, starts: Tensor | None) -> None:
@@ -397,15 +407,16 @@ def _check_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor, seq: int, s
         return
     wide = accumulation_dtype(q.dtype)
     for table in (cos, sin):
-        if table is None or table.dim() != 2 or table.shape[1] != q.shape[3] // 2 or table.dtype != wide:
+        fits = table is not None and table.dim() == 2 and table.shape[1] == q.shape[3] // 2 and table.dtype == wide
+        if table is None or cos is None or not fits or table.shape != cos.shape or table.requires_grad:
             raise ValueError(
-                f"cos and sin must both be [positions, {q.shape[3] // 2}] of {wide}: got "
+                f"cos and sin must both be constants [positions, {q.shape[3] // 2}] of {wide}: got "
                 f"{[None if t is None else (tuple(t.shape), t.dtype) for t in (cos, sin)]}: use rope.rope_tables"
             )
     assert cos is not None
     if len(cos) >= seq:
         return
-    if starts is None or (starts.device.type == "cpu" and int(starts.diff().max()) > len(cos)):
+    if starts is None or (_can_look(starts) and int(starts.diff().max()) > len(cos)):
         raise ValueError(
             f"cos and sin must have a row for every position: {len(cos)} rows, a sequence or document of "
             f"{seq if starts is None else int(starts.diff().max())}: make longer tables"

@@ -47,7 +47,7 @@ def _rotated(t: Tensor, tables: Tables, position: Tensor, interleaved: bool, bac
     """t[B, S, heads, E] at the positions [S], in t's dtype; t itself without tables."""
     if tables.cos is None or tables.sin is None:
         return t
-    cos, sin = (table[position][:, None].to(t.dtype) for table in tables)
+    cos, sin = (table[position][:, None].to(t.dtype) for table in (tables.cos, tables.sin))
     sin = -sin if back else sin
     low, high = (t[..., ::2], t[..., 1::2]) if interleaved else t.chunk(2, dim=-1)
     halves = low * cos - high * sin, high * cos + low * sin
@@ -71,9 +71,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: 
 
 def _query_positions(queries: _Places, keys: _Places, sides: Sides) -> Tensor:
     """The position that each query has among its document's keys."""
-    if sides.query_starts is None or sides.key_starts is None:
+    if sides.key_starts is None:
         return len(keys.place) - queries.to_end
-    return sides.key_starts[queries.document + 1] - sides.key_starts[queries.document] - queries.to_end
+    return sides.key_starts.diff()[queries.document] - queries.to_end
 
 
 def _kept(batch: int, rows: slice, heads_and_queries: Sequence[int], keys: _Places, options: Options) -> Tensor:
