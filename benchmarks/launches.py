@@ -16,6 +16,7 @@ from tpkernels.attention.backward import launch_attention_backward
 from tpkernels.attention.forward import launch_attention
 from tpkernels.attention.problem import Options, Sides, Tables
 from tpkernels.cross_entropy_kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
+from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.embedding import launch_embedding, launch_embedding_backward_
 from tpkernels.norm import launch_norm, launch_norm_backward
 from tpkernels.rope import launch_rope
@@ -95,6 +96,15 @@ def _embedding() -> None:
                 launch_embedding_backward_(buffer, rows, dy)
 
 
+def _dropout() -> None:
+    """Whole rows, a rank's columns, and columns that begin within a Philox call."""
+    for dtype in DTYPES:
+        for model in MODELS:
+            x = _empty(SEQUENCES[0], model.hidden, dtype=dtype)
+            for columns, first_column in ((model.hidden, 0), (model.hidden // TP, model.hidden // TP), (1023, 1)):
+                launch_dropout(x[:, :columns], 0.1, (0, 0), (0, 0), 0, first_column, model.hidden)
+
+
 def _adamw() -> None:
     master = _empty(1 << 26, dtype=torch.float32)
     for grad in (master, master.bfloat16()):
@@ -144,6 +154,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = MappingProxyType(
         "activation": _activation,
         "attention": _attention,
         "cross_entropy": _cross_entropy,
+        "dropout": _dropout,
         "norm": _norm,
         "embedding": _embedding,
         "adamw": _adamw,

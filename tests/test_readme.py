@@ -50,6 +50,10 @@ def test_an_example_runs_and_learns(tmp_path: Path, name: str, worlds: tuple[int
     assert all(loss < largest_loss for loss in outputs), outputs
 
 
+def test_the_operators_of_a_block_learn(tmp_path: Path) -> None:
+    assert float(run_example(tmp_path, "operators", 1).split("loss")[1]) < 0.5
+
+
 def test_the_operators_alone(tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node 2 feed_forward.py" in README
     assert run_example(tmp_path, "feed_forward", 2) == "y [32, 32], through shared memory\n"

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.dropout_kernel import launch_dropout
+from tpkernels.launch import by_triton
 from tpkernels.random import counters_at_a_time, philox_4x32, stream_key
 
 _MASK = 0xFFFFFFFF
@@ -159,10 +161,8 @@ def _forward(
     first_column: int,
     row_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """y, and on a CPU the mask for backward (elsewhere an empty tensor)."""
-    if x.device.type != "cpu":
-        from tpkernels.dropout_kernel import launch_dropout
-
+    """y, and on the host path the mask for backward (by the kernel an empty tensor)."""
+    if by_triton(x):
         y = launch_dropout(x, rate, (key0, key1), (counter2, counter3), first_row, first_column, row_length)
         return y, x.new_empty(0, dtype=torch.bool)
     rows = torch.arange(first_row, first_row + x.shape[0])
@@ -174,7 +174,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    keep_shape = x.shape if x.device.type == "cpu" else (0,)
+    keep_shape = (0,) if by_triton(x) else x.shape
     return x.new_empty(x.shape), x.new_empty(keep_shape, dtype=torch.bool)
 
 
@@ -185,7 +185,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
     (keep,) = ctx.saved_tensors
-    dx = _scale_kept(dy, keep, ctx.numbers[0]) if dy.device.type == "cpu" else _forward(dy, *ctx.numbers)[0]
+    dx = _forward(dy, *ctx.numbers)[0] if by_triton(dy) else _scale_kept(dy, keep, ctx.numbers[0])
     return dx, *(None for _ in ctx.numbers)
 
 

@@ -1,24 +1,24 @@
 """Dropout in Triton: the kernel and its launch. The specification is dropout.py's `dropout_reference`.
 
-Apart from dropout.py so that nothing loads triton before a CUDA tensor is dropped. Four words of one Philox call meet
-four neighbouring elements of a row; a row begins a new call, so a program never needs its neighbours' words.
+Four words of one Philox call meet four neighbouring elements of a row; a row begins a new call, so a program never
+needs its neighbours' words.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from tpkernels.launch import cdiv, jit, power_of_2, run, signed, tl, widened
 
 # Elements of one program: 8 a thread of 4 warps, 16 bytes of float16. Not tuned: no GPU has timed it yet.
 _BLOCK_ELEMENTS = 1024
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_row", "seed", "counter2", "counter3"])
+@jit(do_not_specialize=["num_rows", "first_row", "seed", "counter2", "counter3"])
 def _dropout_kernel(
-    x: tl.tensor,
-    y: tl.tensor,
+    p_x: tl.tensor,
+    p_y: tl.tensor,
     num_rows: tl.int64,
     num_columns: tl.int32,
     stride_row: tl.int64,
@@ -47,11 +47,9 @@ def _dropout_kernel(
     o_column = tl.program_id(1).to(tl.int64) * (4 * BLOCK_GROUPS) + tl.arange(0, 4 * BLOCK_GROUPS) - SKIPPED
     m_inside = (o_row < num_rows)[:, None] & ((o_column >= 0) & (o_column < num_columns))[None, :]
     # [BLOCK_ROWS, 4 * BLOCK_GROUPS]
-    b_x = tl.load(x + o_row[:, None] * stride_row + o_column[None, :] * stride_column, mask=m_inside)
-    # In float16 and bfloat16 the product has one rounding, on the way out.
-    wide = b_x if b_x.dtype == tl.float64 else b_x.to(tl.float32)
-    b_y = tl.where(word.to(tl.int64) >= THRESHOLD, wide * SCALE, 0.0)
-    tl.store(y + o_row[:, None] * num_columns + o_column[None, :], b_y.to(b_x.dtype), mask=m_inside)
+    b_x = widened(tl.load(p_x + o_row[:, None] * stride_row + o_column[None, :] * stride_column, mask=m_inside))
+    b_y = tl.where(word.to(tl.int64) >= THRESHOLD, b_x * SCALE, 0.0)
+    tl.store(p_y + o_row[:, None] * num_columns + o_column[None, :], b_y.to(p_y.dtype.element_ty), mask=m_inside)
 
 
 def launch_dropout(
@@ -68,36 +66,30 @@ def launch_dropout(
     Compiled once for each dtype, rate, alignment of the strides and first_column % 4; not for each number of rows.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not x.numel():
-        return y
     num_rows, num_columns = x.shape
-    num_groups = -(-(first_column % 4 + num_columns) // 4)
-    block_groups = min(triton.next_power_of_2(num_groups), _BLOCK_ELEMENTS // 4)
+    num_groups = cdiv(first_column % 4 + num_columns, 4)
+    block_groups = min(power_of_2(num_groups), _BLOCK_ELEMENTS // 4)
     block_rows = _BLOCK_ELEMENTS // 4 // block_groups
-    with torch.cuda.device_of(x):
-        _dropout_kernel[triton.cdiv(num_rows, block_rows), triton.cdiv(num_groups, block_groups)](
-            x,
-            y,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            x.stride(1),
-            first_row,
-            first_column // 4,
-            -(-row_length // 4),
-            _signed(key[1] << 32 | key[0], 64),
-            _signed(counter[0], 32),
-            _signed(counter[1], 32),
-            THRESHOLD=round(rate * 2**32),
-            SCALE=1 / (1 - rate),
-            SKIPPED=first_column % 4,
-            BLOCK_ROWS=block_rows,
-            BLOCK_GROUPS=block_groups,
-            num_warps=4,
-        )
+    run(
+        _dropout_kernel,
+        (cdiv(num_rows, block_rows), cdiv(num_groups, block_groups)),
+        x,
+        y,
+        num_rows,
+        num_columns,
+        x.stride(0),
+        x.stride(1),
+        first_row,
+        first_column // 4,
+        cdiv(row_length, 4),
+        signed(key[1] << 32 | key[0], 64),
+        signed(counter[0], 32),
+        signed(counter[1], 32),
+        THRESHOLD=round(rate * 2**32),
+        SCALE=1 / (1 - rate),
+        SKIPPED=first_column % 4,
+        BLOCK_ROWS=block_rows,
+        BLOCK_GROUPS=block_groups,
+        num_warps=4,
+    )
     return y
-
-
-def _signed(word: int, num_bits: int) -> int:
-    """The signed integer of the same bits: what an argument of that width holds without being widened."""
-    return word - (1 << num_bits) if word >> (num_bits - 1) else word

@@ -137,6 +137,11 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def signed(word: int, num_bits: int) -> int:
+    """The signed integer of the same bits: what an argument of that width holds without being widened."""
+    return word - (1 << num_bits) if word >> (num_bits - 1) else word
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype statistics and sums are kept in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tpkernels.launch import cdiv, power_of_2
+from tpkernels.launch import cdiv, power_of_2, signed
 
 LOG2_E = math.log2(math.e)
 
@@ -81,14 +81,9 @@ def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
         cdiv(k.shape[1], 4),
         first_head,
         num_heads,
-        _signed(seed, 64),
-        *(_signed(word, 32) for word in words),
+        signed(seed, 64),
+        *(signed(word, 32) for word in words),
     )
-
-
-def _signed(word: int, num_bits: int) -> int:
-    """The signed integer of the same bits: what an argument of that width holds without being widened."""
-    return word - (1 << num_bits) if word >> (num_bits - 1) else word
 
 
 def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
