@@ -44,8 +44,8 @@ class Block(nn.Module):
         attended: Tensor = self.self_attn(self.input_layernorm(x), seq)
         if self.dropouts is not None:
             attended = self.dropouts.attention_residual(attended, first_row, 0, dim)
-        x = x + attended
-        processed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm.add(attended, x)
+        processed: Tensor = self.mlp(normed)
         if self.dropouts is not None:
             processed = self.dropouts.mlp_residual(processed, first_row, 0, dim)
         return x + processed

@@ -214,7 +214,7 @@ def dropout(
 
     Cost: a Philox call per 4 elements: on a CPU 0.012 to 0.016 s per 10**6 elements (one core of an AMD EPYC with
     AVX-512, torch 2.13), 0.010 of it the mask. There backward is given the mask, 1 byte an element, and takes 0.003 s;
-    elsewhere nothing is kept and the mask is drawn again.
+    elsewhere nothing is kept and the mask is drawn again; x whose columns do not lie side by side is copied before.
     Numerics: one multiplication in float32 (float64 for float64) by 1 / (1 - rate) rounded to it, rounded to x's dtype:
     equal bits on every device. A dropped element is 0 even where x is infinite or NaN.
     Source: Srivastava et al., JMLR 15 (2014); Salmon et al., SC 2011.

@@ -22,7 +22,6 @@ def _dropout_kernel(
     num_rows: tl.int64,
     num_columns: tl.int32,
     stride_row: tl.int64,
-    stride_column: tl.int64,
     first_row: tl.int64,
     first_group: tl.int32,
     groups_a_row: tl.int32,
@@ -35,7 +34,7 @@ def _dropout_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ) -> None:
-    """y[num_rows, num_columns], contiguous, from x of any strides; the first group's first SKIPPED words go unused."""
+    """y[num_rows, num_columns], contiguous, of x without gaps in its rows; the first SKIPPED words go unused."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     # [BLOCK_ROWS, BLOCK_GROUPS]
@@ -47,7 +46,7 @@ def _dropout_kernel(
     o_column = tl.program_id(1).to(tl.int64) * (4 * BLOCK_GROUPS) + tl.arange(0, 4 * BLOCK_GROUPS) - SKIPPED
     m_inside = (o_row < num_rows)[:, None] & ((o_column >= 0) & (o_column < num_columns))[None, :]
     # [BLOCK_ROWS, 4 * BLOCK_GROUPS]
-    b_x = widened(tl.load(p_x + o_row[:, None] * stride_row + o_column[None, :] * stride_column, mask=m_inside))
+    b_x = widened(tl.load(p_x + o_row[:, None] * stride_row + o_column[None, :], mask=m_inside))
     b_y = tl.where(word.to(tl.int64) >= THRESHOLD, b_x * SCALE, 0.0)
     tl.store(p_y + o_row[:, None] * num_columns + o_column[None, :], b_y.to(p_y.dtype.element_ty), mask=m_inside)
 
@@ -63,8 +62,10 @@ def launch_dropout(
 ) -> Tensor:
     """Return dropout of x[rows, columns], contiguous, by the kernel; arguments as the operator tpkernels::dropout.
 
-    Compiled once for each dtype, rate, alignment of the strides and first_column % 4; not for each number of rows.
+    Compiled once for each dtype, rate, alignment of the row stride and first_column % 4; not for each number of rows.
     """
+    # A column stride among the arguments would not be known to be 1, and each element be loaded alone.
+    x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, num_columns = x.shape
     num_groups = cdiv(first_column % 4 + num_columns, 4)
@@ -78,7 +79,6 @@ def launch_dropout(
         num_rows,
         num_columns,
         x.stride(0),
-        x.stride(1),
         first_row,
         first_column // 4,
         cdiv(row_length, 4),

@@ -21,6 +21,7 @@ normalization", arXiv 1607.06450.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -324,17 +325,27 @@ def _outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor
 def _on_host(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(x.dtype)
     total = x.new_empty(0) if residual is None else x + residual
-    wide = (x if residual is None else total).to(accumulation_dtype(x.dtype))
-    mean = wide.new_empty(0)
+    of = x if residual is None else total
     if centered:
-        mean = wide.mean(1)
-        wide = wide - mean[:, None]
-    rstd = torch.rsqrt(wide.square().mean(1).add_(eps))
-    y = (wide * rstd[:, None]).mul_(weight)
-    if bias is not None:
-        y.add_(bias)
-    return y.to(x.dtype), total, mean, rstd
+        wide_bias = None if bias is None else bias.to(dtype)
+        y, mean, rstd = torch.native_layer_norm(of.to(dtype), weight.shape, weight.to(dtype), wide_bias, eps)
+        return y.to(x.dtype), total, mean.flatten(), rstd.flatten()
+    y, _, mean, rstd = _outputs(x, None, False)
+    step = _host_rows(x)
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        wide, y_rows = of[rows].to(dtype), y[rows]
+        h = torch.mul(wide, wide, out=y_rows if y.dtype == dtype else torch.empty_like(wide))
+        torch.mean(h, 1, out=rstd[rows]).add_(eps).rsqrt_()
+        torch.mul(torch.mul(wide, rstd[rows, None], out=h), weight, out=y_rows)
+    return y, total, mean, rstd
+
+
+def _host_rows(x: Tensor) -> int:
+    """Rows of a float32 block of 1 MB, which a core's caches hold from one pass to the next."""
+    return max(1, (1 << 18) // x.shape[1])
 
 
 def _backward_on_host(
@@ -348,20 +359,38 @@ def _backward_on_host(
     centered: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
+    dtype = rstd.dtype
     # Sums over strided rows would be taken in another order.
-    wide_dy, rstd = dy.to(rstd.dtype).contiguous(), rstd[:, None]
-    h = total.to(rstd.dtype).contiguous()
-    h = (h - mean[:, None]).mul_(rstd) if centered else h * rstd
-    dx = wide_dy * weight
-    slope = (dx * h).mean(1, keepdim=True)
+    dy, wide, weight = dy.to(dtype).contiguous(), total.to(dtype).contiguous(), weight.to(dtype)
     if centered:
-        dx.sub_(dx.mean(1, keepdim=True))
-    dx.sub_(h * slope).mul_(rstd)
+        statistics = mean[:, None], rstd[:, None]
+        # Without dw, which it adds up in an order that the number of threads decides.
+        dx = torch.ops.aten.native_layer_norm_backward(
+            dy, wide, weight.shape, *statistics, weight, None, [True, False, False]
+        )[0]
+    else:
+        dx = torch.empty_like(wide)
+    chunk_rows, step = len(wide) // num_chunks, _host_rows(wide)
+    parts = rstd.new_zeros(1 + has_bias, num_chunks, cdiv(chunk_rows, step), wide.shape[1])
+    memory = rstd.new_empty(1 if centered else 2, min(step, chunk_rows), wide.shape[1])
+    for i_chunk, i_part in itertools.product(*map(range, parts.shape[1:3])):
+        first = i_chunk * chunk_rows + i_part * step
+        rows = slice(first, min(first + step, (i_chunk + 1) * chunk_rows))
+        h, *others = memory[:, : rows.stop - rows.start]
+        if centered:
+            torch.sub(wide[rows], mean[rows, None], out=h).mul_(rstd[rows, None])
+        else:
+            (product,) = others
+            torch.mul(wide[rows], rstd[rows, None], out=h)
+            g = torch.mul(dy[rows], weight, out=dx[rows])
+            slope = torch.mul(g, h, out=product).mean(1, keepdim=True)
+            g.sub_(torch.mul(h, slope, out=product)).mul_(rstd[rows, None])
+        torch.sum(h.mul_(dy[rows]), 0, out=parts[0, i_chunk, i_part])
+        if has_bias:
+            torch.sum(dy[rows], 0, out=parts[1, i_chunk, i_part])
     if dtotal is not None:
         dx.add_(dtotal)
-    of_rows = [h.mul_(wide_dy), wide_dy] if has_bias else [h.mul_(wide_dy)]
-    sums = torch.stack([each.unflatten(0, (num_chunks, len(each) // num_chunks)).sum(1) for each in of_rows])
-    return dx.to(total.dtype), sums
+    return dx.to(total.dtype), parts.sum(2)
 
 
 def norm_forward(

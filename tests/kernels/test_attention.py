@@ -34,10 +34,10 @@ from tpkernels.rope import rope_reference, rope_tables
 CASES = [
     Case(63, 63, 6, 1, 80),
     Case(65, 65, 3, 1, 96, causal=False),
-    Case(65, 65, 1, 1, 256),
     Case(100, 65, 2, 1, 128),
-    Case(100, 130, 4, 1, 64),
-    Case(257, 257, 1, 1, 2, window=64),
+    Case(65, 65, 1, 1, 256),
+    Case(65, 100, 4, 1, 64),
+    Case(257, 257, 4, 4, 2, window=64),
     Case(63, 100, 2, 2, 64, causal=False, window=7),
     Case(100, 63, 2, 2, 64, window=7),
     Case(100, 100, 2, 1, 64, query_starts=(0, 0, 1, 40, 40, 100)),
@@ -224,7 +224,7 @@ def test_large_scores(rung: Rung, dtype: torch.dtype) -> None:
 
 def check_log_sum_exp(device: str) -> None:
     """Of the scores seen, also of rows that a kernel meets in its masked tiles only; -inf where none is seen."""
-    for case in (CASES[3], CASES[7], Case(63, 0, 1, 1, 16)):
+    for case in (CASES[2], CASES[7], Case(63, 0, 1, 1, 16)):
 
         def operator(case: Case = case, **given: Tensor) -> Tensor:
             return attention_op(*given.values(), None, None, *case.sides(device), *case.options)[1]

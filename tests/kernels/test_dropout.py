@@ -1,19 +1,17 @@
-"""Rung: interpreter. Dropout's mask is the stated function of its place; the Triton kernel has the bits of the CPU.
+"""Rung: host, interpreter, GPU. Dropout's mask is the stated function of its place; every path has the same bits.
 
-The kernel runs in Triton's interpreter, in a process of its own: what is interpreted is decided when triton is
-imported. There bfloat16 is rounded wrongly, so it is tested in float32, float16 and float64. That it compiles without
-spilling is checked for each target without a GPU; that compiled bits are the same, and that another number of rows
-compiles nothing, only with one.
+What is compiled without a GPU is looked at here for the width of its accesses only; test_compile.py does the rest. That
+compiled bits are the same, also of bfloat16, and that another number of rows compiles nothing, only a GPU shows.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from precision import unwritten_is_nan
+from rank_pool import RankPool
+from rungs import Rung, every_rung
 from torch import Tensor
 from tpkernels.dropout import DropoutStream, dropout, dropout_reference, keep_at
+from tpkernels.dropout_kernel import launch_dropout
+from tpkernels.launch import INTERPRETED, by_triton, observed
 from tpkernels.random import philox_4x32, stream_key
 
 STREAM = DropoutStream(rate=0.3, seed=5, site="layer 1/mlp", step=7, microbatch=2)
@@ -110,22 +113,68 @@ def assert_equal_bits(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_dropout_is_its_specification(block: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_a_block(device: str, block: tuple[int, ...]) -> None:
+    """The operator's bits and its gradient's are the specification's on a CPU, in every dtype."""
     rows, columns, first_row, first_column, row_length = block
-    x = operand(rows, columns, dtype).requires_grad_()
-    y = dropout(x, STREAM, first_row, first_column, row_length)
-    assert_equal_bits(y, dropout_reference(x, STREAM, first_row, first_column, row_length))
-    dy = operand(rows, columns, dtype).flip(0)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    assert_equal_bits(dx, dropout_reference(dy, STREAM, first_row, first_column, row_length))
-    # By hand: one product in the wide dtype where kept, and 0 elsewhere even of an infinity or NaN.
-    keep = keep_at(STREAM, torch.arange(first_row, first_row + rows), first_column, columns, row_length)
-    wide = torch.promote_types(dtype, torch.float32)
-    scaled = (x.detach().to(wide) * torch.tensor(1 / 0.7, dtype=wide)).to(dtype)
-    assert torch.equal(y.isnan(), keep & x.isnan()) and not y[~keep].any()
-    assert torch.equal(y[keep].nan_to_num(), scaled[keep].nan_to_num())
+    # bfloat16 is not interpreted: see rungs.py.
+    for dtype in (torch.float64, torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])):
+        x, dy = operand(rows, columns, dtype), operand(rows, columns, dtype).flip(0)
+        leaf = x.to(device).requires_grad_()
+        with unwritten_is_nan():
+            y = dropout(leaf, STREAM, first_row, first_column, row_length)
+            (dx,) = torch.autograd.grad(y, leaf, dy.to(device))
+        y, dx = y.detach().cpu(), dx.cpu()
+        assert_equal_bits(y, dropout_reference(x, STREAM, first_row, first_column, row_length))
+        assert_equal_bits(dx, dropout_reference(dy, STREAM, first_row, first_column, row_length))
+        # By hand: one product in the wide dtype where kept, and 0 elsewhere even of an infinity or NaN.
+        keep = keep_at(STREAM, torch.arange(first_row, first_row + rows), first_column, columns, row_length)
+        wide = torch.promote_types(dtype, torch.float32)
+        scaled = (x.to(wide) * torch.tensor(1 / 0.7, dtype=wide)).to(dtype)
+        assert torch.equal(y.isnan(), keep & x.isnan()) and not y[~keep].any()
+        assert torch.equal(y[keep].nan_to_num(), scaled[keep].nan_to_num())
+
+
+@every_rung
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dropout_is_its_specification(rung: Rung, block: tuple[int, ...]) -> None:
+    rung(check_a_block, block)
+
+
+def check_streams_strides_and_empty(device: str) -> None:
+    streams = [
+        replace(STREAM, step=2**33 + 2**31, microbatch=2**24 - 1, site="another"),
+        replace(STREAM, rate=0.5),
+        replace(STREAM, rate=0.75),
+        replace(STREAM, rate=1 - 2**-40),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for stream in streams:
+        x = torch.randn(10, 6, generator=generator).T
+        assert_equal_bits(dropout(x.to(device), stream).cpu(), dropout_reference(x, stream, 0, 0, 10))
+    x = torch.randn(1, 10, generator=generator).expand(6, 10)
+    assert_equal_bits(dropout(x.to(device).expand(6, 10), STREAM).cpu(), dropout_reference(x, STREAM, 0, 0, 10))
+    for shape in ((0, 5), (5, 0), (0, 0)):
+        leaf = torch.randn(shape, device=device, requires_grad=True)
+        y = dropout(leaf, STREAM, 9, 1, 20)
+        assert y.shape == shape and torch.autograd.grad(y.sum(), leaf)[0].shape == shape
+
+
+@every_rung
+def test_streams_strides_and_empty_shards(rung: Rung) -> None:
+    rung(check_streams_strides_and_empty)
+
+
+def check_which_path(device: str) -> bool:
+    """Whether the kernel was taken, which keeps no mask; without it the interpreter's rung would be the host's."""
+    x = torch.ones(3, 4, device=device)
+    keep = torch.ops.tpkernels.dropout(x, *STREAM.numbers, 0, 0, 4)[1]
+    assert (keep.numel() == 0) == by_triton(x)
+    return by_triton(x)
+
+
+@every_rung
+def test_the_kernel_is_taken_where_there_is_one(rung: Rung) -> None:
+    assert rung(check_which_path) == (rung.name != "host")
 
 
 @pytest.mark.parametrize("strides", ["rows", "transposed", "expanded"])
@@ -147,13 +196,6 @@ def test_shards_of_tokens_and_of_features_are_cut_from_the_whole() -> None:
         for columns in (slice(0, 21), slice(21, 63)):
             shard = dropout(x[rows, columns], STREAM, rows.start, columns.start, 63)
             assert torch.equal(shard, whole[rows, columns])
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-def test_empty_shards(shape: tuple[int, int]) -> None:
-    x = torch.randn(shape, requires_grad=True)
-    y = dropout(x, STREAM, 9, 1, 20)
-    assert y.shape == shape and torch.autograd.grad(y.sum(), x)[0].shape == shape
 
 
 def test_rate_0_returns_x() -> None:
@@ -217,98 +259,34 @@ def test_a_cpu_needs_no_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def launch(x: Tensor, block: tuple[int, ...], stream: DropoutStream = STREAM) -> Tensor:
-    from tpkernels.dropout_kernel import launch_dropout
+def compiled_for(target: str, dtype: torch.dtype) -> str:
+    """The code for whole rows of a layer; to be called in a process that does nothing else with triton."""
+    from benchmarks.compile import TARGETS, _pretend
 
-    numbers = stream.numbers
-    key, counter = (numbers.key0, numbers.key1), (numbers.counter2, numbers.counter3)
-    return launch_dropout(x, numbers.rate, key, counter, *block[2:])
+    code = []
 
+    def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        code.append(kernel.warmup(*arguments, grid=grid, **options).asm["ptx"])
 
-def check_the_kernel(device: str) -> None:
-    """The kernel's bits are the specification's, for every kind of block, stride, counter and rate."""
-    for dtype in (torch.float32, torch.float16, torch.float64):
-        for block in BLOCKS:
-            x = operand(*block[:2], dtype)
-            assert_equal_bits(launch(x.to(device), block).cpu(), dropout_reference(x, STREAM, *block[2:]))
-    streams = [
-        replace(STREAM, step=2**33 + 2**31, microbatch=2**24 - 1, site="another"),
-        replace(STREAM, rate=0.5),
-        replace(STREAM, rate=0.75),
-        replace(STREAM, rate=1 - 2**-40),
-    ]
-    block = (6, 10, 0, 0, 10)
-    for stream in streams:
-        x = torch.randn(10, 6).T
-        assert_equal_bits(launch(x.to(device), block, stream).cpu(), dropout_reference(x, stream, *block[2:]))
-    x = torch.randn(1, 10).expand(6, 10)
-    assert_equal_bits(launch(x.to(device), block).cpu(), dropout_reference(x, STREAM, *block[2:]))
-    assert launch(torch.randn(0, 10, device=device), (0, 10, 0, 0, 10)).shape == (0, 10)
+    with tempfile.TemporaryDirectory() as directory, observed(TARGETS[target], compile_launch):
+        _pretend(TARGETS[target], Path(directory))
+        launch_dropout(torch.empty(64, 4096, dtype=dtype, device="meta"), 0.1, (0, 0), (0, 0), 0, 0, 4096)
+    assert len(code) == 1
+    return code[0]
 
 
-def test_the_interpreted_kernel_has_the_bits_of_the_specification() -> None:
+def test_threads_load_and_store_16_bytes_at_a_time() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-
-
-def compile_kernel(backend: str, arch: int | str, dtype: str) -> Any:
-    """The kernel for whole rows of aligned strides, as a layer has them."""
-    import triton
-    from tpkernels.dropout_kernel import _dropout_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = {"tl.tensor": f"*{dtype}", "tl.int64": "i64", "tl.int32": "i32", "tl.constexpr": "constexpr"}
-    annotations = inspect.get_annotations(_dropout_kernel.fn)
-    signature = {name: names[annotations[name]] for name in _dropout_kernel.arg_names} | {"stride_column": "constexpr"}
-    constants = {"THRESHOLD": round(0.1 * 2**32), "SCALE": 1 / 0.9, "SKIPPED": 0, "BLOCK_ROWS": 1, "BLOCK_GROUPS": 256}
-    aligned = {
-        (_dropout_kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name in ("x", "y", "num_columns", "stride_row")
-    }
-    source = ASTSource(_dropout_kernel, signature, constants | {"stride_column": 1}, aligned)
-    return triton.compile(source, target=GPUTarget(backend, arch, 64 if backend == "hip" else 32))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_compiles_for_nvidia_without_spills(
-    arch: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    triton = pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = compile_kernel("cuda", arch, dtype)
-    cubin = tmp_path / "dropout.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
-    # 16 bytes a thread at a time, in and out.
-    wide = r"v2\.b64" if dtype == "fp64" else r"v4\.b32"
-    assert re.search(rf"ld\.global\.{wide}", compiled.asm["ptx"]) and re.search(
-        rf"st\.global\.{wide}", compiled.asm["ptx"]
-    )
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-def test_compiles_for_amd_without_spills(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assembly = compile_kernel("hip", "gfx942", dtype).asm["amdgcn"]
-    assert re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", assembly) == ["0", "0"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_compiled_kernel_has_the_bits_of_the_cpu() -> None:
-    check_the_kernel("cuda")
-    x = operand(100, 63, torch.bfloat16)
-    leaf = x.cuda().requires_grad_()
-    y = dropout(leaf, STREAM, 9)
-    (dx,) = torch.autograd.grad(y, leaf, x.cuda())
-    for got in (y, dx):
-        assert_equal_bits(got.detach().cpu(), dropout_reference(x, STREAM, 9, 0, 63))
+    compilers = RankPool()
+    try:
+        for target in ("sm_80", "sm_90", "sm_100"):
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                wide = r"v2\.b64" if dtype == torch.float64 else r"v4\.b32"
+                (code,) = compilers.run(compiled_for, 1, target, dtype)
+                for access in ("ld", "st"):
+                    assert re.search(rf"{access}\.global\.{wide}", code), (target, dtype, access)
+    finally:
+        compilers.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -323,7 +301,3 @@ def test_another_step_or_number_of_rows_compiles_nothing() -> None:
     for num_rows, step, first_row in ((1, 0, 1), (17, 1, 16), (64, 2**33, 2**33 + 1), (1000, 16, 0)):
         dropout(torch.randn(num_rows, 64, device="cuda"), replace(STREAM, step=step), first_row)
     assert num_compiled() == before
-
-
-if __name__ == "__main__":
-    check_the_kernel("cpu")

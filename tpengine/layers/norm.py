@@ -39,16 +39,51 @@ class _RMSNorm(torch.autograd.Function):
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
+class _AddRMSNorm(torch.autograd.Function):
+    """Local shapes: x, r, total, y[T/tp, D], w[D].
+
+    forward:  total = x + r;  y = rms_norm(total)       in one pass
+    dgrad:    dx = dr = dtotal + what dy gives to total
+    wgrad:    as _RMSNorm
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink
+    ) -> tuple[Tensor, Tensor]:
+        y, total, mean, rstd = norm_forward(x, weight, None, residual, eps, False)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, mean, rstd = ctx.saved_tensors
+        dx, sums = norm_backward(dy, dtotal, total, weight, mean, rstd, 1, False, False)
+        if ctx.parameter.requires_grad:
+            ctx.sink.add(ctx.parameter, sums[0, 0], ctx.comm)
+        of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
+        return of_x, of_residual, None, None, None, None
+
+
 def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
     """y[T, D] = x / sqrt(mean(x^2) + eps) * w[D]; the sink gets dw over these tokens, partial(comm)."""
     y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sink)
     return y
 
 
-class RMSNorm(nn.Module):
-    """Scale each token to unit root mean square.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total[T, D]) of total = x + residual."""
+    y, total = _AddRMSNorm.apply(x, residual, weight, eps, comm, sink)
+    return y, total
 
-        y[T/tp, D] = x / sqrt(mean(x^2) + eps) * w[D]
+
+class RMSNorm(nn.Module):
+    """Scale each token to unit root mean square, after adding a residual if one is given.
+
+        total[T/tp, D] = x + residual;   y[T/tp, D] = total / sqrt(mean(total^2) + eps) * w[D]
 
     Args:
         hidden_size: D.
@@ -79,3 +114,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
         return rms_norm(x, self.weight, self.eps, self.comm, self.sink)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x, residual[T/tp, D] -> (y, total)[T/tp, D], in one pass."""
+        return add_rms_norm(x, residual, self.weight, self.eps, self.comm, self.sink)

@@ -49,7 +49,7 @@ class Parts(Protocol):
     def table_size(self) -> int: ...
     @property
     def held(self) -> range: ...
-    def norm(self) -> nn.Module: ...
+    def norm(self) -> RMSNorm | VirtualRMSNorm: ...
     def attention(self, dropout: Dropout | None) -> nn.Module: ...
     def mlp(self, dropout: Dropout | None) -> nn.Module: ...
     def embedding(self, num_embeddings: int) -> nn.Module: ...
@@ -92,7 +92,7 @@ class FastParts:
         """This rank."""
         return range(self.tp.rank, self.tp.rank + 1)
 
-    def norm(self) -> nn.Module:
+    def norm(self) -> RMSNorm:
         """A norm of x[T/tp, D]."""
         model = self.model
         return RMSNorm(
@@ -183,7 +183,7 @@ class ExactParts:
         """The virtual ranks that this one plays."""
         return self.virtual.held
 
-    def norm(self) -> nn.Module:
+    def norm(self) -> VirtualRMSNorm:
         """As FastParts.norm."""
         model = self.model
         return VirtualRMSNorm(

@@ -358,6 +358,11 @@ class VirtualRMSNorm(nn.Module):
         ]
         return normed[0] if len(normed) == 1 else torch.cat(normed)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As layers.RMSNorm.add; in two passes."""
+        total = x + residual
+        return self(total), total
+
 
 class _VirtualLookup(torch.autograd.Function):
     """Local shapes: tokens[T] (all of them on every rank), w_v, its rank's share of the rows, y[T/tp, D].

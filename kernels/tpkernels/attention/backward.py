@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.attention.configs import KEY_GRADIENT, KEY_GRADIENT_OF_SEVERAL, QUERY_GRADIENT, config_of
 from tpkernels.attention.problem import (
     LOG2_E,
     NOT_SPECIALIZED,
@@ -30,7 +31,7 @@ from tpkernels.attention.problem import (
     sizes,
 )
 from tpkernels.attention.tiles import document_of, kept, key_range, load_halves, query_range, store_halves, visible
-from tpkernels.launch import Target, cdiv, dot, jit, power_of_2, run, target_of, tl
+from tpkernels.launch import cdiv, dot, jit, power_of_2, run, target_of, tl
 
 # Programs that keep every processor of today's largest GPUs busy. Fewer, and a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264
@@ -540,26 +541,6 @@ def _query_gradient_kernel(
     )
 
 
-def _key_gradient_config(half: int, item_bytes: int, target: Target) -> dict[str, int]:
-    """As _forward_config; here keys are a program's own."""
-    if item_bytes == 4:
-        return {"BLOCK_QUERIES": 16, "BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 1}
-    if half <= 32:
-        return {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 128, "num_warps": 8, "num_stages": 2}
-    if half == 64:
-        return {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 128, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_QUERIES": 32, "BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 1}
-
-
-def _query_gradient_config(half: int, item_bytes: int, target: Target) -> dict[str, int]:
-    """As _forward_config; here queries are a program's own."""
-    if item_bytes == 4:
-        return {"BLOCK_QUERIES": 32, "BLOCK_KEYS": 16, "num_warps": 4, "num_stages": 1}
-    if half <= 64:
-        return {"BLOCK_QUERIES": 128, "BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 32, "num_warps": 8, "num_stages": 1}
-
-
 def launch_attention_backward(
     dy: Tensor,
     q: Tensor,
@@ -596,8 +577,9 @@ def launch_attention_backward(
         BLOCK_QUERIES=32,
         num_warps=4,
     )
+    kind = (meta["HALF"], q.element_size(), options.rate > 0, target_of(q))
     tensors = (q, k, v, dy, *tables, *sides, lse, delta)
-    config = _query_gradient_config(meta["HALF"], q.element_size(), target_of(q))
+    config = config_of(QUERY_GRADIENT, *kind)
     run(
         _query_gradient_kernel,
         (num_blocks(num_queries, sides.query_starts, config["BLOCK_QUERIES"]), num_heads, batch),
@@ -609,9 +591,11 @@ def launch_attention_backward(
         **meta,
         **config,
     )
-    config = _key_gradient_config(meta["HALF"], q.element_size(), target_of(q))
+    config = config_of(KEY_GRADIENT, *kind)
     blocks = num_blocks(k.shape[1], sides.key_starts, config["BLOCK_KEYS"])
     num_slots = _num_slots(blocks * k.shape[2] * batch, meta["HEADS_A_GROUP"])
+    if num_slots < meta["HEADS_A_GROUP"]:
+        config = config_of(KEY_GRADIENT_OF_SEVERAL, *kind)
     parts: Sequence[Tensor] = (dk, dv)
     if num_slots > 1:
         parts = tuple(torch.empty(num_slots, *of.shape, dtype=torch.float32, device=of.device) for of in (dk, dv))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.attention.configs import FORWARD, config_of
 from tpkernels.attention.problem import (
     LOG2_E,
     NOT_SPECIALIZED,
@@ -25,7 +26,7 @@ from tpkernels.attention.problem import (
     sizes,
 )
 from tpkernels.attention.tiles import document_of, kept, key_range, load_halves, visible
-from tpkernels.launch import Target, dot, jit, run, target_of, tl
+from tpkernels.launch import dot, jit, run, target_of, tl
 
 
 @jit
@@ -214,18 +215,6 @@ def _attention_kernel(
     tl.store(p_lse + (i_batch * num_heads + i_head) * num_queries + i_query, lse, mask=m_query)
 
 
-def _forward_config(half: int, item_bytes: int, target: Target) -> dict[str, int]:
-    """Blocks of queries and keys. From the papers' and compiled without spills; not tuned on a GPU yet."""
-    if item_bytes == 4:
-        return {"BLOCK_QUERIES": 64 if half < 128 else 32, "BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
-    if half <= 32:
-        return {"BLOCK_QUERIES": 128, "BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}
-    if half == 64:
-        keys, stages = (128, 2) if target.arch == 90 else (64, 2)
-        return {"BLOCK_QUERIES": 128, "BLOCK_KEYS": keys, "num_warps": 8, "num_stages": stages}
-    return {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
-
-
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -233,7 +222,7 @@ def launch_attention(
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     meta = constants(q, k, options)
-    config = _forward_config(meta["HALF"], q.element_size(), target_of(q))
+    config = config_of(FORWARD, meta["HALF"], q.element_size(), options.rate > 0, target_of(q))
     run(
         _attention_kernel,
         (num_blocks(q.shape[1], sides.query_starts, config["BLOCK_QUERIES"]), q.shape[2], q.shape[0]),

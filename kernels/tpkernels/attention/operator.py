@@ -15,8 +15,8 @@ and with a window of w only w keys back, its own included (without causal as man
 sequence see nothing of each other. A query that sees no key has y = 0, and gradients of 0.
 
 Kernels are in forward.py and backward.py, the specification in written_out.py. On a CPU there are two host paths: whole
-causal sequences take host_attention.py's blocks, everything else is written out, 128 queries at a time; so is float64
-on a GPU, for which there are no kernels.
+causal sequences take host_attention.py's blocks, everything else is written out, 128 queries at a time; so are float64,
+and float32 with heads of more than 128 columns, on a GPU: for these there are no kernels.
 
 Sources: Dao, "FlashAttention-2", arXiv 2307.08691; Shah et al., "FlashAttention-3", arXiv 2407.08608; Ainslie et al.,
 "GQA", arXiv 2305.13245; Beltagy et al., "Longformer", arXiv 2004.05150, section 3.1 (window).
@@ -42,7 +42,7 @@ _MOST_COLUMNS = 256
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> tuple[Tensor, Tensor]:
     """(y, lse) by the kernels where there are some for this device and dtype."""
-    forward = launch_attention if by_triton(q) and q.dtype != torch.float64 else attention_on_host
+    forward = launch_attention if _has_kernel(q) else attention_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
     return forward(_without_gaps(q), _without_gaps(k), _without_gaps(v), tables, sides, options)
 
@@ -57,10 +57,15 @@ def _backward(
     options: Options,
 ) -> None:
     """Write dq, dk, dv."""
-    backward = launch_attention_backward if by_triton(dy) and dy.dtype != torch.float64 else attention_backward_on_host
+    backward = launch_attention_backward if _has_kernel(inputs[0]) else attention_backward_on_host
     q, k, v = (_without_gaps(t) for t in inputs)
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
     backward(_without_gaps(dy), q, k, v, *outputs, gradients, tables, sides, options)
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether q[B, S, H, E] takes the Triton kernels: wide heads of wide numbers do not fit into registers."""
+    return by_triton(q) and q.shape[3] * q.element_size() <= 512 and q.dtype != torch.float64
 
 
 def _without_gaps(t: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""Blocks, warps and stages of attention's kernels, for each target, half head and width of number.
+
+Found by compiling: of candidates from large to small the first that spills nothing and fits into shared memory in all
+variants of its kernel (rotation, window, packed documents). No GPU has timed them yet. A half head has up to 32, 64 or
+128 columns, numbers 2 or 4 bytes. Dropout draws its mask beside everything else and needs registers for it.
+
+float32 is multiplied without matrix units on NVIDIA (launch.dot), in small blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+from tpkernels.launch import Target
+
+
+class Config(NamedTuple):
+    """One kernel's launch: how many queries and keys a tile has, triton's warps and stages."""
+
+    block_queries: int
+    block_keys: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As `launch.run` takes them."""
+        return {
+            "BLOCK_QUERIES": self.block_queries,
+            "BLOCK_KEYS": self.block_keys,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+# (half head, bytes a number, dropout): for sm_80, sm_90, sm_100, gfx942. A half of 32 takes 64's where it has none.
+_Table = dict[tuple[int, int, bool], tuple[Config, Config, Config, Config]]
+
+
+FORWARD: _Table = {
+    (32, 2, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    (64, 2, False): (Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+    (64, 2, True): (Config(64, 32, 4, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1)),
+    (64, 4, False): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 2, False): (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 2)),
+    (128, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+}
+QUERY_GRADIENT: _Table = {
+    (32, 2, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
+    (64, 2, False): (Config(64, 32, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (64, 2, True): (Config(32, 32, 4, 1), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 1)),
+    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 2, False): (Config(64, 64, 8, 1), Config(64, 32, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    (128, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+}
+KEY_GRADIENT: _Table = {
+    (32, 2, False): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    (64, 2, False): (Config(16, 64, 8, 1), Config(64, 64, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
+    (64, 2, True): (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1), Config(16, 64, 8, 1)),
+    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
+    (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
+}
+# Where a program has several query heads of a group, one after the other, with blocks of as many keys as above.
+KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
+    (64, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
+}
+
+
+def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
+    """The entry for a half head of `half` columns; targets in between take the one below."""
+    of_targets = table.get((max(32, half), item_bytes, drops)) or table[64, item_bytes, drops]
+    return of_targets[_place(target)].options
+
+
+def _place(target: Target) -> int:
+    if target.backend == "hip":
+        return 3
+    return bisect.bisect((90, 100), int(target.arch))

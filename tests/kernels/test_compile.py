@@ -1,0 +1,205 @@
+"""Rung: pure: compiles, runs nothing. Every kernel that operators launch builds for every target as it should.
+
+As it should: nothing is spilled, shared memory suffices, and matrices of 16-bit numbers are multiplied by the target's
+matrix instructions. That a fault is found is shown on kernels made to have it. Only a GPU shows what is fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+pytest.importorskip("triton")
+
+import tpkernels
+import triton
+from tpkernels.launch import jit, run, tl
+
+from benchmarks import compile as benchmark
+from benchmarks.compile import TARGETS, Compiled, compile_all
+from benchmarks.launches import LAUNCHES
+from benchmarks.run import main
+
+# What attention's products must become. sm_80 has no other instruction than mma.sync.
+MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Compiled]:
+    return compile_all([(op, target) for op in LAUNCHES for target in TARGETS], jobs=2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_nothing_is_wrong_with_a_kernel(compiled: list[Compiled], op: str, target: str) -> None:
+    of_these = [one for one in compiled if (one.op, one.target) == (op, target)]
+    assert of_these
+    assert not [f"{one.kernel} {one.fault}: {one.config}" for one in of_these if one.fault]
+
+
+def test_no_kernel_is_left_out(compiled: list[Compiled]) -> None:
+    """Those of the package's modules, whose names end in `_kernel`, are compiled for every target."""
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tpkernels.__path__, "tpkernels.")]
+    jitted = [f.fn.__name__ for module in modules for f in vars(module).values() if isinstance(f, triton.JITFunction)]
+    kernels = {name for name in jitted if name.endswith("_kernel")}
+    for target in TARGETS:
+        assert {one.kernel for one in compiled if one.target == target} == kernels
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_uses_the_targets_matrix_units(compiled: list[Compiled], target: str, head: int) -> None:
+    """For the sizes that models have; larger heads take blocks too small for wgmma."""
+    of_these = [one for one in compiled if (one.op, one.target) == ("attention", target) and one.has_dot]
+    of_these = [one for one in of_these if f"HEAD={head}" in one.config.split()]
+    assert {one.kernel for one in of_these} == {"_attention_kernel", "_key_gradient_kernel", "_query_gradient_kernel"}
+    unit = MATRIX_UNITS[target]
+    assert not [f"{one.kernel} {one.config}" for one in of_these if unit not in one.matrix_instructions]
+
+
+@jit
+def _spilling_kernel(p_x: tl.tensor, p_y: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """All of a block is wanted again after its sum: more than a warp has registers for."""
+    o_x = tl.arange(0, BLOCK)
+    # [BLOCK]
+    b_x = tl.load(p_x + o_x)
+    tl.store(p_y + o_x, b_x - tl.sum(b_x, axis=0))
+
+
+@jit
+def _wide_kernel(p_x: tl.tensor, p_y: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """A product's operands wait in shared memory, and take BLOCK * BLOCK * 4 bytes."""
+    o_row, o_column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    # [BLOCK, BLOCK]
+    b_x = tl.load(p_x + o_row * BLOCK + o_column)
+    # [BLOCK, BLOCK]
+    b_transposed = tl.load(p_x + o_column * BLOCK + o_row)
+    tl.store(p_y + o_row * BLOCK + o_column, tl.dot(b_x, b_transposed).to(tl.float16))
+
+
+@jit
+def _sound_kernel(p_x: tl.tensor, p_y: tl.tensor, BLOCK: tl.constexpr) -> None:
+    o_x = tl.arange(0, BLOCK)
+    # [BLOCK]
+    b_x = tl.load(p_x + o_x)
+    tl.store(p_y + o_x, b_x)
+
+
+def launch_spilling() -> None:
+    x = torch.empty(1 << 15, device="meta")
+    run(_spilling_kernel, (1,), x, x, BLOCK=1 << 15, num_warps=1)
+
+
+def launch_wide() -> None:
+    x = torch.empty(256, 256, dtype=torch.float16, device="meta")
+    run(_wide_kernel, (1,), x, x, BLOCK=256, num_warps=8)
+
+
+def launch_sound() -> None:
+    """Twice the same, which is compiled once, and another block."""
+    x = torch.empty(512, device="meta")
+    for block in (256, 256, 512):
+        run(_sound_kernel, (1,), x, x, BLOCK=block, num_warps=4)
+
+
+LAUNCHERS = {"spilling": launch_spilling, "wide": launch_wide, "sound": launch_sound}
+
+
+def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
+    """The exit code and output of the command whose one operator, `ours`, launches this; compiled in this process."""
+
+    def compile_here(pairs: list[tuple[str, str]], *_: object) -> list[Compiled]:
+        return [one for pair in pairs for one in benchmark._compile_one(*pair)]
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(benchmark, "LAUNCHES", {"ours": LAUNCHERS[launcher]})
+        patch.setattr(benchmark, "compile_all", compile_here)  # whose processes would not know of ours
+        code = main(["compile", "--op", "ours", *arguments])
+    return code, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[RankPool]:
+    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "target", "message"),
+    [
+        ("spilling", "sm_90", r"_spilling_kernel for sm_90 spills \d+ bytes a thread: x:float32 y:float32 "),
+        ("spilling", "gfx942", r"_spilling_kernel for gfx942 spills \d+ bytes a thread: x:float32 y:float32 "),
+        ("wide", "sm_80", r"_wide_kernel for sm_80 .*needs 262144 bytes of shared memory, there are 166912: x:float16"),
+    ],
+    ids=["spilling-sm_90", "spilling-gfx942", "wide-sm_80"],
+)
+def test_a_fault_is_printed_stored_and_ends_in_1(
+    compiler: RankPool, launcher: str, target: str, message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    code, printed = compiler.run(run_the_command, 1, launcher, "--target", target, "--out", str(out))[0]
+    (line,) = [line for line in printed.splitlines() if line.startswith("ours: ")]
+    assert code == 1 and re.match("ours: " + message, line), line
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["fault"] and row["fault"] in line
+
+
+def test_a_row_a_kernel_and_target(compiler: RankPool, tmp_path: Path) -> None:
+    """Also to a file that has rows; one for two launches that compile alike."""
+    out = tmp_path / "rows.jsonl"
+    out.write_text('{"case": "before"}\n')
+    options = ("--target", "sm_90", "gfx942", "--out", str(out))
+    code, printed = compiler.run(run_the_command, 1, "sound", *options)[0]
+    assert code == 0 and "_sound_kernel" in printed and "ours: " not in printed
+    before, *rows = map(json.loads, out.read_text().splitlines())
+    assert before == {"case": "before"}
+    assert [(row["case"], row["kernel"], row["target"]) for row in rows] == [
+        ("compile/ours", "_sound_kernel", target) for target in ("sm_90", "sm_90", "gfx942", "gfx942")
+    ]
+    assert [row["config"] for row in rows[:2]] == [
+        f"x:float32 y:float32 BLOCK={block} num_warps=4 num_stages=1" for block in (256, 512)
+    ]
+    for row in rows:
+        assert ({field.name for field in dataclasses.fields(Compiled)} - {"op"}) | {"fault", "commit"} <= row.keys()
+        assert row["fault"] == "" and row["spilled_bytes"] == row["shared_bytes"] == 0 < row["registers"]
+        assert row["has_dot"] is False and row["matrix_instructions"] == []
+        assert row["shared_limit_bytes"] == TARGETS[row["target"]].shared_memory_bytes
+
+
+def test_what_counts_as_a_fault() -> None:
+    sound = Compiled("op", "kernel", "sm_90", "", 8, 0, 4, 4, True, ("wgmma.mma_async",))
+    assert sound.fault == dataclasses.replace(sound, has_dot=False, matrix_instructions=()).fault == ""
+    assert dataclasses.replace(sound, spilled_bytes=8, shared_bytes=5, matrix_instructions=()).fault == (
+        "spills 8 bytes a thread; needs 5 bytes of shared memory, there are 4; "
+        "multiplies matrices without matrix instructions"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "norm", "nrom"], "--op must be of activation, .*: got nrom: leave it out for all"),
+        (["--target", "sm_70"], "--target must be of sm_80, sm_90, sm_100, gfx942: got sm_70: leave it out for all"),
+        (["--jobs", "0"], "--jobs must be at least 1: got 0: use 2"),
+    ],
+)
+def test_unknown_names_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch("benchmarks: error: " + message, line), line
