@@ -67,23 +67,25 @@ class Compiled:
         shared_limit_bytes: the most a program may have there.
         has_dot: whether the source multiplies matrices of 16-bit numbers: in float32 there are no matrix units for it.
         matrix_instructions: those found in the code: "wgmma.mma_async".
+        error: why it does not compile; then there are no numbers.
     """
 
     op: str
     kernel: str
     target: str
     config: str
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    shared_limit_bytes: int
-    has_dot: bool
-    matrix_instructions: tuple[str, ...]
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    shared_limit_bytes: int = 0
+    has_dot: bool = False
+    matrix_instructions: tuple[str, ...] = ()
+    error: str = ""
 
     @property
     def fault(self) -> str:
         """What is wrong with it; empty if nothing is."""
-        faults = []
+        faults = [f"does not compile: {self.error}"] if self.error else []
         if self.spilled_bytes:
             faults.append(f"spills {self.spilled_bytes} bytes a thread")
         if self.shared_bytes > self.shared_limit_bytes:
@@ -137,9 +139,15 @@ def _compile_one(op: str, target_name: str) -> list[Compiled]:
             kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
         ) -> None:
             name, config = kernel.fn.__name__, describe(kernel, arguments, options)
-            if (name, config) not in found:
+            if (name, config) in found:
+                return
+            try:
                 compiled = kernel.warmup(*arguments, grid=grid, **options)
-                found[name, config] = _look_at(compiled, op, name, target_name, config, Path(directory))
+            except Exception as error:  # whatever the compiler raises: the other kernels are still worth a look
+                text = " ".join(str(error).split())[:200]
+                found[name, config] = Compiled(op, name, target_name, config, error=f"{type(error).__name__}: {text}")
+                return
+            found[name, config] = _look_at(compiled, op, name, target_name, config, Path(directory))
 
         with observed(target, compile_launch):
             LAUNCHES[op]()

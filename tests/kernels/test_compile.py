@@ -13,8 +13,9 @@ import io
 import json
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ pytest.importorskip("triton")
 
 import tpkernels
 import triton
-from tpkernels.launch import jit, run, tl
+from tpkernels.launch import jit, observed, run, tl
 
 from benchmarks import compile as benchmark
+from benchmarks import launches
 from benchmarks.compile import TARGETS, Compiled, compile_all
 from benchmarks.launches import LAUNCHES
 from benchmarks.run import main
@@ -113,7 +115,20 @@ def launch_sound() -> None:
         run(_sound_kernel, (1,), x, x, BLOCK=block, num_warps=4)
 
 
-LAUNCHERS = {"spilling": launch_spilling, "wide": launch_wide, "sound": launch_sound}
+@jit
+def _broken_kernel(p_x: tl.tensor, p_y: tl.tensor, BLOCK: tl.constexpr) -> None:
+    o_x = tl.arange(0, BLOCK)
+    tl.store(p_y + o_x, tl.load(p_x + o_x))
+
+
+def launch_broken() -> None:
+    """A block that is no power of two, which triton refuses; and one that is."""
+    x = torch.empty(512, device="meta")
+    run(_broken_kernel, (1,), x, x, BLOCK=3, num_warps=4)
+    launch_sound()
+
+
+LAUNCHERS = {"spilling": launch_spilling, "wide": launch_wide, "sound": launch_sound, "broken": launch_broken}
 
 
 def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
@@ -178,6 +193,37 @@ def test_a_row_a_kernel_and_target(compiler: RankPool, tmp_path: Path) -> None:
         assert row["fault"] == "" and row["spilled_bytes"] == row["shared_bytes"] == 0 < row["registers"]
         assert row["has_dot"] is False and row["matrix_instructions"] == []
         assert row["shared_limit_bytes"] == TARGETS[row["target"]].shared_memory_bytes
+
+
+def test_what_does_not_compile_costs_the_others_nothing(compiler: RankPool, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    code, printed = compiler.run(run_the_command, 1, "broken", "--target", "sm_90", "--out", str(out))[0]
+    faults = [json.loads(line)["fault"] for line in out.read_text().splitlines()]
+    assert code == 1 and "_broken_kernel for sm_90 does not compile: CompilationError" in printed
+    assert faults[0].startswith("does not compile: ") and faults[1:] == ["", ""]
+
+
+def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[object, ...]:
+    """All that triton compiles another variant for."""
+    of_arguments = []
+    for parameter, value in zip(kernel.params, arguments, strict=False):
+        if isinstance(value, int):
+            of_arguments.append(None if parameter.do_not_specialize else (value % 16 == 0, value == 1))
+        else:
+            of_arguments.append(value.dtype if isinstance(value, torch.Tensor) else type(value))
+    return kernel.fn.__name__, *of_arguments, *sorted(options.items())
+
+
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_another_number_of_tokens_compiles_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants: list[set[tuple[object, ...]]] = []
+    for num_tokens in (4096, 4104, 4088, 4000):
+        monkeypatch.setattr(launches, "SEQUENCES", (num_tokens,))
+        seen: set[tuple[object, ...]] = set()
+        with observed(TARGETS["sm_90"], lambda kernel, _, *rest, seen=seen: seen.add(specialised(kernel, *rest))):
+            LAUNCHES[op]()
+        variants.append(seen)
+    assert variants[0] and all(seen == variants[0] for seen in variants)
 
 
 def test_what_counts_as_a_fault() -> None:
