@@ -49,7 +49,7 @@ class Target(NamedTuple):
         """The most shared memory a program may have."""
         if self.backend == "hip":
             return 64 << 10
-        return (163 if self.arch == 80 else 227) << 10
+        return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(int(self.arch), 227) << 10
 
 
 Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]

@@ -10,7 +10,8 @@
 
 Rows are tokens: on a sequence-sharded x[T/tp, D] the weight gradients are partial(tp), and nothing else changes.
 
-Forward reads each row once. Backward reads total and dy once, writes dtotal, and adds up dw of a few rows at a time in
+Forward reads each row once. Backward reads total and dy once (rows of more than 8192 columns, or 4096 with a bias, once
+for each block of so many, from the cache for all but one), writes dtotal, and adds up dw of a few rows at a time in
 registers, one partial row a program; a second kernel adds these. The number of rows a program has follows from the
 number of tokens alone, not from the GPU's processors, so that the order of the sums does too; with chunks from a
 chunk's size alone, which exact mode needs.
@@ -31,7 +32,7 @@ from torch import Tensor
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
 # Rows of more columns leave too few registers a thread.
-_MOST_COLUMNS = 32768
+_MOST_COLUMNS = 16384
 
 
 def norm_reference(
@@ -124,8 +125,8 @@ def _norm_backward_kernel(
     Of wide rows a program has one of NUM_SPLITS blocks of columns; it reads the others for the rows' means alone, while
     the programs beside it have them. p_dtotal, the gradient that total has from elsewhere, and p_db may be None.
     """
-    i_split = tl.program_id(0)
-    i_program = tl.program_id(1).to(tl.int64)
+    i_split = tl.program_id(0) % NUM_SPLITS
+    i_program = (tl.program_id(0) // NUM_SPLITS).to(tl.int64)
     i_chunk, i_part = i_program // programs_a_chunk, i_program % programs_a_chunk
     first = i_part * rows_a_program
     b_dw = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
@@ -260,8 +261,9 @@ def launch_norm_backward(
     elements_a_warp = 256 if has_bias and num_columns <= most_columns else 512
     num_splits = cdiv(num_columns, most_columns)
     block = _block(min(num_columns, most_columns), 1024, elements_a_warp)
-    # About 256 programs a chunk, of at most 64 rows: then the partial rows are 1 to 4 % of the bytes moved.
-    rows_a_program = max(block["BLOCK_ROWS"], min(64, power_of_2(cdiv(chunk_rows, 256))))
+    # From 256 to 2048 programs a chunk, of 64 rows between: then the partial rows are 1 to 4 % of the bytes moved.
+    fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, 256))
+    rows_a_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
     num_parts = cdiv(chunk_rows, rows_a_program)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     parts = torch.empty(1 + has_bias, num_chunks, num_parts, num_columns, dtype=rstd.dtype, device=dx.device)
@@ -270,7 +272,7 @@ def launch_norm_backward(
     dtotal = None if dtotal is None else _rows_without_gaps(dtotal)
     run(
         _norm_backward_kernel,
-        (num_splits, num_chunks * num_parts),
+        (num_splits * num_chunks * num_parts,),
         dy,
         dtotal,
         total,
@@ -507,7 +509,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         dx = rstd * (dy*w - h * mean(dy*w*h)),  h = x * rstd;   dw[D] = sum over rows of dy * h
 
     Args:
-        x: [..., D], floating point, any strides; 0 < D <= 32768.
+        x: [..., D], floating point, any strides; 0 < D <= 16384.
         weight: [D], of any floating-point dtype.
         eps: added to the mean square.
 

@@ -222,7 +222,8 @@ def rope(
         x: [T, H, E], floating point, any strides: a view of a fused projection's output will do. E is even, 2 to 1024.
         cos, sin: [P, E/2], as rope_tables makes them: float32, or float64 for float64 x; constants, without a gradient.
         positions: [T], int32 or int64: each token's row of the tables. By default token t is at t mod P, which is right
-            for one sequence and for whole sequences of P tokens each, one after the other.
+            for one sequence and for whole sequences of P tokens each, one after the other; more tokens than rows must
+            be such sequences.
         interleaved: pairs are neighbours (2i, 2i + 1), as in Meta's Llama and GPT-J; else i and i + E/2, as in Hugging
             Face's Llama. Weights are trained for one of the two.
         inverse: rotate back.
@@ -258,6 +259,11 @@ def rope(
         raise ValueError(
             f"rope's positions are one integer a token, [{x.shape[0]}] of int32 or int64: "
             f"got {tuple(positions.shape)} {positions.dtype}: flatten or convert them"
+        )
+    if positions is None and len(x) > len(cos) and len(x) % len(cos):
+        raise ValueError(
+            f"without positions tokens are one sequence within the tables, or whole sequences of their length: "
+            f"{len(x)} tokens, {len(cos)} rows: make longer tables, or pass positions"
         )
     y: Tensor = rope_op(x, cos, sin, positions, interleaved, inverse)
     return y

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_cases import FIRST_HEAD, NUM_HEADS, STREAM, Case, operands, outcome, visible_by_definition
 from precision import with_gaps
-from rungs import Rung, every_rung
+from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
 from tpkernels.attention import attention, attention_qkv
 from tpkernels.attention.backward import launch_attention_backward
@@ -310,3 +310,58 @@ def test_longer_tables_than_documents_are_enough() -> None:
     starts = torch.tensor([0, 2, 6])
     y, whole = (attention_qkv(qkv, 2, 1, starts=starts, cos=COS[:n], sin=SIN[:n]) for n in (4, 6))
     assert torch.equal(y, whole)
+
+
+def check_windows_beyond_all_keys(device: str) -> None:
+    """Equal bits with no window at all, also of a window that 32 bits hold only just, or do not."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dy = (torch.randn(1, 33, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(4))
+    for causal in (True, False):
+        outcomes = []
+        for window in (66, 2**31 - 1, 2**40):
+            y = attention(q, k, v, causal=causal, window=window)
+            outcomes.append((y, *torch.autograd.grad(y, (q, k, v), dy)))
+        want = attention(q, k, v, causal=causal, scale=0.2500000001)  # not the blocks of the plain host path
+        torch.testing.assert_close(outcomes[0][0], want)
+        for other in outcomes[1:]:
+            assert all(torch.equal(got, first) for got, first in zip(other, outcomes[0], strict=True))
+
+
+@every_rung
+def test_windows_beyond_all_keys(rung: Rung) -> None:
+    rung(check_windows_beyond_all_keys)
+
+
+def test_autocast_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dy = (torch.randn(1, 40, 2, 16, generator=generator).requires_grad_() for _ in range(4))
+    outcomes = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = attention(q, k, v, window=20)
+            outcomes.append((y, *torch.autograd.grad(y, (q, k, v), dy)))
+    assert all(torch.equal(got, want) for got, want in zip(*outcomes, strict=True))
+
+
+def check_softmax_is_in_float32(device: str, dtype: torch.dtype) -> None:
+    """y is at most twice as wrong as one whose scores and softmax are float32, and only its probabilities `dtype`.
+
+    Scores of some 30 rounded to 16 bits would be wrong by a hundredth or more, and the probabilities with them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 130, 2, 64, generator=generator).to(device, dtype) for _ in range(3))
+    heads = [t.double().transpose(1, 2) for t in (2 * q, 2 * k, v)]
+    exact = (heads[0] @ heads[1].mT / 8).softmax(-1) @ heads[2]
+    wide = [t.float() for t in heads]
+    p = (wide[0] @ wide[1].mT / 8).softmax(-1)
+    careful = (p.to(dtype) @ heads[2].to(dtype)).double()
+    careless = (heads[0].to(dtype) @ heads[1].to(dtype).mT / 8).softmax(-1) @ heads[2].to(dtype)
+    got = attention(2 * q, 2 * k, v, causal=False).transpose(1, 2)
+    error, allowed, without = ((y.double() - exact).abs().max() for y in (got, careful, careless))
+    assert error <= 2 * allowed < without, (error, allowed, without)
+
+
+@every_rung_and_dtype
+def test_softmax_is_in_float32(rung: Rung, dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        rung(check_softmax_is_in_float32, dtype)

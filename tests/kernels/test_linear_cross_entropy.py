@@ -299,6 +299,10 @@ def test_gradients_by_differences() -> None:
         ({"first_column": 6, "vocab_size": 6}, "first_column 6: pass combine"),
         ({"combine": lambda partials: partials[None]}, "vocab_size None, first_column 0: pass vocab_size"),
         ({"combine": lambda partials: partials[None], "vocab_size": 6, "first_column": -6}, "first_column -6"),
+        (
+            {"combine": lambda partials: partials[None], "vocab_size": 0},
+            "vocab_size 0, first_column 0: pass",
+        ),
         ({"chunk_tokens": 0}, "at least one token: got 0"),
         ({"label_smoothing": -0.5}, r"got -0.5 and 0.0"),
     ],

@@ -22,13 +22,15 @@ SIZES = [(1, 1, 128), (257, 2, 2), (63, 2, 64), (9, 5, 80), (7, 3, 96), (100, 1,
 NUM_POSITIONS = 40
 
 
-def operands(size: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Tensor]:
+def operands(
+    size: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int = 0, num_positions: int = NUM_POSITIONS
+) -> dict[str, Tensor]:
     """x as the middle of a fused projection's output, tables, and positions in no order."""
     tokens, heads, elements = size
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, heads * elements, generator=generator).to(device, dtype)
-    cos, sin = rope_tables(NUM_POSITIONS, elements, dtype=accumulation_dtype(dtype), device=device)
-    positions = torch.randint(NUM_POSITIONS, (tokens,), generator=generator)
+    cos, sin = rope_tables(num_positions, elements, dtype=accumulation_dtype(dtype), device=device)
+    positions = torch.randint(num_positions, (tokens,), generator=generator)
     return {
         "x": with_longer_rows(x).unflatten(1, (heads, elements)).requires_grad_(),
         "cos": cos,
@@ -48,8 +50,11 @@ def check_one(
     size: tuple[int, int, int], flags: dict[str, bool], with_positions: bool, dtype: torch.dtype, device: str
 ) -> None:
     def draw(seed: int) -> dict[str, Any]:
-        every = operands(size, dtype, device, seed)
-        return every if with_positions else {name: every[name] for name in ("x", "cos", "sin")}
+        if with_positions:
+            return operands(size, dtype, device, seed)
+        # One sequence, or two.
+        every = operands(size, dtype, device, seed, max(1, size[0] // (2 - size[0] % 2)))
+        return {name: every[name] for name in ("x", "cos", "sin")}
 
     def reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Tensor:
         return rope_reference(x, cos, sin, positions, **flags)
@@ -288,6 +293,7 @@ def test_compiled_as_eager() -> None:
         ({"cos": torch.ones(0, 4), "sin": torch.ones(0, 4)}, r"cos is \(0, 4\)"),
         ({"positions": torch.zeros(4, dtype=torch.int64)}, r"\[3\] of int32 or int64: got \(4,\)"),
         ({"positions": torch.zeros(3)}, "got .* torch.float32"),
+        ({"cos": torch.ones(2, 4), "sin": torch.ones(2, 4)}, "3 tokens, 2 rows: make longer tables, or pass positions"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Tensor], message: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.attention import attention_qkv
+from tpkernels.attention import attention_qkv, has_kernel
 from tpkernels.host_attention import AttentionDropout, causal_attention
-from tpkernels.launch import by_triton
 from tpkernels.rope import rope_tables
 
 from tpengine.collectives import Communicator
@@ -89,7 +88,7 @@ def attend(
     """
     head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     cos, sin = _tables(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
-    if by_triton(qkv):
+    if has_kernel(qkv, head_size):
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
     # A CPU multiplies heads faster that lie apart, which a rotation writes anyhow.
     parts = qkv.split([n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)

@@ -1,7 +1,8 @@
 """Blocks, warps and stages of attention's kernels, for each target, half head and width of number.
 
-Found by compiling: of candidates from large to small the first that spills nothing and fits into shared memory in all
-variants of its kernel (rotation, window, packed documents). No GPU has timed them yet. A half head has up to 32, 64 or
+Found by compiling: of candidates from large to small the first that spills nothing and fits into shared memory with
+rotation, a window and packed documents. Interleaved rotation, and dropout in float32 or heads of 256, may spill some
+bytes: they are not among the launches that are checked. No GPU has timed them yet. A half head has up to 32, 64 or
 128 columns, numbers 2 or 4 bytes. Dropout draws its mask beside everything else and needs registers for it.
 
 float32 is multiplied without matrix units on NVIDIA (launch.dot), in small blocks.
@@ -65,6 +66,8 @@ KEY_GRADIENT: _Table = {
     (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
     (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
+_SMALL = {Target("cuda", arch) for arch in (86, 87, 89, 120, 121)}
+
 # Where a program has several query heads of a group, one after the other, with blocks of as many keys as above.
 KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
     (64, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
@@ -72,7 +75,11 @@ KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
 
 
 def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
-    """The entry for a half head of `half` columns; targets in between take the one below."""
+    """The entry for a half head of `half` columns; targets in between take the one below.
+
+    Consumer GPUs and their like have less than half of the shared memory: they take the small blocks.
+    """
+    drops = drops or target in _SMALL
     of_targets = table.get((max(32, half), item_bytes, drops)) or table[64, item_bytes, drops]
     return of_targets[_place(target)].options
 

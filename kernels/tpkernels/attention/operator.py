@@ -38,13 +38,16 @@ from tpkernels.host_attention import AttentionDropout, causal_attention
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
 
 _MOST_COLUMNS = 256
+# Along the second and third axis of a grid.
+_MOST_PROGRAMS = 65535
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> tuple[Tensor, Tensor]:
     """(y, lse) by the kernels where there are some for this device and dtype."""
-    forward = launch_attention if _has_kernel(q) else attention_on_host
+    forward = launch_attention if has_kernel(q, q.shape[3]) else attention_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
-    return forward(_without_gaps(q), _without_gaps(k), _without_gaps(v), tables, sides, options)
+    with torch.autocast(q.device.type, enabled=False):
+        return forward(_without_gaps(q), _without_gaps(k), _without_gaps(v), tables, sides, options)
 
 
 def _backward(
@@ -57,15 +60,16 @@ def _backward(
     options: Options,
 ) -> None:
     """Write dq, dk, dv."""
-    backward = launch_attention_backward if _has_kernel(inputs[0]) else attention_backward_on_host
     q, k, v = (_without_gaps(t) for t in inputs)
+    backward = launch_attention_backward if has_kernel(q, q.shape[3]) else attention_backward_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
-    backward(_without_gaps(dy), q, k, v, *outputs, gradients, tables, sides, options)
+    with torch.autocast(dy.device.type, enabled=False):
+        backward(_without_gaps(dy), q, k, v, *outputs, gradients, tables, sides, options)
 
 
-def _has_kernel(q: Tensor) -> bool:
-    """Whether q[B, S, H, E] takes the Triton kernels: wide heads of wide numbers do not fit into registers."""
-    return by_triton(q) and q.shape[3] * q.element_size() <= 512 and q.dtype != torch.float64
+def has_kernel(x: Tensor, head_size: int) -> bool:
+    """Whether heads of x's device and dtype take the Triton kernels: wide heads of wide numbers leave the registers."""
+    return by_triton(x) and head_size * x.element_size() <= 2 * _MOST_COLUMNS and x.dtype != torch.float64
 
 
 def _without_gaps(t: Tensor) -> Tensor:
@@ -267,13 +271,15 @@ def attention(
         y of q's shape and dtype, new and contiguous: a view [T, H*E] of it goes to the output projection.
 
     Raises:
-        ValueError: shapes, dtypes or documents that do not fit.
+        ValueError: shapes, dtypes or documents that do not fit. On a GPU starts that are no cumulative lengths are an
+            assertion of the device, since looking would wait for it; under torch.compile nobody looks.
 
     Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 3.5 times that backward (2.5 are needed); keeps q, k, v, y
     and the log-sum-exp, B*H*S float32. dk and dv take another float32 copy each for every part that a group's
     query heads are divided into, where there are few keys (backward.py).
     Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v;
-    float32 products are not cut to tf32. No atomics: equal bits from run to run. On a CPU in float32 throughout.
+    float32 products are not cut to tf32. No atomics: equal bits from run to run. On a CPU in float32 throughout, but
+    for plain causal 16-bit attention, which is torch's.
     Source: Dao, arXiv 2307.08691.
     """
     if q.dim() == 4 and k.dim() == 4 and key_starts is None and k.shape[1] == q.shape[1]:
@@ -295,7 +301,9 @@ def attention(
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout).transpose(1, 2)
         return y.contiguous()  # torch's own attention may keep q's layout
     rate, numbers = _dropout_numbers(dropout, q.shape[2])
-    y = attention_op(q, k, v, None, None, query_starts, key_starts, causal, window or 0, scale, False, rate, numbers)[0]
+    # A wider window sees no more, and might leave the range of the kernels' numbers.
+    width = min(window or 0, q.shape[1] + k.shape[1])
+    y = attention_op(q, k, v, None, None, query_starts, key_starts, causal, width, scale, False, rate, numbers)[0]
     return y
 
 
@@ -319,7 +327,8 @@ def attention_qkv(
         q[T, H, E], k[T, G, E], v[T, G, E] = the columns of qkv[T, (H + 2G) * E], side by side
         y[T, H*E] = drop(softmax(scale * rope(q) rope(k).T)) v
 
-    Nothing is split, transposed or copied: backward writes dq, dk and dv, rotated back, into one dqkv. With heads cut
+    Nothing is split or transposed, and forward copies nothing. Backward rotates q and k aside, since its loops read
+    them once for every block of the other side; it writes dq, dk and dv, rotated back, into one dqkv. With heads cut
     over tp, H and G are this rank's: qkv is what all_gather_matmul returns, y what matmul_reduce_scatter takes.
 
     Args:
@@ -339,7 +348,8 @@ def attention_qkv(
         ValueError: shapes, dtypes or documents that do not fit; on a CPU, a document longer than the tables (on a GPU
             that is an assertion of the device).
 
-    Cost, Numerics: as attention; besides, a tile of keys is rotated for every block of queries that sees it.
+    Cost, Numerics: as attention; besides, forward rotates a tile of keys for every block of queries that sees it, and
+    backward takes memory for q and k once more.
     """
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 2 or num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
@@ -362,8 +372,9 @@ def attention_qkv(
     _check_tables(cos, sin, q, seq, starts)
     rate, numbers = _dropout_numbers(dropout, num_heads)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    width = min(window or 0, 2 * seq)
     y: Tensor = attention_qkv_op(
-        qkv, batch, num_heads, num_kv_heads, cos, sin, starts, causal, window or 0, scale, interleaved, rate, numbers
+        qkv, batch, num_heads, num_kv_heads, cos, sin, starts, causal, width, scale, interleaved, rate, numbers
     )[0]
     return y
 
@@ -375,6 +386,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             "attention takes q[B, S, H, E], k and v[B, S', G, E] of one floating-point dtype, H a multiple of G: got "
             f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}: "
             "reshape or convert them"
+        )
+    if max(q.shape[0], q.shape[2]) > _MOST_PROGRAMS:
+        raise ValueError(
+            f"attention takes at most {_MOST_PROGRAMS} sequences and heads: got q {tuple(q.shape)}: pack short "
+            "sequences into one, with query_starts"
         )
     if q.shape[3] % 2 or not 0 < q.shape[3] <= _MOST_COLUMNS:
         raise ValueError(
@@ -394,6 +410,9 @@ def _check_starts(what: str, starts: Tensor | None, length: int, q: Tensor) -> N
     fits = starts.dim() == 1 and len(starts) > 1 and starts.dtype in (torch.int32, torch.int64)
     if fits and _can_look(starts):
         fits = bool(starts[0] == 0 and starts[-1] == length and (starts.diff() >= 0).all())
+    if fits and starts.device.type != "cpu" and not torch.compiler.is_compiling():
+        ends_fit = (starts[0] == 0) & (starts[-1] == length)
+        torch._assert_async(ends_fit & (starts.diff() >= 0).all(), f"{what} must be cumulative lengths, 0 to {length}")
     if not fits or starts.device != q.device or (q.dim() == 4 and q.shape[0] != 1):
         got = starts.tolist() if _can_look(starts) else tuple(starts.shape)
         raise ValueError(
