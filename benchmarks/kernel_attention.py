@@ -1,4 +1,4 @@
-"""Attention's cases of `benchmarks.run kernels`: causal, within a window, and of documents packed into one sequence.
+"""Attention's cases of `benchmarks.run kernels`: causal, in a window, of packed documents, and as a layer has it.
 
 What is right is computed for some queries at a time, or a sequence of 32768 would need 137 GB of scores in float64;
 between blocks gradients of keys and values are added up in float32 at least, as one matmul would.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def attention(shape: Shape) -> Sequence[Case]:
         _case("attention", shape, attend, causal, [shape.seq], None),
         _case("attention_window", shape, functools.partial(attend, window=window), in_window, [shape.seq], window),
         _case("attention_documents", shape, functools.partial(attend, query_starts=starts), in_document, lengths, None),
+        _qkv_case(shape, causal),
     )
 
 
@@ -95,6 +97,53 @@ def _case(
     sizes |= {"documents": len(lengths)} | ({"window": window} if window else {})
     right = functools.partial(_by_blocks, sees=sees)
     return Case(name, inputs, contestants, work, "matmul", sizes, right, also_torch=also)
+
+
+def _qkv_case(shape: Shape, causal: Sees) -> Case:
+    """What a layer does between its projections, rotary embedding included."""
+    from tpkernels.attention import attention_qkv
+    from tpkernels.rope import rope_tables
+
+    model, seq = shape.model, shape.seq
+    heads = [model.heads, model.kv_heads, model.kv_heads]
+    cos, sin = rope_tables(seq, model.head_size, device=shape.device)
+
+    @functools.cache
+    def full_width(dtype: torch.dtype) -> list[Tensor]:
+        """The rivals' tables, made once as a model makes them once for all layers: not in a timed call."""
+        return [torch.cat((t, t), -1)[:, None].to(dtype) for t in (cos, sin)]
+
+    def turned(t: Tensor) -> Tensor:
+        full_cos, full_sin = full_width(t.dtype)
+        first, second = t.chunk(2, -1)
+        return t * full_cos + torch.cat((-second, first), -1) * full_sin
+
+    def unfused(attend: Callable[..., Tensor], qkv: Tensor) -> Tensor:
+        q, k, v = qkv.view(1, seq, sum(heads), model.head_size).split(heads, 2)
+        return attend(turned(q), turned(k), v).reshape(seq, -1)
+
+    def ours(qkv: Tensor) -> Tensor:
+        return attention_qkv(qkv, model.heads, model.kv_heads, cos=cos, sin=sin)
+
+    def work(direction: Direction) -> Any:
+        from tpkernels.work import attention_backward_work, attention_work
+
+        function = attention_work if direction == "forward" else attention_backward_work
+        return function(1, seq, model.heads, model.kv_heads, model.head_size, shape.item_bytes, causal_half=True)
+
+    by_sdpa = functools.partial(_sdpa, is_causal=True)
+    rivals = {"sdpa": Contestant(by_sdpa)} if shape.device == "cpu" else _by_backend()
+    rivals = {n: replace(rival, function=functools.partial(unfused, rival.function)) for n, rival in rivals.items()}
+    plain = functools.partial(unfused, functools.partial(_attended, sees=causal, first=0))
+    contestants = {OURS: Contestant(ours), TORCH: Contestant(plain), COMPILED: Contestant(compiled(plain)), **rivals}
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "head_size": model.head_size}
+    right = functools.partial(unfused, functools.partial(_by_blocks, sees=causal))
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        return {"qkv": draw.normal(seq, sum(heads) * model.head_size)}
+
+    also = functools.partial(unfused, by_sdpa)
+    return Case("attention_qkv", inputs, contestants, work, "matmul", sizes, right, also_torch=also)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sees: Sees, first: int) -> Tensor:

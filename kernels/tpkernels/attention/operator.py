@@ -36,6 +36,7 @@ from tpkernels.attention.problem import Options, Sides, Tables
 from tpkernels.attention.written_out import attention_backward_on_host, attention_on_host
 from tpkernels.host_attention import AttentionDropout, causal_attention
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
+from tpkernels.rope import rope
 
 _MOST_COLUMNS = 256
 # Along the second and third axis of a grid.
@@ -372,11 +373,22 @@ def attention_qkv(
     _check_tables(cos, sin, q, seq, starts)
     rate, numbers = _dropout_numbers(dropout, num_heads)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    is_plain = causal and window is None and starts is None and scale == q.shape[3] ** -0.5
+    if qkv.device.type == "cpu" and not INTERPRETED and is_plain and num_tokens:
+        if cos is not None and sin is not None:
+            q, k = (_rotated_on_host(t, cos[:seq], sin[:seq], interleaved) for t in (q, k))
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout)
+        return y.transpose(1, 2).reshape(num_tokens, -1)
     width = min(window or 0, 2 * seq)
-    y: Tensor = attention_qkv_op(
+    y = attention_qkv_op(
         qkv, batch, num_heads, num_kv_heads, cos, sin, starts, causal, width, scale, interleaved, rate, numbers
     )[0]
     return y
+
+
+def _rotated_on_host(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """t[B, S, heads, E] at its places in the sequences."""
+    return rope(t.flatten(0, 1), cos, sin, interleaved=interleaved).view(t.shape)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
