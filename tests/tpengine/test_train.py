@@ -176,7 +176,8 @@ THREADS_LEFT = """
 import pathlib, sys
 from tpengine.train import main
 main()
-print("threads", sorted(p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")))
+names = sorted(p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm"))
+sys.stdout.write(f"threads {names}\\n")  # in one piece: the ranks share the pipe
 """
 
 
