@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.embedding import embedding_backward_
+from tpkernels.launch import accumulation_dtype as accumulation_dtype
 from tpkernels.wgrad import accumulate_wgrad
 
 from tpengine.collectives import Communicator
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: promote_types(dtype, float32), so float64 stays float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class GradientSink(Protocol):

@@ -15,6 +15,7 @@ refuses.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ except ImportError:  # no Linux: operators have their host paths
 
 # What kernels are written in. Each module that has kernels must hold it as a global: the interpreter looks there.
 tl: Any = None if triton is None else triton.language
+
+LOG2_E = math.log2(math.e)
 
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
@@ -145,6 +148,11 @@ def signed(word: int, num_bits: int) -> int:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype statistics and sums are kept in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """exp in place, for host paths. On AMD's processors exp2 takes a third of exp's time, which is MKL's there."""
+    return x.mul_(LOG2_E).exp2_()
 
 
 if tl is not None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tpkernels.attention.configs import KEY_GRADIENT, KEY_GRADIENT_OF_SEVERAL, QUERY_GRADIENT, config_of
 from tpkernels.attention.problem import (
-    LOG2_E,
     NOT_SPECIALIZED,
     Options,
     Sides,
@@ -31,7 +30,7 @@ from tpkernels.attention.problem import (
     sizes,
 )
 from tpkernels.attention.tiles import document_of, kept, key_range, load_halves, query_range, store_halves, visible
-from tpkernels.launch import cdiv, dot, jit, power_of_2, run, target_of, tl
+from tpkernels.launch import LOG2_E, cdiv, dot, jit, power_of_2, run, target_of, tl
 
 # Programs that keep every processor of today's largest GPUs busy. Fewer, and a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264

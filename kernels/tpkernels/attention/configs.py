@@ -66,8 +66,6 @@ KEY_GRADIENT: _Table = {
     (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
     (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
-_SMALL = {Target("cuda", arch) for arch in (86, 87, 89, 120, 121)}
-
 # Where a program has several query heads of a group, one after the other, with blocks of as many keys as above.
 KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
     (64, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
@@ -77,9 +75,10 @@ KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
 def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
     """The entry for a half head of `half` columns; targets in between take the one below.
 
-    Consumer GPUs and their like have less than half of the shared memory: they take the small blocks.
+    GPUs with less shared memory than any NVIDIA target here take the small blocks that dropout needs.
     """
-    drops = drops or target in _SMALL
+    if target.backend == "cuda" and target.shared_memory_bytes < Target("cuda", 80).shared_memory_bytes:
+        drops = True
     of_targets = table.get((max(32, half), item_bytes, drops)) or table[64, item_bytes, drops]
     return of_targets[_place(target)].options
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tpkernels.attention.configs import FORWARD, config_of
 from tpkernels.attention.problem import (
-    LOG2_E,
     NOT_SPECIALIZED,
     Options,
     Sides,
@@ -26,7 +25,7 @@ from tpkernels.attention.problem import (
     sizes,
 )
 from tpkernels.attention.tiles import document_of, kept, key_range, load_halves, visible
-from tpkernels.launch import dot, jit, run, target_of, tl
+from tpkernels.launch import LOG2_E, dot, jit, run, target_of, tl
 
 
 @jit

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tpkernels.launch import cdiv, power_of_2, signed
-
-LOG2_E = math.log2(math.e)
 
 # Sizes and numbers that change from call to call, and are no reason to compile again.
 NOT_SPECIALIZED = [
