@@ -18,7 +18,7 @@ from tpkernels.attention.problem import Options, Sides, Tables
 from tpkernels.cross_entropy_kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
 from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.embedding import launch_embedding, launch_embedding_backward_
-from tpkernels.norm import launch_norm, launch_norm_backward
+from tpkernels.norm_kernel import launch_norm, launch_norm_backward
 from tpkernels.rope import launch_rope
 
 from benchmarks.shapes import MODELS, SEQUENCES, TP

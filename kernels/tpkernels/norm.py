@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
+from tpkernels.launch import accumulation_dtype, by_triton, cdiv
+from tpkernels.norm_kernel import empty_outputs, launch_norm, launch_norm_backward
 
 # Rows of more columns leave too few registers a thread.
 _MOST_COLUMNS = 16384
@@ -45,285 +46,6 @@ def norm_reference(
     return F.rms_norm(total, total.shape[-1:], weight, eps), total
 
 
-@jit(do_not_specialize=["num_rows"])
-def _norm_kernel(
-    p_x: tl.tensor,
-    p_residual: tl.tensor,
-    p_weight: tl.tensor,
-    p_bias: tl.tensor,
-    p_y: tl.tensor,
-    p_total: tl.tensor,
-    p_mean: tl.tensor,
-    p_rstd: tl.tensor,
-    num_rows: tl.int64,
-    num_columns: tl.int32,
-    stride_x: tl.int64,
-    stride_residual: tl.int64,
-    EPS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-) -> None:
-    """BLOCK_ROWS rows a program; p_residual with p_total, and p_bias, may be None."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_column = tl.arange(0, BLOCK_COLUMNS)
-    m_row, m_column = o_row < num_rows, o_column < num_columns
-    m_inside = m_row[:, None] & m_column[None, :]
-    o_dense = o_row[:, None] * num_columns + o_column[None, :]
-    # [BLOCK_ROWS, BLOCK_COLUMNS]
-    b_x = tl.load(p_x + o_row[:, None] * stride_x + o_column[None, :], mask=m_inside, other=0.0)
-    b_total = widened(b_x)
-    if p_residual is not None:
-        # [BLOCK_ROWS, BLOCK_COLUMNS]
-        b_residual = tl.load(
-            p_residual + o_row[:, None] * stride_residual + o_column[None, :], mask=m_inside, other=0.0
-        )
-        # Normalised is what is stored: backward has nothing else.
-        b_sum = (b_total + widened(b_residual)).to(b_x.dtype)
-        tl.store(p_total + o_dense, b_sum, mask=m_inside)
-        b_total = widened(b_sum)
-    if CENTERED:
-        mean = tl.sum(b_total, axis=1) / num_columns
-        tl.store(p_mean + o_row, mean, mask=m_row)
-        b_total = tl.where(m_column[None, :], b_total - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(b_total * b_total, axis=1) / num_columns + EPS)
-    tl.store(p_rstd + o_row, rstd, mask=m_row)
-    # [BLOCK_COLUMNS]
-    b_weight = widened(tl.load(p_weight + o_column, mask=m_column, other=0.0))
-    b_y = b_total * rstd[:, None] * b_weight[None, :]
-    if p_bias is not None:
-        # [BLOCK_COLUMNS]
-        b_y += widened(tl.load(p_bias + o_column, mask=m_column, other=0.0))[None, :]
-    tl.store(p_y + o_dense, b_y.to(b_x.dtype), mask=m_inside)
-
-
-@jit(do_not_specialize=["num_chunk_rows", "programs_a_chunk", "rows_a_program"])
-def _norm_backward_kernel(
-    p_dy: tl.tensor,
-    p_dtotal: tl.tensor,
-    p_total: tl.tensor,
-    p_weight: tl.tensor,
-    p_mean: tl.tensor,
-    p_rstd: tl.tensor,
-    p_dx: tl.tensor,
-    p_dw: tl.tensor,
-    p_db: tl.tensor,
-    num_chunk_rows: tl.int64,
-    programs_a_chunk: tl.int32,
-    rows_a_program: tl.int32,
-    num_columns: tl.int32,
-    stride_dy: tl.int64,
-    stride_dtotal: tl.int64,
-    stride_total: tl.int64,
-    CENTERED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-) -> None:
-    """rows_a_program rows of one chunk a program, BLOCK_ROWS at a time; p_dw and p_db get a row a program.
-
-    Of wide rows a program has one of NUM_SPLITS blocks of columns; it reads the others for the rows' means alone, while
-    the programs beside it have them. p_dtotal, the gradient that total has from elsewhere, and p_db may be None.
-    """
-    i_split = tl.program_id(0) % NUM_SPLITS
-    i_program = (tl.program_id(0) // NUM_SPLITS).to(tl.int64)
-    i_chunk, i_part = i_program // programs_a_chunk, i_program % programs_a_chunk
-    first = i_part * rows_a_program
-    b_dw = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
-    b_db = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
-    for step in range(0, rows_a_program, BLOCK_ROWS):
-        o_chunk_row = first + step + tl.arange(0, BLOCK_ROWS)
-        m_row = (o_chunk_row < num_chunk_rows) & (step + tl.arange(0, BLOCK_ROWS) < rows_a_program)
-        o_row = i_chunk * num_chunk_rows + o_chunk_row
-        rstd = tl.load(p_rstd + o_row, mask=m_row, other=0.0)
-        sum_gh = tl.zeros_like(rstd)
-        sum_g = tl.zeros_like(rstd)
-        for i in tl.static_range(1, NUM_SPLITS + 1):  # ends with the program's own block
-            o_column = (i_split + i) % NUM_SPLITS * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-            m_column = o_column < num_columns
-            m_inside = m_row[:, None] & m_column[None, :]
-            # [BLOCK_ROWS, BLOCK_COLUMNS]
-            b_total = tl.load(p_total + o_row[:, None] * stride_total + o_column[None, :], mask=m_inside, other=0.0)
-            # [BLOCK_ROWS, BLOCK_COLUMNS]
-            b_dy = tl.load(p_dy + o_row[:, None] * stride_dy + o_column[None, :], mask=m_inside, other=0.0)
-            # Read again for every row: held, it would take the registers that wide rows need.
-            # [BLOCK_COLUMNS]
-            b_weight = tl.load(p_weight + o_column, mask=m_column, other=0.0)
-            b_h, b_dy = widened(b_total), widened(b_dy)
-            if CENTERED:
-                mean = tl.load(p_mean + o_row, mask=m_row, other=0.0)
-                b_h = tl.where(m_inside, b_h - mean[:, None], 0.0)
-            b_h *= rstd[:, None]
-            b_g = b_dy * widened(b_weight)[None, :]
-            sum_gh += tl.sum(b_g * b_h, axis=1)
-            sum_g += tl.sum(b_g, axis=1)
-        b_dx = b_g - b_h * (sum_gh / num_columns)[:, None]
-        if CENTERED:
-            b_dx -= (sum_g / num_columns)[:, None]
-        b_dx *= rstd[:, None]
-        if p_dtotal is not None:
-            # [BLOCK_ROWS, BLOCK_COLUMNS]
-            b_dx += widened(
-                tl.load(p_dtotal + o_row[:, None] * stride_dtotal + o_column[None, :], mask=m_inside, other=0.0)
-            )
-        o_dense = o_row[:, None] * num_columns + o_column[None, :]
-        tl.store(p_dx + o_dense, b_dx.to(p_dx.dtype.element_ty), mask=m_inside)
-        b_dw += tl.sum(b_dy * b_h, axis=0)
-        if p_db is not None:
-            b_db += tl.sum(b_dy, axis=0)
-    o_column = i_split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    m_column = o_column < num_columns
-    tl.store(p_dw + i_program * num_columns + o_column, b_dw, mask=m_column)
-    if p_db is not None:
-        tl.store(p_db + i_program * num_columns + o_column, b_db, mask=m_column)
-
-
-@jit(do_not_specialize=["num_parts"])
-def _sum_parts_kernel(
-    p_parts: tl.tensor,
-    p_sum: tl.tensor,
-    num_parts: tl.int32,
-    num_columns: tl.int32,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-) -> None:
-    """sum[chunk, num_columns] of parts[chunk, num_parts, num_columns], in an order that num_parts alone decides."""
-    o_column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    m_column = o_column < num_columns
-    i_chunk = tl.program_id(1).to(tl.int64)
-    b_sum = tl.zeros([BLOCK_PARTS, BLOCK_COLUMNS], p_sum.dtype.element_ty)
-    for first in range(0, num_parts, BLOCK_PARTS):
-        o_part = first + tl.arange(0, BLOCK_PARTS)
-        m_inside = (o_part < num_parts)[:, None] & m_column[None, :]
-        o_parts = (i_chunk * num_parts + o_part)[:, None] * num_columns + o_column[None, :]
-        # [BLOCK_PARTS, BLOCK_COLUMNS]
-        b_sum += tl.load(p_parts + o_parts, mask=m_inside, other=0.0)
-    tl.store(p_sum + i_chunk * num_columns + o_column, tl.sum(b_sum, axis=0), mask=m_column)
-
-
-def _block(num_columns: int, elements: int, elements_a_warp: int) -> dict[str, int]:
-    """One to 16 rows, of about `elements` elements together, for 4 to 16 warps. Not tuned on a GPU yet."""
-    columns = power_of_2(num_columns)
-    rows = min(16, max(1, elements // columns))
-    return {
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "num_warps": min(16, max(4, power_of_2(rows * columns // elements_a_warp))),
-    }
-
-
-def launch_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator tpkernels::norm by its kernel."""
-    y, total, mean, rstd = _outputs(x, residual, centered)
-    num_rows, num_columns = x.shape
-    x, residual = _rows_without_gaps(x), None if residual is None else _rows_without_gaps(residual)
-    block = _block(num_columns, 2048, 1024)
-    run(
-        _norm_kernel,
-        (cdiv(num_rows, block["BLOCK_ROWS"]),),
-        x,
-        residual,
-        weight.contiguous(),
-        bias if bias is None else bias.contiguous(),
-        y,
-        total if residual is not None else None,
-        mean if centered else None,
-        rstd,
-        num_rows,
-        num_columns,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        EPS=eps,
-        CENTERED=centered,
-        **block,
-    )
-    return y, total, mean, rstd
-
-
-def launch_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    num_chunks: int,
-    centered: bool,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    """The operator tpkernels::norm_backward by its kernels."""
-    num_rows, num_columns = total.shape
-    chunk_rows = num_rows // num_chunks
-    # What is read and the sums, one row or two, must fit into registers.
-    most_columns = 4096 if has_bias else 8192
-    elements_a_warp = 256 if has_bias and num_columns <= most_columns else 512
-    num_splits = cdiv(num_columns, most_columns)
-    block = _block(min(num_columns, most_columns), 1024, elements_a_warp)
-    # From 256 to 2048 programs a chunk, of 64 rows between: then the partial rows are 1 to 4 % of the bytes moved.
-    fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, 256))
-    rows_a_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
-    num_parts = cdiv(chunk_rows, rows_a_program)
-    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    parts = torch.empty(1 + has_bias, num_chunks, num_parts, num_columns, dtype=rstd.dtype, device=dx.device)
-    sums = torch.empty(1 + has_bias, num_chunks, num_columns, dtype=rstd.dtype, device=dx.device)
-    dy, total = _rows_without_gaps(dy), _rows_without_gaps(total)
-    dtotal = None if dtotal is None else _rows_without_gaps(dtotal)
-    run(
-        _norm_backward_kernel,
-        (num_splits * num_chunks * num_parts,),
-        dy,
-        dtotal,
-        total,
-        weight.contiguous(),
-        mean if centered else None,
-        rstd,
-        dx,
-        parts[0],
-        parts[1] if has_bias else None,
-        chunk_rows,
-        num_parts,
-        rows_a_program,
-        num_columns,
-        dy.stride(0),
-        0 if dtotal is None else dtotal.stride(0),
-        total.stride(0),
-        CENTERED=centered,
-        NUM_SPLITS=num_splits,
-        **block,
-    )
-    run(
-        _sum_parts_kernel,
-        (cdiv(num_columns, 128), (1 + has_bias) * num_chunks),
-        parts,
-        sums,
-        num_parts,
-        num_columns,
-        BLOCK_PARTS=32,
-        BLOCK_COLUMNS=128,
-        num_warps=4,
-    )
-    return dx, sums
-
-
-def _rows_without_gaps(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose columns lie side by side; rows may be anywhere."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty y, total, mean, rstd; total without a residual, and mean if nothing is centered, have no elements."""
-    wide = accumulation_dtype(x.dtype)
-    rows = x.new_empty(x.shape[0], dtype=wide)
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(0 if residual is None else x.shape),
-        torch.empty_like(rows) if centered else x.new_empty(0, dtype=wide),
-        rows,
-    )
-
-
 def _on_host(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -334,7 +56,7 @@ def _on_host(
         wide_bias = None if bias is None else bias.to(dtype)
         y, mean, rstd = torch.native_layer_norm(of.to(dtype), weight.shape, weight.to(dtype), wide_bias, eps)
         return y.to(x.dtype), total, mean.flatten(), rstd.flatten()
-    y, _, mean, rstd = _outputs(x, None, False)
+    y, _, mean, rstd = empty_outputs(x, None, False)
     step = _host_rows(x)
     for first in range(0, len(x), step):
         rows = slice(first, first + step)
@@ -428,7 +150,7 @@ def norm_op(
 
 @norm_op.register_fake
 def _(x: Tensor, weight: Any, bias: Any, residual: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, ...]:
-    return _outputs(x, residual, centered)
+    return empty_outputs(x, residual, centered)
 
 
 @torch.library.custom_op("tpkernels::norm_backward", mutates_args=())

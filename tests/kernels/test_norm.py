@@ -18,13 +18,13 @@ from tpkernels.launch import Target, observed
 from tpkernels.norm import (
     add_layer_norm,
     add_rms_norm,
-    launch_norm_backward,
     layer_norm,
     norm_backward_op,
     norm_op,
     norm_reference,
     rms_norm,
 )
+from tpkernels.norm_kernel import launch_norm_backward
 
 # The last has more rows than fit into the parts of one chunk's first block.
 SIZES = [(1, 1), (1, 100), (63, 65), (100, 257), (0, 65), (257, 4)]
