@@ -199,5 +199,6 @@ def kernels_launched(device: str) -> set[str]:
 
 @every_rung
 def test_the_engines_layers_take_the_kernels_where_there_are_some(rung: Rung) -> None:
-    every = {"norm", "embedding", "attention.forward", "attention.backward", "activation", "cross_entropy_kernel"}
+    attention = {"attention.forward", "attention.backward", "attention.key_gradient", "attention.query_gradient"}
+    every = {"norm_kernel", "embedding", "activation", "cross_entropy_kernel"} | attention
     assert rung(kernels_launched) == (set() if rung.name == "host" else every)
