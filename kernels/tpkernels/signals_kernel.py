@@ -1,0 +1,323 @@
+"""Signals between ranks inside kernels: flags that only grow, bounded waits, poison, claims of tiles. Device functions.
+
+What signals.py is for processes, for programs of a kernel. A rank's control area is the beginning of its symmetric
+memory; a kernel is given nothing but a pointer to its own, and finds rank, addresses of the peers' memory and limits
+there. Its lines, of 16 int32 words each:
+
+    ARRIVED + 8*s + j   flag: split j of what rank s sends in a call has arrived at this rank
+    FETCHED + 8*s + j   flag: this rank's copy engine has fetched split j of rank s's block
+    PUBLISHED + s       flag: rank s lets this rank read its block
+    HELLO + s           flag: rank s has begun a call, and so has ended those before
+    POISON              reason, waiter, awaited, line waited at, epoch expected, epoch seen, call, lock
+    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait
+    CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
+    TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
+
+A flag is an epoch and, by the epoch's parity, the number of the call (a hash of operation, sizes and dtype). The
+patterns, of which every use is one:
+
+ 1. Publish. `notify` puts a barrier of the program's threads before the release: triton puts none there, and other
+    threads' stores could be seen after the flag. What a peer reads whose `wait` has returned was written before.
+    Data under a flag is written by `tl.store`: an asynchronous store may be overtaken by the flag.
+ 2. Many programs, one flag. Each program counts its tile in `count_done` once its stores are out; the one that counts
+    the last notifies. Count and flag are both acquire and release, so the flag is later than every program's stores.
+ 3. Own memory again. A call of generation g overwrites what a call of the same generation wrote. If another call lies
+    between, every peer has been heard in it and has therefore ended the former. If not (a CUDA graph of an odd number
+    of calls, replayed), `begin` is a barrier of the group.
+ 4. Claims. Programs draw numbers of tiles from a counter until there are none. The one that draws the last number of
+    all, when every other has ended its tiles, sets counters back and the epoch forward: `is_last_claim`.
+ 5. Give up together. A wait of too many polls writes what it waited for into every rank's poison line, and all waits
+    end; whoever sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
+ 6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
+    one resident program a rank suffices, whatever else runs on the device.
+
+Epochs are int32, compared by (seen - expected) >= 0, and may wrap around.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tpkernels.launch import INTERPRETED, jit, tl
+
+MAX_WORLD = 8
+MAX_SPLITS = 8
+LINE_WORDS = 16
+
+ARRIVED = 0
+FETCHED = ARRIVED + MAX_WORLD * MAX_SPLITS
+PUBLISHED = FETCHED + MAX_WORLD * MAX_SPLITS
+HELLO = PUBLISHED + MAX_WORLD
+POISON = HELLO + MAX_WORLD
+STATE = POISON + 1
+CLAIMS = STATE + 1
+DONE = CLAIMS + 1
+TABLE = DONE + MAX_WORLD
+# int64 addresses take two words.
+NUM_LINES = TABLE + -(-2 * (MAX_WORLD + 1) // LINE_WORDS)
+
+# Words of POISON and of the host's record.
+VERDICT_WORDS = 7
+TIMED_OUT, MISMATCH, REFUSED = 1, 2, 3
+# Words of STATE.
+EPOCH, GENERATION, RANK, WORLD, LIMIT = range(5)
+
+if tl is not None:
+    _LINE, _MAX_WORLD, _MAX_SPLITS = tl.constexpr(LINE_WORDS), tl.constexpr(MAX_WORLD), tl.constexpr(MAX_SPLITS)
+    _ARRIVED, _FETCHED = tl.constexpr(ARRIVED), tl.constexpr(FETCHED)
+    _PUBLISHED, _HELLO = tl.constexpr(PUBLISHED), tl.constexpr(HELLO)
+    _POISON, _CLAIMS, _DONE = tl.constexpr(POISON), tl.constexpr(CLAIMS), tl.constexpr(DONE)
+    _TABLE, _TIMED_OUT, _MISMATCH = tl.constexpr(TABLE), tl.constexpr(TIMED_OUT), tl.constexpr(MISMATCH)
+    _EPOCH_WORD = tl.constexpr(STATE * LINE_WORDS + EPOCH)
+    _GENERATION_WORD = tl.constexpr(STATE * LINE_WORDS + GENERATION)
+    _RANK_WORD = tl.constexpr(STATE * LINE_WORDS + RANK)
+    _WORLD_WORD = tl.constexpr(STATE * LINE_WORDS + WORLD)
+    _LIMIT_WORD = tl.constexpr(STATE * LINE_WORDS + LIMIT)
+    _LOCK = tl.constexpr(POISON * LINE_WORDS + VERDICT_WORDS)
+    _VERDICT_WORDS = tl.constexpr(VERDICT_WORDS)
+
+
+@jit
+def _nothing() -> None:
+    """A GPU's scheduler takes nothing from those who poll."""
+
+
+def _yield_core() -> None:
+    """Leave the core to the peer that is waited for."""
+    time.sleep(0)
+
+
+_rest: Any = _yield_core if INTERPRETED else _nothing
+
+
+@jit
+def control_at(address: tl.tensor) -> tl.tensor:
+    """The control area at an address, which is what kernels are given instead of a tensor: the interpreter copies each
+    tensor argument's whole memory back onto itself after a launch, and would undo what peers wrote meanwhile.
+    """
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@jit
+def block_of(p_control: tl.tensor, rank: tl.tensor, offset_bytes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Elements of a rank's memory from offset_bytes on, a multiple of 16."""
+    p_block = (memory_of(p_control, rank) + offset_bytes).to(tl.pointer_type(DTYPE))
+    # Otherwise the compiler moves an element at a time.
+    return tl.multiple_of(p_block, 16)
+
+
+@jit
+def rank_of(p_control: tl.tensor) -> tl.tensor:
+    """This rank's place in the group."""
+    return tl.load(p_control + _RANK_WORD)
+
+
+@jit
+def newest_epoch(p_control: tl.tensor) -> tl.tensor:
+    """The epoch of the newest call that has begun (whose first launch is over)."""
+    return tl.load(p_control + _EPOCH_WORD)
+
+
+@jit
+def memory_of(p_control: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    """Address of a rank's symmetric memory, int64."""
+    p_table = (p_control + _TABLE * _LINE).to(tl.pointer_type(tl.int64))
+    return tl.load(p_table + rank)
+
+
+@jit
+def control_of(p_control: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    """A rank's control area."""
+    return memory_of(p_control, rank).to(tl.pointer_type(tl.int32))
+
+
+# Below a tensor comes first in a sum: interpreted, constexpr + tensor is a constexpr that no store takes.
+@jit
+def arrived_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
+    """The line at which a rank waits for a split of what `source` sends."""
+    return source * _MAX_SPLITS + split + _ARRIVED
+
+
+@jit
+def fetched_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
+    """The line that a rank's own copy engine raises behind a split of `source`'s block. Not the line of what `source`
+    sends itself: it may be a call ahead, and its flag would be set back.
+    """
+    return source * _MAX_SPLITS + split + _FETCHED
+
+
+@jit
+def published_line(source: tl.tensor) -> tl.tensor:
+    """The line at which a rank waits until it may read `source`'s block."""
+    return source + _PUBLISHED
+
+
+@jit
+def notify(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
+    """Let `peer` know, at its `line`, that what this program's threads wrote before is there (pattern 1)."""
+    p_flag = control_of(p_control, peer) + line * _LINE
+    tl.store(p_flag + 1 + (epoch & 1), call)
+    # After the number of the call too: it is one thread's store, and the flag may be another's.
+    tl.debug_barrier()
+    tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")
+
+
+@jit
+def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
+    """Wait until `peer` has notified this rank at `line` of a call no older than `epoch`, or the group is poisoned.
+
+    Bounded by a number of polls; then, and if the peer's call of this epoch has another number, the group is poisoned.
+    """
+    seen = wait_for_copy(p_control, peer, line, epoch, call)
+    # A peer may be one call ahead, hence a number for each parity.
+    p_number = p_control + line * _LINE + 1 + (epoch & 1)
+    # Not a plain load: threads that saw different numbers, of a peer that runs on after poison, would part here.
+    number = tl.atomic_add(p_number, 0, sem="acquire", scope="sys")
+    if (seen - epoch >= 0) & (number != call):
+        give_up(p_control, _MISMATCH, peer, line, epoch, seen, call)
+
+
+@jit
+def wait_for_copy(
+    p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor
+) -> tl.tensor:
+    """Wait until this rank's copy engine has raised `line` after what it fetched from `peer`; return the epoch seen.
+
+    The engine raises a flag by copying the epoch, which says nothing of the call: who waited for `peer` before the
+    copy has compared that.
+    """
+    p_flag = p_control + line * _LINE
+    seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+    if seen - epoch < 0:
+        limit = tl.load(p_control + _LIMIT_WORD)
+        polls = 0
+        poison = 0
+        while (seen - epoch < 0) & (polls < limit) & (poison == 0):
+            _rest()
+            seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+            poison = tl.atomic_add(p_control + _POISON * _LINE, 0, sem="acquire", scope="sys")
+            polls += 1
+        if poison != 0:
+            # Not this wait's own words: they could reach a rank before those of the one that gave up first.
+            report(p_control)
+        elif seen - epoch < 0:
+            give_up(p_control, _TIMED_OUT, peer, line, epoch, seen, call)
+    return seen
+
+
+@jit
+def give_up(
+    p_control: tl.tensor,
+    reason: tl.tensor,
+    awaited: tl.tensor,
+    line: tl.tensor,
+    expected: tl.tensor,
+    seen: tl.tensor,
+    call: tl.tensor,
+) -> None:
+    """Poison every rank's area, if nobody has yet, and tell this rank's host (pattern 5)."""
+    waiter = rank_of(p_control)
+    for rank in range(tl.load(p_control + _WORLD_WORD)):
+        p_peer = control_of(p_control, rank)
+        p_poison = p_peer + _POISON * _LINE
+        if tl.atomic_cas(p_peer + _LOCK, 0, 1, sem="acq_rel", scope="sys") == 0:
+            tl.store(p_poison + 1, waiter)
+            tl.store(p_poison + 2, awaited)
+            tl.store(p_poison + 3, line)
+            tl.store(p_poison + 4, expected)
+            tl.store(p_poison + 5, seen)
+            tl.store(p_poison + 6, call)
+            tl.debug_barrier()
+            tl.atomic_xchg(p_poison, reason, sem="release", scope="sys")
+    # Another rank may have this rank's lock and be writing still, or have died of it: not to be told would be worse.
+    p_own = p_control + _POISON * _LINE
+    limit = tl.load(p_control + _LIMIT_WORD)
+    polls = 0
+    while (tl.atomic_add(p_own, 0, sem="acquire", scope="sys") == 0) & (polls < limit):
+        _rest()
+        polls += 1
+    tl.atomic_cas(p_own, 0, reason, sem="acq_rel", scope="sys")
+    report(p_control)
+
+
+@jit
+def report(p_control: tl.tensor) -> None:
+    """Copy the poison line, if there is poison, to where this rank's host looks."""
+    p_poison = p_control + _POISON * _LINE
+    reason = tl.atomic_add(p_poison, 0, sem="acquire", scope="sys")
+    if reason != 0:
+        p_table = (p_control + _TABLE * _LINE).to(tl.pointer_type(tl.int64))
+        p_record = tl.load(p_table + _MAX_WORLD).to(tl.pointer_type(tl.int32))
+        for word in range(1, _VERDICT_WORDS):
+            tl.store(p_record + word, tl.load(p_poison + word, volatile=True))
+        tl.debug_barrier()
+        tl.atomic_xchg(p_record, reason, sem="release", scope="sys")
+
+
+@jit
+def barrier(p_control: tl.tensor, epoch: tl.tensor, call: tl.tensor, is_first: tl.tensor) -> None:
+    """Wait until every rank has come here in call `epoch`; of a rank's programs the first says that it has."""
+    rank = rank_of(p_control)
+    world = tl.load(p_control + _WORLD_WORD)
+    if is_first:
+        for i in range(1, world):
+            notify(p_control, (rank + i) % world, rank + _HELLO, epoch, call)
+    for i in range(1, world):
+        peer = (rank + i) % world
+        wait(p_control, peer, peer + _HELLO, epoch, call)
+
+
+@jit
+def meet(p_control: tl.tensor, call: tl.tensor) -> None:
+    """A call of its own, of one program, in which nothing moves: afterwards every rank has ended all calls before."""
+    report(p_control)
+    epoch = newest_epoch(p_control) + 1
+    barrier(p_control, epoch, call, True)
+    tl.store(p_control + _EPOCH_WORD, epoch)
+
+
+@jit
+def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.tensor:
+    """Begin a call on a generation that nobody reads any more (pattern 3); return its epoch.
+
+    Every program of a call's first launch does; one of them must `end_launch`. A rank that only learns here that the
+    group is poisoned tells its host.
+    """
+    report(p_control)
+    epoch = newest_epoch(p_control) + 1
+    if tl.load(p_control + _GENERATION_WORD) == generation:
+        barrier(p_control, epoch, call, tl.program_id(0) == 0)
+    return epoch
+
+
+@jit
+def claim(p_control: tl.tensor) -> tl.tensor:
+    """Draw the next number of this launch: 0, 1, 2, ...; what this program stored before is seen by who draws later."""
+    tl.debug_barrier()
+    return tl.atomic_add(p_control + _CLAIMS * _LINE, 1, sem="acq_rel", scope="gpu")
+
+
+@jit
+def is_last_claim(item: tl.tensor, num_items: tl.tensor) -> tl.tensor:
+    """Whether a number that a program drew is the last of its launch: all others have ended what they drew."""
+    return item == num_items + tl.num_programs(0) - 1
+
+
+@jit
+def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor) -> None:
+    """Say that call `epoch` has begun, and set the claims back; for the program that drew the last number."""
+    tl.store(p_control + _EPOCH_WORD, epoch)
+    tl.store(p_control + _GENERATION_WORD, generation)
+    tl.store(p_control + _CLAIMS * _LINE, 0)
+
+
+@jit
+def count_done(p_control: tl.tensor, peer: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
+    """Count one more tile that is stored at `peer`; return whether it was the last of `num_tiles` (pattern 2)."""
+    p_done = p_control + (peer + _DONE) * _LINE
+    tl.debug_barrier()
+    is_last = tl.atomic_add(p_done, 1, sem="acq_rel", scope="sys") == num_tiles - 1
+    if is_last:
+        tl.store(p_done, 0)
+    return is_last
