@@ -1,9 +1,9 @@
 """What `benchmarks.run kernels` measures: an operator, its rivals, what they are given, and the work it is.
 
-An operator's cases are made by a function of benchmarks/kernel_operators.py or benchmarks/kernel_attention.py for a
-model's per-rank shapes and a sequence. They import the operator, so that one that is missing costs the others nothing,
-and take from tpkernels nothing else before they are asked for the work: the tpkernels of another revision may be older
-than its formulas.
+An operator's cases are made by a function of benchmarks/kernel_operators.py, kernel_attention.py or kernel_matmul.py
+for a model's per-rank shapes and a sequence. They import the operator, so that one that is missing costs the others
+nothing, and take from tpkernels nothing else before they are asked for the work: the tpkernels of another revision may
+be older than its formulas.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ CASES: Mapping[str, str] = MappingProxyType(
         "linear_cross_entropy": f"{_OPERATORS}:linear_cross_entropy",
         "attention": "benchmarks.kernel_attention:attention",
         "adamw": f"{_OPERATORS}:adamw",
+        "matmul": "benchmarks.kernel_matmul:matmul",
     }
 )
 

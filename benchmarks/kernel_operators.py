@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.run kernels`, operator by operator; attention's are in kernel_attention.py.
+"""Cases of `benchmarks.run kernels`, operator by operator; attention's and matmuls' are in files of their own.
 
 Plain torch stands in each as one writes it: it is a contestant, compiled it is another, and in float64 it says what is
 right. Liger's functions take what `apply` does, so they are called by position.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from rich import box
@@ -17,7 +18,8 @@ def kernel_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Show rows of `benchmarks.run kernels`; a red check shows its reason and no number.
 
     The last column is our speed-up, the median of ratios within rounds, and their 20th to 80th percentile; above 1 ours
-    is faster. The fastest rival is bold. Memory has a column where it is known.
+    is faster. Below are the geometric means of these medians. The fastest rival is bold. Memory has a column where it
+    is known.
     """
     ceilings = dict.fromkeys(f"a large {row['ceiling']} here: {_speed(row, 'ceiling')}" for row in rows)
     table = Table(title=f"{op}; {', '.join(ceilings)}", box=box.SIMPLE)
@@ -31,7 +33,19 @@ def kernel_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         for name in sorted(row["contestants"], key=lambda name: name != row["ours"]):
             table.add_row(*_cells(row, name), style="bold" if name == row.get("best_rival") else None)
         table.add_section()
+    table.caption = _means(rows)
     return table
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Our speed-up over each rival that took part in several rows; none if there is none."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for name in row["contestants"]:
+            if name != row["ours"]:
+                ratios.setdefault(name, []).append(row[f"{row['ours']}_speedup_over_{name}_median_ratio"])
+    found = [f"{name} {geometric_mean(of):.3f} ({len(of)} rows)" for name, of in ratios.items() if len(of) > 1]
+    return f"ours over it, geometric mean: {', '.join(found)}" if found else None
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

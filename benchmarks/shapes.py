@@ -32,6 +32,16 @@ class Model:
     ffn: int
     vocabulary: int
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns, out and in, of one rank's weights in a block, by what they make or read."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_size, self.hidden),
+            "out": (self.hidden, self.heads * self.head_size),
+            "gate_up": (2 * self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+
 
 _VOCABULARY = 128256 // TP
 MODELS = (

@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ class Target(NamedTuple):
             return 64 << 10
         return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(int(self.arch), 227) << 10
 
+
+_ANY_DEVICE = torch.empty(0)
 
 Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _observers: list[tuple[Target, Observer]] = []
@@ -94,10 +97,29 @@ def _target(device: int) -> Target:
     return Target("cuda", 10 * properties.major + properties.minor)
 
 
+# Multiprocessors (NVIDIA) and compute units (AMD) of the GPUs that each target is compiled for when none is there.
+_PROCESSORS = MappingProxyType({80: 108, 90: 132, 100: 148, "gfx942": 304})
+
+
+def num_processors(x: Tensor) -> int:
+    """How many programs a persistent kernel on x has: one for each of the GPU's processors.
+
+    Interpreted it is 4, so that a program has several tiles there too.
+    """
+    if _observers:
+        return _PROCESSORS.get(_observers[-1][0].arch, 132)
+    return _device_processors(x.device.index if x.device.index is not None else 0) if x.is_cuda else 4
+
+
+@functools.cache
+def _device_processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def run(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 1, **constants: Any
 ) -> None:
-    """Launch a kernel on its first argument's device.
+    """Launch a kernel on the device of its first tensor; on the current one, if it is given none.
 
     Args:
         kernel: what `jit` made.
@@ -112,7 +134,7 @@ def run(
     if _observers:
         _observers[-1][1](kernel, grid, arguments, options)
         return
-    with torch.cuda.device_of(arguments[0]):
+    with torch.cuda.device_of(next((x for x in arguments if isinstance(x, Tensor)), _ANY_DEVICE)):
         kernel[grid](*arguments, **options)
 
 

@@ -1,9 +1,18 @@
-"""Weight gradient of a matmul, accumulated where the caller wants it."""
+"""Weight gradient of a matmul, accumulated where the caller wants it.
+
+16-bit operands with a float32 buffer, as in training, take the matmul kernel on a GPU: it adds to the buffer what it
+has just summed, where torch would write a float32 product as large as the buffer and read it again. Where the dtypes
+agree, torch's own product accumulates as well.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tpkernels.launch import INTERPRETED
+from tpkernels.matmul.kernel import launch_matmul
+from tpkernels.matmul.operator import has_kernel
 
 
 @torch.library.custom_op("tpkernels::wgrad_", mutates_args=("buffer",))
@@ -18,13 +27,23 @@ def _(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
     """`wgrad_` without its checks and without torch's dispatcher, for callers inside a Function of their own."""
-    if x.dtype == buffer.dtype:
+    if _takes_kernel(buffer, x):
+        launch_matmul(dy.T, x, out=buffer, accumulate=True)
+    elif x.dtype == buffer.dtype:
         buffer.addmm_(dy.T, x)
     elif x.is_cuda:
         buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
     else:
         # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding a call.
         buffer.add_(dy.T @ x)
+
+
+def _takes_kernel(buffer: Tensor, x: Tensor) -> bool:
+    if not has_kernel(x):
+        return False
+    if x.dtype == buffer.dtype:
+        return INTERPRETED and not x.is_cuda
+    return x.dtype.itemsize == 2 and buffer.dtype == torch.float32
 
 
 def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
@@ -42,8 +61,10 @@ def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    Cost: 2*T*out*in flops. Numerics: where the dtypes agree the GEMM itself accumulates; else it rounds to x's dtype
-    once on a CPU, and to the buffer's on a GPU.
+    Cost: 2*T*out*in flops; reads dy and x, reads and writes dw. On a CPU with a wider buffer also a product of dw's
+    size in x's dtype.
+    Numerics: where the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype, on a
+    GPU as it was summed, on a CPU rounded to x's dtype once.
     """
     if dy.shape[:-1] != x.shape[:-1] or buffer.shape != (dy.shape[-1], x.shape[-1]) or dy.dtype != x.dtype:
         raise ValueError(

@@ -23,6 +23,7 @@ from tpkernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from tpkernels.matmul.operator import has_kernel
 
 from tpengine.collectives import Communicator
 
@@ -211,7 +212,8 @@ def check_work_that_nobody_wants(device: str) -> None:
         if losses[-1].requires_grad:
             losses[-1].backward()
         assert [leaf.grad is not None for leaf in leaves] == [bool(wants_dx and enabled), bool(wants_dw and enabled)]
-    assert calls == [3, 6, 6, 9, 3]
+    # Interpreted, dw is accumulated by tpkernels' own matmul.
+    assert calls == ([3, 6, 3, 6, 3] if has_kernel(x) and not x.is_cuda else [3, 6, 6, 9, 3])
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 

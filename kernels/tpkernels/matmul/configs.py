@@ -1,0 +1,207 @@
+"""How a matmul is cut into tiles, by its sizes, dtype and target: starting points, not tuned on a GPU yet.
+
+The decision a reader will question: of the tiles that a target multiplies well, those are taken by which the busiest
+processor has least to do, by an estimate from sizes alone; nothing is timed. So all ranks, and all runs, take the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tpkernels.launch import Target, cdiv
+
+
+class MatmulConfig(NamedTuple):
+    """The tiles of a matmul.
+
+    Attributes:
+        block_m, block_n, block_k: rows and columns of a tile of C, and how much of K is multiplied at a time.
+        group_m: tiles down before the next to the right (`tiles.place`).
+        num_warps, num_stages: as triton.
+        warp_specialize: some warps load while others multiply. Triton 3.7 compiles that for sm_90 with 4 warps, tiles
+            of at most 64 rows and 128 columns, and both operands by TMA: it cuts larger tiles in two for two groups of
+            warps, and then refuses the descriptors made on the host, whose boxes are still whole; it aborts the
+            process where pointers load. With 8 warps it ignores the wish. `launch_matmul` lets through what compiles.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    warp_specialize: bool = False
+
+    @property
+    def may_specialize(self) -> bool:
+        """Whether sm_90 can be compiled for with `warp_specialize`, given both operands by TMA."""
+        return self.block_m <= 64 and self.block_n <= 128 and self.num_warps == 4
+
+    def programs_a_processor(self, item_bytes: int, target: Target) -> int:
+        """How many programs fit onto a processor together: by shared memory, and by registers, of which 8 warps have
+        all where a thread may have 255.
+        """
+        stage_bytes = (self.block_m + self.block_n) * self.block_k * item_bytes
+        return max(1, min(target.shared_memory_bytes // (self.num_stages * stage_bytes), 8 // self.num_warps))
+
+
+class _Choice(NamedTuple):
+    """A configuration, and the speed of its tiles as a part of the fastest tiles'."""
+
+    config: MatmulConfig
+    speed: float
+
+
+class _Table(NamedTuple):
+    """What a kind of matrix unit is given.
+
+    Attributes:
+        choices: the first of several as good is taken.
+        fixed: whatever the sizes.
+        scattered: where an operand is read element by element, and the addresses take many registers.
+    """
+
+    choices: tuple[_Choice, ...]
+    fixed: MatmulConfig
+    scattered: MatmulConfig
+
+
+# sm_90's wgmma and sm_100's tcgen05, which read their operands in shared memory. Shapes: kraken, triton's tutorials.
+_HOPPER = _Table(
+    (
+        _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
+        _Choice(MatmulConfig(256, 128, 64, 4, 8, 3), 1.0),
+        _Choice(MatmulConfig(128, 128, 64, 8, 4, 3), 0.85),
+        _Choice(MatmulConfig(64, 128, 64, 8, 4, 4), 0.6),
+        _Choice(MatmulConfig(64, 64, 64, 8, 4, 4), 0.4),
+    ),
+    MatmulConfig(128, 128, 64, 8, 4, 3),
+    MatmulConfig(64, 64, 32, 8, 4, 3),
+)
+# mma.sync, whose operands and sums are all in registers: 128x256 spills where A lies by columns.
+_AMPERE = _Table(
+    (
+        _Choice(MatmulConfig(128, 128, 32, 8, 8, 4), 1.0),
+        _Choice(MatmulConfig(64, 128, 32, 8, 4, 4), 0.8),
+        _Choice(MatmulConfig(64, 64, 32, 8, 4, 4), 0.5),
+    ),
+    MatmulConfig(128, 128, 32, 8, 8, 4),
+    MatmulConfig(64, 64, 32, 8, 4, 3),
+)
+# gfx942: of two stages one is in the 64 kB of shared memory, the other on its way in registers.
+_CDNA = _Table(
+    (
+        _Choice(MatmulConfig(256, 128, 32, 4, 8, 2), 1.0),
+        _Choice(MatmulConfig(128, 128, 32, 8, 4, 2), 0.85),
+        _Choice(MatmulConfig(64, 128, 32, 8, 4, 2), 0.6),
+        _Choice(MatmulConfig(64, 64, 64, 8, 4, 2), 0.4),
+    ),
+    MatmulConfig(128, 128, 32, 8, 4, 2),
+    MatmulConfig(64, 64, 32, 8, 4, 2),
+)
+# float32 without loss has no matrix units at NVIDIA, and each product is an instruction of its own: larger tiles take
+# minutes to compile.
+_FLOAT32 = _Table(
+    (
+        _Choice(MatmulConfig(64, 64, 16, 8, 8, 2), 1.0),
+        _Choice(MatmulConfig(32, 32, 16, 8, 4, 2), 0.5),
+    ),
+    MatmulConfig(64, 64, 16, 8, 8, 2),
+    MatmulConfig(64, 64, 16, 8, 8, 2),
+)
+# SwiGLU's: block_n columns of gate and as many of up, so two sums a tile.
+_GATED_HOPPER = _Table(
+    (
+        _Choice(MatmulConfig(128, 128, 64, 4, 8, 3), 1.0),
+        _Choice(MatmulConfig(64, 64, 64, 8, 4, 4), 0.6),
+    ),
+    MatmulConfig(128, 128, 64, 4, 8, 3),
+    MatmulConfig(64, 64, 32, 8, 4, 3),
+)
+_GATED_AMPERE = _Table(
+    (
+        _Choice(MatmulConfig(128, 64, 32, 8, 8, 4), 1.0),
+        _Choice(MatmulConfig(64, 64, 32, 8, 4, 4), 0.8),
+    ),
+    MatmulConfig(128, 64, 32, 8, 8, 4),
+    MatmulConfig(64, 64, 32, 8, 8, 3),
+)
+_GATED_CDNA = _Table(
+    (
+        _Choice(MatmulConfig(128, 64, 32, 8, 4, 2), 1.0),
+        _Choice(MatmulConfig(64, 64, 32, 8, 4, 2), 0.7),
+    ),
+    MatmulConfig(128, 64, 32, 8, 4, 2),
+    MatmulConfig(64, 64, 32, 8, 4, 2),
+)
+_GATED_FLOAT32 = _Table(
+    (
+        _Choice(MatmulConfig(64, 32, 16, 8, 8, 2), 1.0),
+        _Choice(MatmulConfig(32, 32, 16, 8, 4, 2), 0.6),
+    ),
+    MatmulConfig(64, 32, 16, 8, 8, 2),
+    MatmulConfig(64, 32, 16, 8, 8, 2),
+)
+
+# Multiply-adds that a processor could do while a tile's first operands arrive and its sums are stored: 1 to 2 us.
+_TILE_OVERHEAD = 2_000_000
+
+
+def config_of(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    target: Target,
+    *,
+    fixed: bool = False,
+    gated: bool = False,
+    scattered: bool = False,
+    num_processors: int = 132,
+) -> MatmulConfig:
+    """Choose the tiles of C[m, n] = A[m, k] @ B[k, n].
+
+    Args:
+        dtype: the operands'.
+        fixed: the same for all sizes, so that an element's bits depend on its row of A, its column of B and k alone.
+        gated: of SwiGLU's matmul, where n are the columns of the result, half the weight's rows.
+        scattered: an operand is read element by element (`Operand.is_scattered`).
+        num_processors: that share the tiles.
+
+    m and k are taken as the nearest powers of two: they are numbers of tokens, and a few tokens more or less shall not
+    compile another kernel.
+    """
+    table = _table(dtype, target, gated)
+    if fixed:
+        return table.fixed
+    if scattered:
+        return table.scattered
+    rows, depth = _nearest_power_of_2(m), _nearest_power_of_2(k)
+    # None of which half or more is empty.
+    filled = [c for c in table.choices if c.config.block_m < 2 * rows and c.config.block_n < 2 * n]
+    # Of tiles as good, tall ones for many rows: they share B's columns longer.
+    by_height = sorted(filled or table.choices[-1:], key=lambda c: c.config.block_m < c.config.block_n and rows >= 8192)
+
+    def busiest(choice: _Choice) -> float:
+        config = choice.config
+        rounds = cdiv(cdiv(rows, config.block_m) * cdiv(n, config.block_n), num_processors)
+        return rounds * (config.block_m * config.block_n * depth / choice.speed + _TILE_OVERHEAD)
+
+    return min(by_height, key=busiest).config
+
+
+def _table(dtype: torch.dtype, target: Target, gated: bool) -> _Table:
+    if dtype.itemsize > 2:
+        return _GATED_FLOAT32 if gated else _FLOAT32
+    if target.backend == "hip":
+        return _GATED_CDNA if gated else _CDNA
+    if 90 <= int(target.arch) < 120:
+        return _GATED_HOPPER if gated else _HOPPER
+    return _GATED_AMPERE if gated else _AMPERE
+
+
+def _nearest_power_of_2(size: int) -> int:
+    return 1 << round(math.log2(max(1, size)))

@@ -1,0 +1,83 @@
+"""What happens to a tile of a matmul after the last product, as device functions: added to, rounded once, stored.
+
+Everything is added in float32. A tile is finished in halves of its columns where what is added would not find registers
+beside the whole of it.
+"""
+
+from __future__ import annotations
+
+from tpkernels.launch import jit, tl, widened
+
+
+@jit
+def finish(
+    acc: tl.tensor,
+    p_c: tl.tensor,
+    p_bias: tl.tensor,
+    p_residual: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    stride_c: tl.tensor,
+    stride_residual: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Store acc, whose first element is C[row, column], plus what there is of bias, residual and what C holds.
+
+    Args:
+        p_bias: [num_columns], or None.
+        p_residual: [num_rows, num_columns] with stride_residual between rows, or None.
+        ACCUMULATE: add to C.
+        PARTS: how many parts of the columns are finished one after another, a power of two.
+    """
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    if PARTS > 1:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (M, 2, N // 2)), (0, 2, 1)))
+        finish(
+            left,
+            p_c,
+            p_bias,
+            p_residual,
+            row,
+            column,
+            num_rows,
+            num_columns,
+            stride_c,
+            stride_residual,
+            ACCUMULATE,
+            PARTS // 2,
+        )
+        finish(
+            right,
+            p_c,
+            p_bias,
+            p_residual,
+            row,
+            column + N // 2,
+            num_rows,
+            num_columns,
+            stride_c,
+            stride_residual,
+            ACCUMULATE,
+            PARTS // 2,
+        )
+    else:
+        o_m = row + tl.arange(0, M)
+        o_n = column + tl.arange(0, N)
+        m_n = o_n < num_columns
+        m_inside = (o_m < num_rows)[:, None] & m_n[None, :]
+        if p_bias is not None:
+            # [N]
+            acc += widened(tl.load(p_bias + o_n, mask=m_n, other=0.0))[None, :]
+        if p_residual is not None:
+            p_added = p_residual + o_m.to(tl.int64)[:, None] * stride_residual + o_n[None, :]
+            # [M, N]
+            acc += widened(tl.load(p_added, mask=m_inside, other=0.0))
+        p_tile = p_c + o_m.to(tl.int64)[:, None] * stride_c + o_n[None, :]
+        if ACCUMULATE:
+            # [M, N]
+            acc += widened(tl.load(p_tile, mask=m_inside, other=0.0))
+        tl.store(p_tile, acc.to(p_c.dtype.element_ty), mask=m_inside)
