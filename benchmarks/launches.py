@@ -15,9 +15,16 @@ from tpkernels.adamw import launch_adamw_
 from tpkernels.attention.backward import launch_attention_backward
 from tpkernels.attention.forward import launch_attention
 from tpkernels.attention.problem import Options, Sides, Tables
+from tpkernels.copies import HostCopies
 from tpkernels.cross_entropy_kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
+from tpkernels.cuda_memory import VirtualMemory
+from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.embedding import launch_embedding, launch_embedding_backward_
+from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
+from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.matmul.kernel import launch_matmul
+from tpkernels.matmul.swiglu_kernel import launch_matmul_swiglu
 from tpkernels.norm_kernel import launch_norm, launch_norm_backward
 from tpkernels.rope import launch_rope
 
@@ -149,12 +156,98 @@ def _attend(
     launch_attention_backward(y, q, k, v, y, lse, (q, k, v), *problem)
 
 
+def _matmul() -> None:
+    """Forward, dgrad and wgrad of every projection; then every order of operands, epilogue, kind of configuration."""
+    tokens, few = SEQUENCES[0], 64
+    for dtype in DTYPES:
+        for model in MODELS:
+            for out, inner in model.projections.values():
+                x, dy = _empty(tokens, inner, dtype=dtype), _empty(tokens, out, dtype=dtype)
+                weight = _empty(out, inner, dtype=dtype)
+                _project(x, dy, weight)
+            gate_up = _empty(2 * model.ffn, model.hidden, dtype=dtype)
+            for keeps_y in (False, True):
+                launch_matmul_swiglu(_empty(tokens, model.hidden, dtype=dtype), gate_up, keeps_y)
+        _project(x, dy, weight, fixed=True)
+        _project(x[:few], dy[:few], weight)
+        launch_matmul(x[:256], weight.T)
+        launch_matmul(x, weight.T, bias=dy[0], residual=dy)
+        launch_matmul(dy.T, x, out=weight, accumulate=True)
+        launch_matmul_swiglu(x, weight, True, fixed=True)
+        launch_matmul_swiglu(x[:few], weight, False)
+        # Rows that begin anywhere, which neither TMA nor vectors read; no stride is a number of tokens.
+        a, b = _empty(few, inner + 1, dtype=dtype)[:, :-1], _empty(out, inner + 1, dtype=dtype)[:, :-1]
+        by_columns = _empty(inner, few + 1, dtype=dtype)[:, :-1].T
+        for left in (a, by_columns):
+            launch_matmul(left, b.T)
+            launch_matmul(left, b.T.contiguous(), out=_empty(few, out, dtype=torch.float32), accumulate=True)
+        launch_matmul(by_columns.T.contiguous().T, weight.T)
+        launch_matmul_swiglu(a, b, True)
+
+
+def _project(x: Tensor, dy: Tensor, weight: Tensor, fixed: bool = False) -> None:
+    """y = x @ weight.T, and its gradients, weight's accumulated in float32."""
+    launch_matmul(x, weight.T, fixed=fixed)
+    launch_matmul(dy, weight, fixed=fixed)
+    launch_matmul(dy.T, x, out=weight.float(), accumulate=True, fixed=fixed)
+
+
+def _arena() -> DeviceArena:
+    """The arena of the first of TP ranks, as far as launches ask; its data has addresses and no memory."""
+    memory = VirtualMemory.allocate(TP, CONTROL_BYTES, "cpu")[0]
+    record = torch.zeros(8, dtype=torch.int32)
+    return DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(TP), timeout_seconds=1.0)
+
+
+def _all_gather_matmul() -> None:
+    """Forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
+    arena = _arena()
+    launch_wait(arena, 1, 1, 7)
+    launch_meet(arena, 7)
+    for dtype in DTYPES:
+        for model in MODELS:
+            for name in ("qkv", "gate_up", "down", "out"):
+                rows, columns = model.projections[name]
+                weight = _empty(rows, columns, dtype=dtype)
+                matrix = weight.T if name in ("qkv", "gate_up") else weight
+                for tokens, how in ((SEQUENCES[0], "pull"), (SEQUENCES[0], "there"), (512, "push")):
+                    x = _empty(tokens // TP, matrix.shape[0], dtype=dtype)
+                    y = _empty(tokens, matrix.shape[1], dtype=dtype)
+                    bias = matrix[0].contiguous() if name == "qkv" else None
+                    launch_publish(x, arena, 1, 7)
+                    launch_gather_matmul(
+                        y, x, y, x.numel(), matrix, bias, arena, tokens, 0, len(x), len(x), 1, 7, how,
+                    )  # fmt: skip
+
+
+def _matmul_reduce_scatter() -> None:
+    """Forward of the row-parallel matmuls, and dx of the column-parallel ones, also of two weights at once."""
+    arena = _arena()
+    for dtype in DTYPES:
+        for model in MODELS:
+            for name in ("qkv", "gate_up", "down", "out"):
+                rows, columns = model.projections[name]
+                weight = _empty(rows, columns, dtype=dtype)
+                matrix = weight.T if name in ("down", "out") else weight
+                for tokens in (SEQUENCES[0], 512):
+                    x = _empty(tokens, matrix.shape[0], dtype=dtype)
+                    y = _empty(tokens // TP, matrix.shape[1], dtype=dtype)
+                    addend = _empty(tokens, matrix.shape[1], dtype=dtype)
+                    for terms, added in (([(x, matrix)], None), (2 * [(x, matrix)], addend)):
+                        launch_matmul_scatter(terms, added, arena, tokens, 0, len(y), y.numel(), 1, 7)
+                    for bias in (None, y[0]):
+                        launch_sum_slots(y, bias, arena, y.numel(), 1, 7)
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "activation": _activation,
+        "all_gather_matmul": _all_gather_matmul,
+        "matmul_reduce_scatter": _matmul_reduce_scatter,
         "attention": _attention,
         "cross_entropy": _cross_entropy,
         "dropout": _dropout,
+        "matmul": _matmul,
         "norm": _norm,
         "embedding": _embedding,
         "adamw": _adamw,

@@ -25,7 +25,7 @@ from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter, matmul_
 from tpkernels.signals import Signals
 
 _NAN_BYTE = b"\xff"  # NaN in every floating-point format when repeated
-_EXACT = {torch.bfloat16: 2**8, torch.float32: 2**24, torch.float64: 2**53}
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
 class HostileArena(Arena):

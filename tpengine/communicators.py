@@ -38,7 +38,8 @@ class Communicators:
     def of(cls, mesh: Mesh, config: Config, device: torch.device) -> Communicators:
         """Wrap each group; collective.
 
-        On CPU the tp ranks of a host exchange through an arena unless `parallel.tp_comm` is plain.
+        The tp ranks of a host exchange through an arena unless `parallel.tp_comm` is plain: on CPU everything, on GPUs
+        what fused matmuls exchange.
         """
         hosts = hosts_of_ranks(device)
 
@@ -56,9 +57,21 @@ class Communicators:
         def members(group: ProcessGroup | None) -> list[int]:
             return [] if group is None else dist.get_process_group_ranks(group)
 
+        def for_matmuls(group: ProcessGroup) -> Communicator:
+            if device.type == "cpu":
+                return through_memory(group, tp_arena_bytes(config))
+            # Exact mode's matmuls are of whole tokens, and so not fused.
+            fused = config.train.reduction == "fast"
+            return Communicator(
+                group,
+                arena_bytes=tp_arena_bytes(config) if fused else 0,
+                device=device,
+                timeout_seconds=exchange_seconds(config),
+            )
+
         dp = for_sums(mesh.dp)
         return cls(
-            tp=through_memory(mesh.tp, tp_arena_bytes(config)),
+            tp=for_matmuls(mesh.tp),
             pp=Communicator(mesh.pp),
             dp=dp,
             replica=None if mesh.replica is None else Communicator(mesh.replica),
@@ -80,6 +93,10 @@ class Communicators:
         parts = []
         if used:
             parts.append(f"{', '.join(used)} through {num_bytes / 1e6:.1f} MB of shared memory a rank")
+        kernels = self.tp.device_arena
+        if kernels is not None:
+            size = f"{kernels.memory.num_bytes / 1e6:.1f} MB"
+            parts.append(f"tp's matmuls by kernels through {size} of symmetric memory a rank")
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
         return "; ".join(parts) or "none, one process"

@@ -298,6 +298,8 @@ class Trainer:
         if self.mesh.at.pp == self.mesh.shape.pp - 1:
             loss = float(self.comms.dp.all_reduce_(self.losses).sum()) * self._batch.loss_scale
         norm = float(self.grad_norm)
+        # The device has been waited for: what its kernels gave up on is known.
+        self.comms.tp.check()
         # max() would hide a NaN of another rank, which the norm, summed over all of them, shows.
         (loss,) = max_over_ranks([loss], self.device)
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -1,8 +1,9 @@
 """One group of ranks as operators, layers and buckets see it: gather, reduce-scatter, all-reduce, and how they travel.
 
 A communicator of one rank does nothing and copies nothing. Over an arena (ranks of one host, CPU tensors) the exchanges
-are reads of the peers' memory; otherwise they are collectives of the process group. Which of the two is decided when
-the communicator is made, and said once.
+are reads of the peers' memory; otherwise they are collectives of the process group. Over a device arena (GPUs that can
+address each other) the fused matmuls' exchanges are made by their kernels, all others by collectives. Which of these is
+decided when the communicator is made, and said once.
 
 The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
 not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.58 ms instead of 0.68 (gather) and 0.68 ms
@@ -26,7 +27,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.arena import Arena, shard_rows
+from tpkernels.device_arena import DTYPES as KERNEL_DTYPES
+from tpkernels.device_arena import DeviceArena
+from tpkernels.fused.strategy import checked
 from tpkernels.host_memory import MemoryRefused
+from tpkernels.launch import INTERPRETED
 from tpkernels.tree import tree_sum
 
 _ALONE = "alone"
@@ -79,13 +84,18 @@ class Communicator:
         arena_bytes: make exchanges of CPU tensors between ranks of one host read the peers' memory, through an arena of
             so many bytes a rank (what is larger moves in pieces). 0 makes none. Then the constructor is collective.
             Where the ranks are on several hosts, or the memory is refused, collectives are used instead, and the
-            group's first rank says so.
+            group's first rank says so. With a GPU as `device`, an arena for the fused matmuls' kernels is made instead.
+        device: what the arena is for; where kernels are interpreted (launch.py), one for them is made on a CPU too.
+        strategy: of the fused matmuls over a device arena: "auto" chooses by sizes (fused/strategy.py), "plain" takes
+            collectives, "fused" the copy engine, "push" stores of the kernel to gather.
         timeout_seconds: how long an exchange through the arena waits for a peer that lives.
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
         name: by which registered operators find the communicator, in this process.
         arena: None if collectives are used.
+        device_arena: of the fused matmuls' kernels; None if there is none.
+        strategy: as given.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
         in the same order. Numerics: reduce-scatters over gloo, all sums over the arena and those called `in_tree` add
@@ -93,16 +103,29 @@ class Communicator:
         a GPU (several ranks on one card), data is staged through the host.
     """
 
-    def __init__(self, group: ProcessGroup | None, *, arena_bytes: int = 0, timeout_seconds: float = 300.0) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        *,
+        arena_bytes: int = 0,
+        device: torch.device | None = None,
+        strategy: str = "auto",
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.group, self.strategy = group, checked(strategy)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
         self.arena: Arena | None = None
+        self.device_arena: DeviceArena | None = None
         if arena_bytes and self.size > 1:
             assert group is not None
+            device = torch.device("cpu") if device is None else device
             try:
-                self.arena = Arena.open(group, arena_bytes, timeout_seconds=timeout_seconds)
+                if device.type == "cpu":
+                    self.arena = Arena.open(group, arena_bytes, timeout_seconds=timeout_seconds)
+                if device.type != "cpu" or INTERPRETED:
+                    self.device_arena = DeviceArena.open(group, arena_bytes, device, timeout_seconds=timeout_seconds)
             except MemoryRefused as error:
                 if self.rank == 0:
                     print(f"tpkernels: group {group.group_name} uses collectives: {error}", file=sys.stderr)
@@ -124,11 +147,30 @@ class Communicator:
             self._newest.settle()
         return self.arena if x.device.type == "cpu" else None
 
+    def device_arena_for(self, x: Tensor) -> DeviceArena | None:
+        """The device arena if kernels can exchange and multiply `x`."""
+        if self.device_arena is None or x.dtype not in KERNEL_DTYPES:
+            return None
+        return self.device_arena if x.device == self.device_arena.control.device else None
+
+    def check(self) -> None:
+        """Raise if a kernel of this group has given up, as far as this rank has heard; call it after a synchronisation.
+
+        Raises:
+            PeerError, CallMismatch: see DeviceArena.check.
+        """
+        if self.device_arena is not None:
+            self.device_arena.check()
+
     def refuse(self, x: Tensor, message: str) -> NoReturn:
         """Raise ValueError for a call with `x` that cannot work, and make the other ranks raise where an arena lets us.
 
-        Over collectives the others wait for this rank, as they do in any program whose ranks differ.
+        Over collectives the others wait for this rank, as they do in any program whose ranks differ. A device arena is
+        poisoned: the others may be anywhere in what they have launched.
         """
+        kernels = self.device_arena_for(x)
+        if kernels is not None:
+            kernels.refuse(message)
         arena = self.arena_for(x)
         if arena is not None:
             arena.refuse(message)

@@ -2,7 +2,8 @@
 
 `SymmetricMemory` is what the fused operators know of it: blocks of any rank's memory as tensors, and the table of
 addresses that a kernel receives instead of a process group. `HostMemory` is the backend for processes of one host:
-memory without a name (host_memory.py), mapped by every rank. The backend for GPUs belongs to the Triton kernels.
+memory without a name (host_memory.py), mapped by every rank. The backends for GPUs are in cuda_memory.py; what all of
+them share is here too: blocks that are made once, and refusals that every rank raises.
 
 The decision a reader will question: blocks are tensors of their own, made over the mapping one by one. Slices of one
 tensor would share autograd's version counter, and writing one block would break the backward pass of another. For the
@@ -55,32 +56,11 @@ class SymmetricMemory(Protocol):
         """View part of a rank's memory as a contiguous tensor."""
 
 
-class HostMemory:
-    """Symmetric memory between processes of one host.
+class CachedBlocks:
+    """What the backends share: a block is made once, by `_over`, and is the same tensor each time."""
 
-    Args:
-        mappings: every rank's memory as mapped here, by rank.
-        rank: this rank.
-        pids: every rank's process.
-
-    Attributes:
-        pids: as given.
-        And those of SymmetricMemory.
-
-    Use `HostMemory.allocate`. When the last tensor over it is gone, so is the mapping; the last process that holds it
-    frees the memory, however it ends.
-    """
-
-    def __init__(self, mappings: Sequence[mmap.mmap], rank: int, pids: Sequence[int]) -> None:
-        self.rank, self.world, self.pids = rank, len(mappings), tuple(pids)
-        self.num_bytes = len(mappings[rank])
-        self._views = [memoryview(mapping) for mapping in mappings]
+    def __init__(self) -> None:
         self._blocks: dict[tuple[object, ...], Tensor] = {}
-        self.addresses = tuple(self.block(owner, 0, (1,), torch.uint8).data_ptr() for owner in range(self.world))
-
-    def bytes_of(self, owner: int, offset_bytes: int, num_bytes: int) -> memoryview:
-        """View part of a rank's memory as bytes."""
-        return self._views[owner][offset_bytes : offset_bytes + num_bytes]
 
     def block(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """View part of a rank's memory as a contiguous tensor.
@@ -98,16 +78,48 @@ class HostMemory:
         if block is None:
             if len(self._blocks) >= _MOST_BLOCKS:  # lengths that change with every call
                 self._blocks.clear()
-            block = self._blocks[key] = self._over(owner, offset_bytes, shape, dtype)
+            # A block made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                block = self._blocks[key] = self._over(owner, offset_bytes, shape, dtype)
         return block
 
     def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # A block made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            count = math.prod(shape)
-            if not count:  # frombuffer refuses it
-                return torch.empty(*shape, dtype=dtype)
-            return torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
+        """Make a block."""
+        raise NotImplementedError
+
+
+class HostMemory(CachedBlocks):
+    """Symmetric memory between processes of one host.
+
+    Args:
+        mappings: every rank's memory as mapped here, by rank.
+        rank: this rank.
+        pids: every rank's process.
+
+    Attributes:
+        pids: as given.
+        And those of SymmetricMemory.
+
+    Use `HostMemory.allocate`. When the last tensor over it is gone, so is the mapping; the last process that holds it
+    frees the memory, however it ends.
+    """
+
+    def __init__(self, mappings: Sequence[mmap.mmap], rank: int, pids: Sequence[int]) -> None:
+        super().__init__()
+        self.rank, self.world, self.pids = rank, len(mappings), tuple(pids)
+        self.num_bytes = len(mappings[rank])
+        self._views = [memoryview(mapping) for mapping in mappings]
+        self.addresses = tuple(self.block(owner, 0, (1,), torch.uint8).data_ptr() for owner in range(self.world))
+
+    def bytes_of(self, owner: int, offset_bytes: int, num_bytes: int) -> memoryview:
+        """View part of a rank's memory as bytes."""
+        return self._views[owner][offset_bytes : offset_bytes + num_bytes]
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        if not count:  # frombuffer refuses it
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
 
     @classmethod
     def allocate(cls, group: ProcessGroup, num_bytes: int) -> HostMemory:
@@ -127,7 +139,7 @@ class HostMemory:
             gone a file descriptor for each rank (Python's mmap keeps one).
         """
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        everyone = _exchange(group, [host_identity(), available_bytes()])
+        everyone = exchange(group, [host_identity(), available_bytes()])
         hosts = {host for host, _ in everyone}
         if len(hosts) > 1:
             raise MemoryRefused(f"the ranks are on {len(hosts)} hosts")
@@ -149,8 +161,8 @@ class HostMemory:
                     own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
                 except (OSError, ValueError, OverflowError) as error:
                     problem = f"shared memory of {num_bytes} bytes cannot be mapped: {error}"
-            entries = _exchange(group, [os.getpid(), fd, token, num_bytes])
-            _raise_together(group, problem)
+            entries = exchange(group, [os.getpid(), fd, token, num_bytes])
+            raise_together(group, problem)
             if len({entry[3] for entry in entries}) > 1:
                 raise ValueError(
                     f"every rank must ask for as much memory: got {[entry[3] for entry in entries]} bytes by rank: use "
@@ -169,7 +181,7 @@ class HostMemory:
             except (MemoryRefused, OSError, ValueError) as error:
                 problem = str(error)
             # Every rank has opened what it needs when all have answered: the descriptors may go.
-            _raise_together(group, problem)
+            raise_together(group, problem)
         finally:
             for descriptor in [*opened, *([fd] if fd >= 0 else [])]:
                 os.close(descriptor)
@@ -178,20 +190,41 @@ class HostMemory:
         return cls(mappings, rank, [entry[0] for entry in entries])
 
 
-def _exchange(group: ProcessGroup, values: Sequence[int]) -> list[list[int]]:
-    mine = torch.tensor(values, dtype=torch.int64)
+def device_for_numbers(group: ProcessGroup) -> torch.device:
+    """Where tensors must be for the group to move them: a CPU where it can, else this process's GPU."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def exchange(group: ProcessGroup, values: Sequence[int], device: torch.device | str = "cpu") -> list[list[int]]:
+    """Tell all ranks some numbers; collective.
+
+    Args:
+        values: int64, equally many on every rank.
+        device: of a kind whose tensors the group moves.
+
+    Returns:
+        Every rank's numbers, by rank. No rank has them before all have come here.
+    """
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return [entry.tolist() for entry in everyone]
 
 
-def _raise_together(group: ProcessGroup, problem: str) -> None:
-    """Raise MemoryRefused on all ranks if one of them has a problem: the lowest rank's."""
-    lengths = _exchange(group, [len(problem.encode())])
+def raise_together(group: ProcessGroup, problem: str, device: torch.device | str = "cpu") -> None:
+    """Raise MemoryRefused on all ranks if one of them has a problem: the lowest rank's; collective.
+
+    Args:
+        problem: what is wrong on this rank; empty if nothing is.
+        device: as `exchange`.
+    """
+    lengths = exchange(group, [len(problem.encode())], device)
     longest = max(length[0] for length in lengths)
     if not longest:
         return
     text = problem.encode().ljust(longest, b" ")
-    problems = [bytes(entry).decode().strip() for entry in _exchange(group, list(text))]
+    problems = [bytes(entry).decode().strip() for entry in exchange(group, list(text), device)]
     rank = next(rank for rank, other in enumerate(problems) if other)
     raise MemoryRefused(f"rank {dist.get_global_rank(group, rank)}: {problems[rank]}")

@@ -4,12 +4,16 @@ One formula feeds launch metadata, benchmarks, the training log and the planner,
 Conventions: a multiply-add is 2 operations, an exponential, a root or a division 1; bytes in memory count each operand
 once (an ideal cache), also what forward keeps for backward; bytes on links are what one rank sends, ring volume. Units
 are in the field names. The work is the operator's: what an implementation computes twice counts once.
+
+`Rates` turn work into seconds, and the functions after them predict the time of a matmul with its exchange, done one
+after the other or fused: for choosing between them (fused/strategy.py), which needs the order and not the third digit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 # Statistics of rows, losses, tables of angles, masters and moments are float32; labels and rows of tables int64.
 _FLOAT_BYTES = 4
@@ -233,3 +237,148 @@ def reduce_scatter_work(full_bytes: int, world: int) -> Work:
 def all_reduce_work(full_bytes: int, world: int) -> Work:
     """A reduce-scatter followed by an all-gather."""
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU attains.
+
+    Attributes:
+        flops_per_s: of a large matmul in bfloat16.
+        memory_bytes_per_s: read and written in its own memory.
+        link_bytes_per_s: received from, or sent to, all other ranks together by the copy engines.
+        launch_seconds: what one more kernel or copy in a stream costs, from the end of one to the begin of the next.
+        signal_seconds: from a rank's release of a flag until another rank has seen it.
+    """
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    launch_seconds: float
+    signal_seconds: float
+
+
+# Of the peak: a large matmul on an H100 makes about 650 of 989 TFLOP/s at the clocks it can hold.
+_FLOPS_SHARE = 0.66
+# A reduction in Triton attains 82 to 88 % of an H100's.
+_MEMORY_SHARE = 0.85
+# The copy engines of an H100 reach about 370 of NVLink's 450 GB/s.
+_LINK_SHARE = 0.82
+
+
+def _attained(flops_per_s: float, memory_bytes_per_s: float, link_bytes_per_s: float) -> Rates:
+    """Rates from published peaks. The shares were read of H100s, and are assumed of the others."""
+    return Rates(
+        flops_per_s=_FLOPS_SHARE * flops_per_s,
+        memory_bytes_per_s=_MEMORY_SHARE * memory_bytes_per_s,
+        link_bytes_per_s=_LINK_SHARE * link_bytes_per_s,
+        # Orders of magnitude, the same for all: these decide between strategies for few tokens only.
+        launch_seconds=3e-6,
+        signal_seconds=1e-6,
+    )
+
+
+# Peaks: bfloat16 without sparsity, memory, links in one direction.
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {
+        # NVIDIA A100 80GB datasheet (SXM): 312 TFLOP/s, 2,039 GB/s, NVLink 3 of 600 GB/s both ways.
+        "A100": _attained(312e12, 2.039e12, 300e9),
+        # NVIDIA H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 4 of 900 GB/s both ways.
+        "H100": _attained(989e12, 3.35e12, 450e9),
+        # NVIDIA H200 datasheet (SXM): as the H100, with memory of 4.8 TB/s.
+        "H200": _attained(989e12, 4.8e12, 450e9),
+        # NVIDIA DGX B200 datasheet, an eighth of it: 36 PFLOP/s with sparsity in 8 bits, hence 2.25 in 16 without;
+        # 64 TB/s; NVLink 5 of 1.8 TB/s both ways.
+        "B200": _attained(2250e12, 8e12, 900e9),
+        # AMD Instinct MI300X datasheet: 1,307 TFLOP/s, 5.3 TB/s; seven links to seven peers of 64 GB/s each way.
+        # Fewer than 8 ranks have fewer of the links.
+        "MI300X": _attained(1307e12, 5.3e12, 448e9),
+    }
+)
+
+# A fused matmul against the fastest one there is: Triton's make 0.81 to 1.01 of cuBLAS on an H100.
+_FUSED_FLOPS_SHARE = 0.95
+# Stores by a kernel against copy engines.
+_PUSH_LINK_SHARE = 0.8
+# Behind each copy its flag is raised by another one.
+_COPIES_A_SPLIT = 2
+
+
+def matmul_seconds(matmul: Work, rates: Rates) -> float:
+    """Its operations or its bytes in memory, whichever take longer."""
+    return max(matmul.flops / rates.flops_per_s, matmul.memory_bytes / rates.memory_bytes_per_s)
+
+
+def link_seconds(exchange: Work, rates: Rates) -> float:
+    """Its bytes on links."""
+    return exchange.link_bytes / rates.link_bytes_per_s
+
+
+def plain_seconds(matmul: Work, exchange: Work, world: int, rates: Rates) -> float:
+    """A matmul before or after a collective, of `world` ranks: nothing overlaps.
+
+    2 launches + (world - 1) signals, one a step of the ring + links + matmul
+    """
+    overhead = 2 * rates.launch_seconds + (world - 1) * rates.signal_seconds
+    return overhead + link_seconds(exchange, rates) + matmul_seconds(matmul, rates)
+
+
+def fused_gather_seconds(matmul: Work, gather: Work, world: int, num_splits: int, rates: Rates) -> float:
+    """A matmul that computes each split of the others' shards when the copy engines have fetched it.
+
+        2 launches + a signal + publishing + max(g, c + g * (world - 1) / world, n * c + g / world / num_splits)
+
+    with g the matmul, n = (world - 1) * num_splits copies of c each: links / n, and a launch for the copy and one for
+    its flag. The parts are computed as they come, this rank's own first; then the time is the largest of: the matmul
+    alone; the first copy, where the own shard does not hide it, and the rest of the matmul; all copies, and the matmul
+    of the last one.
+
+    Args:
+        matmul: of all ranks' rows.
+        gather: all_gather_work.
+        num_splits: flags a shard.
+    """
+    if world == 1:
+        return plain_seconds(matmul, gather, 1, rates)
+    g = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
+    num_copies = (world - 1) * num_splits
+    c = link_seconds(gather, rates) / num_copies + _COPIES_A_SPLIT * rates.launch_seconds
+    # A rank sends each of the others its shard, and first copies it to where they may read it.
+    publishing = 2 * gather.link_bytes / (world - 1) / rates.memory_bytes_per_s
+    overlapped = max(g, c + g * (world - 1) / world, num_copies * c + g / (world * num_splits))
+    return 2 * rates.launch_seconds + rates.signal_seconds + publishing + overlapped
+
+
+def push_gather_seconds(matmul: Work, gather: Work, rates: Rates) -> float:
+    """A matmul whose first programs store the shard into the other ranks' memory, in the same launch.
+
+        a launch + a signal + links / 0.8 + matmul
+
+    Nothing overlaps, since all ranks push first; what it saves is launches, copies and steps of a ring: for few bytes.
+    """
+    overhead = rates.launch_seconds + rates.signal_seconds
+    return (
+        overhead + link_seconds(gather, rates) / _PUSH_LINK_SHARE + matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
+    )
+
+
+def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates) -> float:
+    """A matmul whose tiles leave for their owners as they are computed, and the sum of what has arrived.
+
+        2 launches + a signal + max(g, g / world + links, g * (world - 1) / world + links / (world - 1)) + summing
+
+    with g the matmul. An owner's rows leave while the next owner's are computed, this rank's own, which need not
+    leave, last. Then the time is the largest of: the matmul alone; the first owner's rows, then all links; all rows
+    that leave, then the links of the last. Summing reads a partial result of every rank, and writes the sum.
+
+    Args:
+        matmul: of all ranks' rows.
+        scatter: reduce_scatter_work.
+    """
+    if world == 1:
+        return plain_seconds(matmul, scatter, 1, rates)
+    g, links = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE, link_seconds(scatter, rates)
+    overlapped = max(g, g / world + links, g * (world - 1) / world + links / (world - 1))
+    summed_bytes = (world + 1) * scatter.link_bytes / (world - 1)
+    summing = summed_bytes / rates.memory_bytes_per_s
+    return 2 * rates.launch_seconds + rates.signal_seconds + overlapped + summing

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -142,6 +143,9 @@ def test_a_run_prints_stores_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "no GPU: host paths on 1 thread, tiny at 24 tokens" in printed
     assert "add_rms_norm/tiny/seq_24/backward" in printed and "ours over it" in printed
+    ratios = [row["tpkernels_speedup_over_torch_median_ratio"] for row in rows[:9]]
+    assert f"ours over it, geometric mean: torch {geometric_mean(ratios):.3f} (9 rows)" in " ".join(printed.split())
+    assert printed.count("geometric mean") == 1  # of one row there is none
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

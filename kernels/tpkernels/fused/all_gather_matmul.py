@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 
 _NAME = "all_gather_matmul"
 
@@ -37,9 +37,8 @@ def _forward(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, num_tokens: int, keep_gathered: bool
 ) -> list[Tensor]:
     comm = communicator_named(group)
-    outputs, full = gather_matmul(x, [w.T for w in weights], comm, num_tokens, _NAME, keep=keep_gathered)
-    for y, bias in zip(outputs, biases, strict=False):
-        y.add_(bias)
+    matrices = [w.T for w in weights]
+    outputs, full = gather_matmul(x, matrices, comm, num_tokens, _NAME, keep=keep_gathered, biases=biases)
     if full is None:
         return outputs
     return [*outputs, full.clone() if full is x else full]
@@ -72,6 +71,21 @@ def _(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None
     return gradient.new_empty(rows.stop - rows.start, weights[0].shape[1] if dys else gradient.shape[1])
 
 
+@torch.library.custom_op("tpkernels::all_gather_matmul_dgrad_and_gather", mutates_args=())
+def _dgrad_and_gather(
+    dys: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, group: str, num_tokens: int
+) -> list[Tensor]:
+    comm = communicator_named(group)
+    terms = list(zip(dys, weights, strict=True))
+    dx, full = scatter_and_gather(terms, x, comm, num_tokens, _NAME)
+    return [dx, full.clone() if full is x else full]
+
+
+@_dgrad_and_gather.register_fake
+def _(dys: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, group: str, num_tokens: int) -> list[Tensor]:
+    return [torch.empty_like(x), x.new_empty(num_tokens, x.shape[1])]
+
+
 @torch.library.custom_op("tpkernels::all_gather", mutates_args=())
 def _all_gather(x: Tensor, group: str, num_tokens: int) -> Tensor:
     full = communicator_named(group).all_gather_rows(x, num_tokens, operation=_NAME)
@@ -97,12 +111,20 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     dys = list(grads[: len(weights)])
     dgathered = grads[-1] if keep_gathered else None
     used = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
-    dx = None
-    if ctx.needs_input_grad[0] and (used or dgathered is not None):
-        dx = _dgrad([dy for dy, _ in used], [w for _, w in used], dgathered, group)
+    needs_dx = ctx.needs_input_grad[0] and bool(used or dgathered is not None)
+    needs_dweights = _any(ctx.needs_input_grad[1]) and bool(used)
+    terms = [dy for dy, _ in used], [w for _, w in used]
+    dx, full = None, kept if keep_gathered else None
+    if needs_dx and needs_dweights and full is None:
+        # The second gather is needed after dx, and hidden behind it.
+        dx, full = _dgrad_and_gather(*terms, kept, group, num_tokens)
+    elif needs_dx:
+        dx = _dgrad(*terms, dgathered, group)
+    elif needs_dweights and full is None:
+        full = _all_gather(kept, group, num_tokens)
     dweights: list[Tensor | None] = [None] * len(weights)
-    if _any(ctx.needs_input_grad[1]) and used:
-        full = kept if keep_gathered else _all_gather(kept, group, num_tokens)
+    if needs_dweights:
+        assert full is not None, "gathered above"
         dweights = [None if dy is None else dy.T @ full for dy in dys]
     dbiases = [None if dy is None else dy.sum(0) for dy in dys[:num_biases]]
     return dx, dweights, dbiases, None, None, None

@@ -4,8 +4,9 @@
     matmul_scatter   y[T/tp, D]   = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D])
 
 Over an arena the products of a shard start when it has arrived, and those for a peer leave when they are computed; in
-between nobody waits for anybody. Otherwise (one rank, CUDA tensors, several hosts) the collective comes before or after
-one product. The operators choose the matrices: w.T forwards, w in the duals.
+between nobody waits for anybody. Over a device arena kernels do the same (on_device.py), where strategy.py expects them
+to be faster. Otherwise (one rank, several hosts) the collective comes before or after one product. The operators choose
+the matrices: w.T forwards, w in the duals.
 
 Splitting a product by rows may change its last bits, hence the arena's results differ from the collectives' by
 rounding, and are the same from run to run, whoever comes first: where it does, products are always split.
@@ -13,21 +14,35 @@ rounding, and are the same from run to run, whoever comes first: where it does, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator
+from tpkernels.device_arena import DeviceArena
+from tpkernels.fused import on_device
+from tpkernels.fused.strategy import Operation, choose
 from tpkernels.host_gemm import Matrix, accumulate_product, product, rows_are_independent
+
+# The same few sizes come in every layer.
+_chosen = functools.lru_cache(maxsize=1024)(choose)
 
 
 def gather_matmul(
-    x: Tensor, matrices: Sequence[Matrix], comm: Communicator, num_tokens: int, operation: str, *, keep: bool
+    x: Tensor,
+    matrices: Sequence[Matrix],
+    comm: Communicator,
+    num_tokens: int,
+    operation: str,
+    *,
+    keep: bool,
+    biases: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor | None]:
     """Multiply the gathered rows by each matrix; one gather for all.
 
-        y_i[T, F_i] = all_gather(x[T/tp, D]) @ m_i[D, F_i]
+        y_i[T, F_i] = all_gather(x[T/tp, D]) @ m_i[D, F_i] + b_i
 
     Args:
         x: this rank's rows, as shard_rows(num_tokens) says.
@@ -35,6 +50,7 @@ def gather_matmul(
         num_tokens: T.
         operation: what for, in messages.
         keep: also return the gathered x.
+        biases: b_i [F_i], one a matrix, or none at all.
 
     Returns:
         The products, and the gathered x (with one rank x itself) or None.
@@ -43,6 +59,23 @@ def gather_matmul(
     within 0.1 ms and the bits are the same (host_gemm.rows_are_independent): the last rank to come, for whom the others
     wait, then loses least. Extra memory: T*D elements with `keep`.
     """
+    columns = sum(matrix.shape[1] for matrix in matrices)
+    kernels, strategy = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
+    if kernels is not None:
+        plain = [_plain(matrix) for matrix in matrices]
+        return on_device.gather_matmul(
+            x, plain, biases or [None] * len(plain), kernels, num_tokens, operation, keep=keep, push=strategy == "push"
+        )
+    outputs, full = _gather_on_host(x, matrices, comm, num_tokens, operation, keep)
+    for y, bias in zip(outputs, biases, strict=False):
+        y.add_(bias)
+    return outputs, full
+
+
+def _gather_on_host(
+    x: Tensor, matrices: Sequence[Matrix], comm: Communicator, num_tokens: int, operation: str, keep: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """`gather_matmul` over an arena or collectives, without biases."""
     arena = comm.arena_for(x)
     if arena is None or comm.size == 1:
         full = comm.all_gather_rows(x, num_tokens)
@@ -66,16 +99,21 @@ def gather_matmul(
 
 
 def matmul_scatter(
-    terms: Sequence[tuple[Tensor, Matrix]], comm: Communicator, operation: str, addend: Tensor | None = None
+    terms: Sequence[tuple[Tensor, Matrix]],
+    comm: Communicator,
+    operation: str,
+    addend: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply, sum over the ranks, keep this rank's rows.
 
-        y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D])
+        y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + b[D]
 
     Args:
         terms: pairs (x_i, m_i), any strides, m_i may be prepared.
         operation: what for, in messages.
         addend: added before the sum.
+        bias: added after it.
 
     Returns:
         A new tensor.
@@ -91,7 +129,79 @@ def matmul_scatter(
             accumulate_product(y, x[rows], m)
         return y if addend is None else y.add_(addend[rows])
 
+    inner = sum(m.shape[0] for _, m in terms)
+    kernels, _ = _by_kernels(first, comm, "scatter", num_tokens, columns, inner, row_columns=columns)
+    if kernels is not None:
+        plain = [(x, _plain(m)) for x, m in terms]
+        return on_device.matmul_scatter(plain, addend, bias, kernels, operation)
     arena = comm.arena_for(first)
     if arena is None or comm.size == 1:
-        return comm.reduce_scatter(partial(slice(0, num_tokens)))
-    return arena.reduce_scatter(num_tokens, columns, first.dtype, partial, operation)
+        y = comm.reduce_scatter(partial(slice(0, num_tokens)))
+    else:
+        y = arena.reduce_scatter(num_tokens, columns, first.dtype, partial, operation)
+    return y if bias is None else y.add_(bias)
+
+
+def scatter_and_gather(
+    terms: Sequence[tuple[Tensor, Matrix]],
+    x: Tensor,
+    comm: Communicator,
+    num_tokens: int,
+    operation: str,
+    addend: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do `matmul_scatter`, and gather rows that have nothing to do with it; by kernels one is hidden behind the other.
+
+    Returns:
+        The rows of the products, and all ranks' x[T, D].
+    """
+    kernels = comm.device_arena_for(x)
+    if kernels is None or comm.strategy == "plain":
+        return matmul_scatter(terms, comm, operation, addend), comm.all_gather_rows(x, num_tokens, operation=operation)
+    on_device.check_fit(x.shape[1], x.element_size(), kernels)
+    full = on_device.start_gather(x, kernels, num_tokens, operation)
+    y = matmul_scatter(terms, comm, operation, addend)
+    on_device.finish_gather(kernels)
+    return y, full
+
+
+def matmul_then_gather(
+    x: Tensor, matrix: Matrix, comm: Communicator, operation: str, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply, sum over the ranks, give all rows to all ranks: y[T, D] = all_reduce(x[T, K] @ m[K, D]) + b[D]."""
+    mine = matmul_scatter([(x, matrix)], comm, operation, bias=bias)
+    kernels, _ = _by_kernels(x, comm, "scatter", len(x), matrix.shape[1], x.shape[1], row_columns=matrix.shape[1])
+    if kernels is not None:
+        return on_device.gather(mine, kernels, len(x), operation)
+    return comm.all_gather_rows(mine, len(x), operation=operation)
+
+
+def _by_kernels(
+    x: Tensor,
+    comm: Communicator,
+    operation: Operation,
+    num_tokens: int,
+    columns: int,
+    inner: int,
+    *,
+    row_columns: int,
+) -> tuple[DeviceArena | None, str]:
+    """The arena if kernels exchange, and by which strategy; all ranks decide alike, by sizes that they share.
+
+    Raises:
+        ValueError: a row of `row_columns` elements does not fit into the arena; on every rank.
+    """
+    arena = comm.device_arena_for(x)
+    if arena is None or columns == 0:
+        return None, "plain"
+    strategy = comm.strategy
+    if strategy == "auto":
+        strategy = _chosen(operation, num_tokens, columns, inner, comm.size, x.element_size(), arena.rates)
+    if strategy == "plain":
+        return None, strategy
+    on_device.check_fit(row_columns, x.element_size(), arena)
+    return arena, strategy
+
+
+def _plain(matrix: Matrix) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.plain

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import matmul_scatter
+from tpkernels.fused.exchange_matmul import matmul_then_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem
 
 _NAME = "matmul_all_reduce"
@@ -32,10 +32,7 @@ def matmul_all_reduce_reference(xs: Sequence[Tensor], weights: Sequence[Tensor],
 
 @torch.library.custom_op("tpkernels::matmul_all_reduce", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    comm = communicator_named(group)
-    mine = matmul_scatter([(x, weight.T)], comm, _NAME)
-    y = comm.all_gather_rows(mine, x.shape[0], operation=_NAME)
-    return y if bias is None else y.add_(bias)
+    return matmul_then_gather(x, weight.T, communicator_named(group), _NAME, bias)
 
 
 @_forward.register_fake

@@ -35,8 +35,7 @@ def matmul_reduce_scatter_reference(
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    y = matmul_scatter([(x, weight.T)], communicator_named(group), _NAME)
-    return y if bias is None else y.add_(bias)
+    return matmul_scatter([(x, weight.T)], communicator_named(group), _NAME, bias=bias)
 
 
 @_forward.register_fake

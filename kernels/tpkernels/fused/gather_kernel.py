@@ -1,0 +1,341 @@
+"""all-gather + matmul in Triton: this rank's shard is multiplied at once, the others' as they arrive.
+
+    y[T, F] = all_gather(x[T/tp, D]) @ m[D, F] + bias
+
+Two ways for a shard to arrive:
+
+    pull    `publish_kernel` copies x into this rank's block and tells the peers; the copy engine (copies.py) fetches
+            their blocks into `gathered`, raising a flag after each split; no processor moves data
+    push    for few tokens: the matmul's first items write x into a slot of each peer's block and raise its flag
+
+Either way `gather_matmul_kernel` computes tile after tile, this rank's rows first and read where they are, then those
+of rank+1, rank+2, ..., each tile once the flag of its split is up. What arrives under a flag is read through pointers
+(matmul/tiles.py says why), the matrix by TMA where there is any.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpkernels.device_arena import DeviceArena
+from tpkernels.fused.configs import exchange_config, launch_options
+from tpkernels.launch import cdiv, jit, num_processors, power_of_2, run, target_of, tl
+from tpkernels.matmul.epilogue import finish
+from tpkernels.matmul.kernel import Operand, num_parts
+from tpkernels.matmul.tiles import multiply, place
+from tpkernels.signals_kernel import (
+    arrived_line,
+    begin,
+    block_of,
+    claim,
+    control_at,
+    end_launch,
+    fetched_line,
+    is_last_claim,
+    meet,
+    newest_epoch,
+    notify,
+    published_line,
+    rank_of,
+    wait,
+    wait_for_copy,
+)
+
+# Elements that a program copies at a time: 16 bytes of bfloat16 a thread of 4 warps, 4 times.
+_COPY_ELEMENTS = 4096
+
+
+@jit
+def copy_rows(
+    p_from: tl.tensor,
+    p_to: tl.tensor,
+    row: tl.tensor,
+    end_row: tl.tensor,
+    num_columns: tl.tensor,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> None:
+    """Copy rows row to row + BLOCK_ROWS, but none from end_row on; no gaps between rows."""
+    o_row = row + tl.arange(0, BLOCK_ROWS)
+    for i_column in range(0, num_columns, BLOCK_COLUMNS):
+        o_column = i_column + tl.arange(0, BLOCK_COLUMNS)
+        m_inside = (o_row < end_row)[:, None] & (o_column < num_columns)[None, :]
+        # [BLOCK_ROWS, BLOCK_COLUMNS]
+        b_x = tl.load(p_from + o_row.to(tl.int64)[:, None] * num_columns + o_column[None, :], mask=m_inside)
+        tl.store(p_to + o_row.to(tl.int64)[:, None] * num_columns + o_column[None, :], b_x, mask=m_inside)
+
+
+@jit(do_not_specialize=["num_rows", "generation", "call"])
+def publish_kernel(
+    p_x: tl.tensor,
+    control: tl.int64,
+    block_offset: tl.int64,
+    num_rows: tl.int32,
+    num_columns: tl.int32,
+    generation: tl.int32,
+    call: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> None:
+    """Begin a call: copy x[num_rows, num_columns] into this rank's block and let every peer read it."""
+    p_control = control_at(control)
+    epoch = begin(p_control, generation, call)
+    p_block = block_of(p_control, rank_of(p_control), block_offset, p_x.dtype.element_ty)
+    num_items = tl.cdiv(num_rows, BLOCK_ROWS)
+    item = claim(p_control)
+    while item < num_items:
+        copy_rows(p_x, p_block, item * BLOCK_ROWS, num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        item = claim(p_control)
+    if is_last_claim(item, num_items):
+        rank = rank_of(p_control)
+        for i in range(1, WORLD):
+            notify(p_control, (rank + i) % WORLD, published_line(rank), epoch, call)
+        end_launch(p_control, epoch, generation)
+
+
+@jit(do_not_specialize=["first", "count", "world", "call"])
+def wait_kernel(control: tl.int64, first: tl.int32, count: tl.int32, world: tl.int32, call: tl.int32) -> None:
+    """Wait until the blocks of `count` peers from `first` on may be read, as of the newest call."""
+    p_control = control_at(control)
+    for i in range(count):
+        peer = (first + i) % world
+        wait(p_control, peer, published_line(peer), newest_epoch(p_control), call)
+
+
+@jit(do_not_specialize=["call"])
+def meet_kernel(control: tl.int64, call: tl.int32) -> None:
+    """Wait until every rank has ended all calls before this one."""
+    meet(control_at(control), call)
+
+
+@jit
+def rows_at(address: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Rows at an address; without being told that it is a multiple of 16 the compiler moves an element at a time."""
+    p_rows = address.to(tl.int64).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        p_rows = tl.multiple_of(p_rows, 16)
+    return p_rows
+
+
+@jit(do_not_specialize=["num_tokens", "most", "first", "piece", "split_rows", "num_splits", "generation", "call"])
+def gather_matmul_kernel(
+    p_y: tl.tensor,
+    p_bias: tl.tensor,
+    b: tl.tensor,
+    control: tl.int64,
+    own: tl.int64,
+    others: tl.int64,
+    num_tokens: tl.int32,
+    most: tl.int32,
+    first: tl.int32,
+    piece: tl.int32,
+    num_columns: tl.int32,
+    depth: tl.int32,
+    stride_b: tl.int64,
+    shard_stride: tl.int64,
+    block_offset: tl.int64,
+    split_rows: tl.int32,
+    num_splits: tl.int32,
+    generation: tl.int32,
+    call: tl.int32,
+    WORLD: tl.constexpr,
+    HOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    B_BY_ROWS: tl.constexpr,
+    TMA_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    PUSH_COLUMNS: tl.constexpr,
+) -> None:
+    """Rows first to first + piece of every shard, times b.
+
+    Args:
+        p_y: [num_tokens, num_columns], without gaps.
+        own, others: addresses of this rank's rows of the piece, and of the other ranks', shards shard_stride apart; no
+            gaps between rows. Addresses, since they change during the launch (signals_kernel.control_at).
+        ALIGNED: all rows begin at multiples of 16 bytes.
+        most: rows of every shard but the last ones.
+        block_offset: of this generation's data in each rank's memory, in bytes.
+        split_rows: rows under one flag, a multiple of BLOCK_M.
+        HOW: the others' rows come: "pull" by the copy engine, "push" by these launches; or they are "there".
+    """
+    PUSH: tl.constexpr = HOW == "push"
+    p_control = control_at(control)
+    epoch = newest_epoch(p_control)
+    if PUSH:
+        epoch = begin(p_control, generation, call)
+    rank = rank_of(p_control)
+    p_own = rows_at(own, p_y.dtype.element_ty, ALIGNED)
+    own_rows = max(min(min(num_tokens - rank * most, most) - first, piece), 0)
+    num_pushes = num_splits * (WORLD - 1) if PUSH else 0
+    num_m = tl.cdiv(piece, BLOCK_M)
+    num_n = tl.cdiv(num_columns, BLOCK_N)
+    num_items = num_pushes + WORLD * num_m * num_n
+    item = claim(p_control)
+    while item < num_items:
+        if item < num_pushes:
+            peer = (rank + 1 + item // num_splits) % WORLD
+            split = item % num_splits
+            p_slot = block_of(p_control, peer, block_offset, p_y.dtype.element_ty) + rank * shard_stride
+            end_row = min((split + 1) * split_rows, own_rows)
+            for row in range(split * split_rows, end_row, PUSH_ROWS):
+                copy_rows(p_own, p_slot, row, end_row, depth, PUSH_ROWS, PUSH_COLUMNS)
+            notify(p_control, peer, arrived_line(rank, split), epoch, call)
+        else:
+            i_shard = (item - num_pushes) // (num_m * num_n)
+            source = (rank + i_shard) % WORLD
+            i_m, i_n = place((item - num_pushes) % (num_m * num_n), num_m, num_n, GROUP_M)
+            row, column = i_m * BLOCK_M, i_n * BLOCK_N
+            num_rows = max(min(min(num_tokens - source * most, most) - first, piece), 0)
+            if row < num_rows:
+                if source != rank:
+                    if HOW == "pull":
+                        wait_for_copy(p_control, source, fetched_line(source, row // split_rows), epoch, call)
+                    if PUSH:
+                        wait(p_control, source, arrived_line(source, row // split_rows), epoch, call)
+                shard_bytes = shard_stride * p_y.dtype.element_ty.primitive_bitwidth // 8
+                p_a = rows_at(own if source == rank else others + source * shard_bytes, p_y.dtype.element_ty, ALIGNED)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                acc = multiply(
+                    acc,
+                    p_a,
+                    b,
+                    row,
+                    column,
+                    num_rows,
+                    num_columns,
+                    depth,
+                    depth,
+                    stride_b,
+                    True,
+                    B_BY_ROWS,
+                    False,
+                    TMA_B,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
+                p_rows = p_y + (source * most + first).to(tl.int64) * num_columns
+                finish(acc, p_rows, p_bias, None, row, column, num_rows, num_columns, num_columns, 0, False, PARTS)
+        item = claim(p_control)
+    if is_last_claim(item, num_items):
+        if PUSH:
+            for i in range(1, WORLD):
+                source = (rank + i) % WORLD
+                for split in range(num_splits):
+                    wait(p_control, source, arrived_line(source, split), epoch, call)
+        end_launch(p_control, epoch, generation)
+
+
+def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) -> None:
+    """Begin a call, copy x[rows, columns] into this rank's block, tell the peers."""
+    block_columns = min(power_of_2(x.shape[1]), 4096)
+    block_rows = max(_COPY_ELEMENTS // block_columns, 1)
+    programs = min(max(cdiv(x.shape[0], block_rows), 1), arena.processors or num_processors(x))
+    run(
+        publish_kernel,
+        (programs,),
+        x,
+        arena.address,
+        arena.offset_of(generation),
+        x.shape[0],
+        x.shape[1],
+        generation,
+        call,
+        WORLD=arena.world,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+    )
+
+
+def launch_wait(arena: DeviceArena, first: int, count: int, call: int) -> None:
+    """Wait on the current stream until the blocks of `count` peers from `first` on may be read."""
+    with torch.cuda.device_of(arena.control):
+        run(wait_kernel, (1,), arena.address, first, count, arena.world, call, num_warps=1)
+
+
+def launch_meet(arena: DeviceArena, call: int) -> None:
+    """Wait on the current stream until every rank has ended all calls before this one."""
+    with torch.cuda.device_of(arena.control):
+        run(meet_kernel, (1,), arena.address, call, num_warps=1)
+
+
+def launch_gather_matmul(
+    y: Tensor,
+    x: Tensor,
+    others: Tensor,
+    shard_stride: int,
+    matrix: Tensor,
+    bias: Tensor | None,
+    arena: DeviceArena,
+    num_tokens: int,
+    first: int,
+    piece: int,
+    split_rows: int,
+    generation: int,
+    call: int,
+    how: str,
+) -> None:
+    """Rows first to first + piece of every shard, times a matrix; arguments as gather_matmul_kernel's.
+
+    Args:
+        x: this rank's rows of the piece, without gaps.
+        others: begins with the other ranks' rows of the piece, shards shard_stride elements apart.
+    """
+    columns, depth = matrix.shape[1], matrix.shape[0]
+    target = target_of(x)
+    config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target)
+    assert split_rows % config.block_m == 0, f"{split_rows} rows a flag, {config.block_m} a tile"
+    right = Operand.of(matrix, target)
+    # At least one, since every peer is notified, also of nothing.
+    num_splits = max(cdiv(piece, split_rows), 1)
+    tiles = arena.world * cdiv(piece, config.block_m) * cdiv(columns, config.block_n)
+    item = x.element_size()
+    aligned = all(n % 16 == 0 for n in (x.data_ptr(), others.data_ptr(), depth * item, shard_stride * item))
+    # One processor is left to wait_kernel.
+    processors = (arena.processors or num_processors(x)) - 1
+    programs = max(min(processors * config.programs_a_processor(item, target), tiles), 1)
+    block_columns = min(power_of_2(depth), 2048)
+    run(
+        gather_matmul_kernel,
+        (programs,),
+        y,
+        None if bias is None else bias.contiguous(),
+        right.argument(config.block_k, config.block_n),
+        arena.address,
+        x.data_ptr(),
+        others.data_ptr(),
+        num_tokens,
+        cdiv(num_tokens, arena.world),
+        first,
+        piece,
+        columns,
+        depth,
+        right.stride,
+        shard_stride,
+        arena.offset_of(generation),
+        split_rows,
+        num_splits,
+        generation,
+        call,
+        WORLD=arena.world,
+        HOW=how,
+        ALIGNED=aligned,
+        B_BY_ROWS=right.by_rows,
+        TMA_B=right.by_tma,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        PARTS=num_parts(config),
+        PUSH_ROWS=max(_COPY_ELEMENTS // block_columns, 1),
+        PUSH_COLUMNS=block_columns,
+        **launch_options(config, item, target),
+    )

@@ -1,0 +1,248 @@
+"""The exchanges of a device arena as one call each: what to launch, in which pieces, in which generation.
+
+    gather          full[T, D]  = all_gather(x[T/tp, D])
+    gather_matmul   y_i[T, F_i] = full @ m_i[D, F_i] + b_i
+    matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
+
+exchange_matmul.py decides whether a call comes here. What is larger than a generation of the arena moves in pieces,
+each a call of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.arena import exchange_bytes, shard_rows
+from tpkernels.copies import Copy, Fetch
+from tpkernels.device_arena import DeviceArena, own_rows, shard_pieces
+from tpkernels.fused.configs import exchange_config
+from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
+from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.launch import cdiv, target_of
+from tpkernels.signals_kernel import FETCHED, MAX_SPLITS
+
+
+def gather_matmul(
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    arena: DeviceArena,
+    num_tokens: int,
+    operation: str,
+    *,
+    keep: bool,
+    push: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Multiply the gathered rows by each matrix; one gather for all, hidden behind the widest matrix.
+
+    Args:
+        x: this rank's rows, as shard_rows(num_tokens) says.
+        keep: also return the gathered x.
+        push: by stores of the kernel instead of the copy engine.
+
+    Extra memory: T*D elements, to push none unless kept.
+    """
+    x = x.contiguous()
+    depth, item = x.shape[1], x.element_size()
+    outputs = [x.new_empty(num_tokens, m.shape[1]) for m in matrices]
+    gathered = x.new_empty(num_tokens, depth) if keep or not push else None
+    most = cdiv(num_tokens, arena.world)
+    room_bytes = arena.slot_bytes if push else arena.generation_bytes
+    split_rows = _split_rows(x, matrices, num_tokens, arena)
+    order = sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[1])
+    for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(room_bytes, depth * item)):
+        kind = "pushes" if push else "pulls"
+        generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
+        own = x[first : first + piece]
+        if push:
+            shard_stride = arena.slot_bytes // item
+            others = arena.block(arena.rank, generation, (arena.world * shard_stride,), x.dtype)
+        else:
+            assert gathered is not None
+            launch_publish(own, arena, generation, call)
+            _fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
+            others, shard_stride = gathered[first:], most * depth
+        for nth, i in enumerate(order):
+            how = "there" if nth else ("push" if push else "pull")
+            launch_gather_matmul(
+                outputs[i],
+                own,
+                others,
+                shard_stride,
+                matrices[i],
+                biases[i],
+                arena,
+                num_tokens,
+                first,
+                piece,
+                split_rows,
+                generation,
+                call,
+                how,
+            )
+        if push and keep:
+            assert gathered is not None
+            for source in range(arena.world):
+                rows = own_rows(num_tokens, arena.world, source, first, piece)
+                shape = (rows.stop - rows.start, depth)
+                offset_bytes = source * arena.slot_bytes
+                slot = arena.block(arena.rank, generation, shape, x.dtype, offset_bytes)
+                gathered[rows].copy_(own if source == arena.rank else slot)
+        arena.copies.join()
+    _raise_where_it_is_known(arena)
+    return outputs, gathered if keep else None
+
+
+def gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
+    """Concatenate the ranks' rows."""
+    full = _gather_in_pieces(x, arena, num_tokens, operation)
+    arena.copies.join()
+    _raise_where_it_is_known(arena)
+    return full
+
+
+def start_gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
+    """Begin to concatenate the ranks' rows; the result is there after `finish_gather`.
+
+    One other call may run meanwhile; the one after it finishes the gather first. What does not fit into a generation
+    moves in pieces, of which only the last is not waited for here.
+    """
+    full = _gather_in_pieces(x, arena, num_tokens, operation)
+    # The next call uses what the last but one did: every peer must have ended that, which the begin of this one shows.
+    launch_wait(arena, (arena.rank + 1) % arena.world, arena.world - 1, arena.newest_call)
+    arena.calls_since_gather = 0
+    return full
+
+
+def finish_gather(arena: DeviceArena) -> None:
+    """Have what was begun by `start_gather` be there, and every rank know that all have it."""
+    if arena.calls_since_gather is None:
+        return
+    arena.calls_since_gather = None
+    arena.copies.join()
+    launch_meet(arena, arena.number("finish_gather"))
+    _raise_where_it_is_known(arena)
+
+
+def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
+    x = x.contiguous()
+    full = x.new_empty(num_tokens, x.shape[1])
+    rows_that_fit = _rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
+    for first, piece in shard_pieces(num_tokens, arena.world, rows_that_fit):
+        arena.copies.join()
+        generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
+        own = x[first : first + piece]
+        launch_publish(own, arena, generation, call)
+        _fetch(arena, generation, call, full, own, num_tokens, first, piece, max(piece, 1), keep_own=True)
+    return full
+
+
+def matmul_scatter(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    addend: Tensor | None,
+    bias: Tensor | None,
+    arena: DeviceArena,
+    operation: str,
+) -> Tensor:
+    """Multiply, sum over the ranks, keep this rank's rows."""
+    x, matrix = terms[0]
+    num_tokens, columns, item = x.shape[0], matrix.shape[1], x.element_size()
+    own = shard_rows(num_tokens, arena.world, arena.rank)
+    y = x.new_empty(own.stop - own.start, columns)
+    addend = None if addend is None else addend.contiguous()
+    slot_elements = arena.slot_bytes // item
+    for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(arena.slot_bytes, columns * item)):
+        generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
+        launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
+        launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation, call)
+    _raise_where_it_is_known(arena)
+    return y
+
+
+def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
+    """Refuse rows that do not fit into the arena, whichever way they would move.
+
+    Raises:
+        ValueError: on every rank, whose sizes are the same.
+    """
+    row_bytes = columns * item_bytes
+    if row_bytes > arena.slot_bytes:
+        raise ValueError(
+            f"a row must fit into the arena: rows of {row_bytes} bytes, room for {arena.slot_bytes}: open it with "
+            f"{exchange_bytes(arena.world, row_bytes, arena.world)} bytes"
+        )
+
+
+def _begin(
+    arena: DeviceArena, operation: str, kind: str, num_rows: int, columns: int, dtype: torch.dtype, first: int
+) -> tuple[int, int]:
+    """Generation and number of the next call. A gather under way is of the generation of the next but one."""
+    if arena.calls_since_gather == 1:
+        finish_gather(arena)
+    if arena.calls_since_gather is not None:
+        arena.calls_since_gather += 1
+    return arena.begin(operation, kind, num_rows, columns, dtype, first)
+
+
+def _fetch(
+    arena: DeviceArena,
+    generation: int,
+    call: int,
+    full: Tensor,
+    own: Tensor,
+    num_tokens: int,
+    first: int,
+    piece: int,
+    split_rows: int,
+    *,
+    keep_own: bool,
+) -> None:
+    """Have the copy engine bring every peer's rows of a piece to their place in `full`, that of rank+1 first."""
+    fetches = []
+    for i in range(1, arena.world):
+        peer = (arena.rank + i) % arena.world
+        rows = own_rows(num_tokens, arena.world, peer, first, piece)
+        shape = (rows.stop - rows.start, full.shape[1])
+        block = arena.block(peer, generation, shape, full.dtype)
+        copies = [
+            Copy(
+                block[at : at + split_rows],
+                full[rows.start + at : min(rows.start + at + split_rows, rows.stop)],
+                FETCHED + peer * MAX_SPLITS + split,
+            )
+            for split, at in enumerate(range(0, shape[0], split_rows))
+        ]
+        fetches.append(Fetch(peer, tuple(copies)))
+    if keep_own:
+        rows = own_rows(num_tokens, arena.world, arena.rank, first, piece)
+        fetches.append(Fetch(arena.rank, (Copy(own, full[rows], None),)))
+    arena.copies.start(arena, fetches, call)
+
+
+def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: DeviceArena) -> int:
+    """Rows under one flag: enough for the copy engine, whole tiles, no more splits than there are flags."""
+    most = cdiv(num_tokens, arena.world)
+    target = target_of(x)
+    tile = max(exchange_config(most, m.shape[1], arena.world, x.dtype, target).block_m for m in matrices)
+    enough = cdiv(arena.split_bytes, max(x.shape[1] * x.element_size(), 1))
+    return tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
+
+
+def _rows_that_fit(room_bytes: int, row_bytes: int) -> int:
+    rows = room_bytes // max(row_bytes, 1)
+    assert rows, "check_fit comes first"
+    return rows
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """x without gaps in its rows."""
+    return x if x.stride(1) == 1 or (x.shape[1] <= 1 and x.is_contiguous()) else x.contiguous()
+
+
+def _raise_where_it_is_known(arena: DeviceArena) -> None:
+    """Interpreted, a call has ended when it returns."""
+    if not arena.control.is_cuda:
+        arena.check()

@@ -1,0 +1,260 @@
+"""matmul + reduce-scatter in Triton: each tile leaves for its owner as soon as it is computed.
+
+    y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + bias
+
+`matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last, and stores them into its slot of the
+owner's block; the flag goes up behind the last tile of an owner's rows. `sum_slots_kernel` waits for every rank's flag
+and adds the slots, in a balanced tree of ranks (tree.py), in float32: the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tpkernels.device_arena import DeviceArena
+from tpkernels.fused.configs import exchange_config, launch_options
+from tpkernels.launch import cdiv, jit, num_processors, run, target_of, tl
+from tpkernels.matmul.epilogue import finish
+from tpkernels.matmul.kernel import Operand, num_parts
+from tpkernels.matmul.tiles import multiply, place
+from tpkernels.signals_kernel import (
+    arrived_line,
+    begin,
+    block_of,
+    claim,
+    control_at,
+    count_done,
+    end_launch,
+    is_last_claim,
+    newest_epoch,
+    notify,
+    rank_of,
+    wait,
+)
+
+# Elements that a program sums at a time: 16 bytes of bfloat16 a thread of 8 warps.
+_SUM_ELEMENTS = 2048
+
+
+@jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "call"])
+def matmul_scatter_kernel(
+    control: tl.int64,
+    p_addend: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    depths: tl.tensor,
+    strides_a: tl.tensor,
+    strides_b: tl.tensor,
+    num_tokens: tl.int32,
+    most: tl.int32,
+    first: tl.int32,
+    piece: tl.int32,
+    num_columns: tl.int32,
+    stride_addend: tl.int64,
+    block_offset: tl.int64,
+    slot_elements: tl.int64,
+    generation: tl.int32,
+    call: tl.int32,
+    WORLD: tl.constexpr,
+    NUM_TERMS: tl.constexpr,
+    A_BY_ROWS: tl.constexpr,
+    B_BY_ROWS: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Rows first to first + piece of every owner's, into slot `rank` of the owner's block at block_offset bytes."""
+    p_control = control_at(control)
+    epoch = begin(p_control, generation, call)
+    rank = rank_of(p_control)
+    # At least one tile an owner, since every peer is notified, also of nothing.
+    num_m = max(tl.cdiv(piece, BLOCK_M), 1)
+    num_n = tl.cdiv(num_columns, BLOCK_N)
+    tiles_an_owner = num_m * num_n
+    num_items = WORLD * tiles_an_owner
+    item = claim(p_control)
+    while item < num_items:
+        owner = (rank + 1 + item // tiles_an_owner) % WORLD
+        i_m, i_n = place(item % tiles_an_owner, num_m, num_n, GROUP_M)
+        row, column = i_m * BLOCK_M, i_n * BLOCK_N
+        num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
+        if row < num_rows:
+            first_token = owner * most + first
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for i in tl.static_range(NUM_TERMS):
+                acc = multiply(
+                    acc,
+                    a[i],
+                    b[i],
+                    first_token + row,
+                    column,
+                    first_token + num_rows,
+                    num_columns,
+                    depths[i],
+                    strides_a[i],
+                    strides_b[i],
+                    A_BY_ROWS[i],
+                    B_BY_ROWS[i],
+                    TMA_A[i],
+                    TMA_B[i],
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
+            p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
+            p_added = p_addend
+            if p_addend is not None:
+                p_added = p_addend + first_token.to(tl.int64) * stride_addend
+            finish(
+                acc,
+                p_slot,
+                None,
+                p_added,
+                row,
+                column,
+                num_rows,
+                num_columns,
+                num_columns,
+                stride_addend,
+                False,
+                PARTS,
+            )
+        if count_done(p_control, owner, tiles_an_owner):
+            notify(p_control, owner, arrived_line(rank, 0), epoch, call)
+        item = claim(p_control)
+    if is_last_claim(item, num_items):
+        end_launch(p_control, epoch, generation)
+
+
+@jit
+def _added(
+    p_slots: tl.tensor,
+    o_x: tl.tensor,
+    m_x: tl.tensor,
+    slot_elements: tl.tensor,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """The balanced tree's sum of slots FIRST to FIRST + COUNT (tree.py): the left half is the larger power of two."""
+    if COUNT == 1:
+        return tl.load(p_slots + FIRST * slot_elements + o_x, mask=m_x, other=0.0).to(tl.float32)
+    else:
+        LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
+        left = _added(p_slots, o_x, m_x, slot_elements, FIRST, LEFT)
+        return left + _added(p_slots, o_x, m_x, slot_elements, FIRST + LEFT, COUNT - LEFT)
+
+
+@jit(do_not_specialize=["num_rows", "call"])
+def sum_slots_kernel(
+    p_y: tl.tensor,
+    p_bias: tl.tensor,
+    control: tl.int64,
+    block_offset: tl.int64,
+    num_rows: tl.int32,
+    num_columns: tl.int32,
+    slot_elements: tl.int64,
+    call: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """y[rows, num_columns] = sum of the slots + bias, once every rank has filled its own; a call's last launch."""
+    p_control = control_at(control)
+    epoch = newest_epoch(p_control)
+    p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
+    for source in range(WORLD):
+        wait(p_control, source, arrived_line(source, 0), epoch, call)
+    num_elements = tl.cast(num_rows, tl.int64) * num_columns
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
+        o_x = first + tl.arange(0, BLOCK)
+        m_x = o_x < num_elements
+        # [BLOCK]
+        total = _added(p_slots, o_x, m_x, slot_elements, 0, WORLD)
+        if p_bias is not None:
+            total += tl.load(p_bias + o_x % num_columns, mask=m_x, other=0.0).to(tl.float32)
+        tl.store(p_y + o_x, total.to(p_y.dtype.element_ty), mask=m_x)
+
+
+def launch_matmul_scatter(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    addend: Tensor | None,
+    arena: DeviceArena,
+    num_tokens: int,
+    first: int,
+    piece: int,
+    slot_elements: int,
+    generation: int,
+    call: int,
+) -> None:
+    """Send rows first to first + piece of sum_i x_i @ m_i + addend to their owners; arguments as the kernel's."""
+    x, matrix = terms[0]
+    columns, target = matrix.shape[1], target_of(x)
+    config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target, num_terms=len(terms))
+    lefts = [Operand.of(t, target) for t, _ in terms]
+    rights = [Operand.of(m, target) for _, m in terms]
+    tiles = arena.world * max(cdiv(piece, config.block_m), 1) * cdiv(columns, config.block_n)
+    processors = arena.processors or num_processors(x)
+    programs = max(min(processors * config.programs_a_processor(x.element_size(), target), tiles), 1)
+    run(
+        matmul_scatter_kernel,
+        (programs,),
+        arena.address,
+        addend,
+        tuple(one.argument(config.block_m, config.block_k) for one in lefts),
+        tuple(one.argument(config.block_k, config.block_n) for one in rights),
+        tuple(m.shape[0] for _, m in terms),
+        tuple(one.stride for one in lefts),
+        tuple(one.stride for one in rights),
+        num_tokens,
+        cdiv(num_tokens, arena.world),
+        first,
+        piece,
+        columns,
+        0 if addend is None else addend.stride(0),
+        arena.offset_of(generation),
+        slot_elements,
+        generation,
+        call,
+        WORLD=arena.world,
+        NUM_TERMS=len(terms),
+        A_BY_ROWS=tuple(one.by_rows for one in lefts),
+        B_BY_ROWS=tuple(one.by_rows for one in rights),
+        TMA_A=tuple(one.by_tma for one in lefts),
+        TMA_B=tuple(one.by_tma for one in rights),
+        DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        PARTS=num_parts(config),
+        **launch_options(config, x.element_size(), target),
+    )
+
+
+def launch_sum_slots(
+    y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int, call: int
+) -> None:
+    """y[rows, columns] = sum of what every rank has sent + bias."""
+    processors = arena.processors or num_processors(y)
+    programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
+    run(
+        sum_slots_kernel,
+        (programs,),
+        y,
+        None if bias is None else bias.contiguous(),
+        arena.address,
+        arena.offset_of(generation),
+        y.shape[0],
+        y.shape[1],
+        slot_elements,
+        call,
+        WORLD=arena.world,
+        BLOCK=_SUM_ELEMENTS,
+        num_warps=8,
+    )

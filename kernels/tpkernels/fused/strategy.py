@@ -1,0 +1,138 @@
+"""Which way a sharded matmul and its exchange are done: one after the other, fused, or pushed.
+
+    plain   a collective of the process group, and the fastest matmul there is
+    fused   gather: copy engines fetch while the matmul computes; scatter: tiles leave as they are computed
+    push    gather only: the matmul's first programs store the shard into the peers' memory; for few tokens
+
+The ranks of a group must choose alike, or they wait for each other in vain. So the choice is a function of sizes that
+all ranks share, and of one table of rates (work.py), never of a measurement.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, get_args
+
+from tpkernels.signals_kernel import MAX_SPLITS
+from tpkernels.work import (
+    RATES,
+    Rates,
+    Work,
+    all_gather_work,
+    fused_gather_seconds,
+    fused_scatter_seconds,
+    matmul_work,
+    plain_seconds,
+    push_gather_seconds,
+    reduce_scatter_work,
+)
+
+Strategy = Literal["plain", "fused", "push"]
+Operation = Literal["gather", "scatter"]
+# Matrix units compute 64 rows even of a shard that has fewer.
+_LEAST_ROWS = 64
+_AUTO = "auto"
+
+
+def checked(strategy: str) -> str:
+    """The strategy that a user names, if there is such a one.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if strategy not in (_AUTO, *get_args(Strategy)):
+        raise ValueError(f"strategy must be auto, plain, fused or push: got {strategy!r}: use auto")
+    return strategy
+
+
+def rates_of(device_name: str) -> Rates:
+    """Rates of a GPU by the name that its driver gives.
+
+    Args:
+        device_name: as torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        Those of the model in work.RATES that the name contains as a word; of an H100 if it contains none.
+    """
+    words = re.findall(r"[A-Za-z0-9]+", device_name.upper())
+    return next((rates for model, rates in RATES.items() if model in words), RATES["H100"])
+
+
+def choose(
+    operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
+) -> Strategy:
+    """The strategy that is predicted to take the least time; of equals the plainer one.
+
+    Args:
+        operation: "gather", y[T, F] = all_gather(x[T/tp, D]) @ w.T, or "scatter",
+            y[T/tp, D] = reduce_scatter(x[T, F] @ w.T).
+        rows: T, of all ranks.
+        columns, inner: of the matmul that each rank computes: F and D to gather, D and F to scatter, F being a rank's
+            share; of several weights together.
+        world: tp.
+        item_bytes: of an element.
+        rates: the same on every rank: where a group's GPUs differ, those of its first rank.
+
+    Returns:
+        "plain" for a single rank, which has nothing to exchange; "push" only to gather.
+
+    Numerics: rates are those of bfloat16. A matmul of wider elements takes longer than predicted, and then all
+    strategies take nearly the same time.
+    """
+    return min(predicted(operation, rows, columns, inner, world, item_bytes, rates).items(), key=_seconds)[0]
+
+
+def predicted(
+    operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
+) -> dict[Strategy, float]:
+    """Seconds of each strategy that there is; arguments as `choose`. The plainer come first.
+
+    Fused is predicted too well where shards are small: for (rows, columns, inner) of (4096, 1792, 4096) on 8 H100s to
+    be 1.29 times as fast as plain, of which 1.08 have been published; for (16384, 3584, 8192) 1.34, published 1.38.
+    """
+    whole = _matmul(rows, columns, inner, item_bytes)
+    if world == 1:
+        return {"plain": plain_seconds(whole, Work(), 1, rates)}
+    shard_rows = -(-rows // world)
+    by_shards = _matmul(rows, columns, inner, item_bytes, num_parts=world)
+    if operation == "scatter":
+        scatter = reduce_scatter_work(world * shard_rows * columns * item_bytes, world)
+        return {
+            "plain": plain_seconds(whole, scatter, world, rates),
+            "fused": fused_scatter_seconds(by_shards, scatter, world, rates),
+        }
+    gather = all_gather_work(shard_rows * inner * item_bytes, world)
+    splits = splits_of(rows, columns, inner, world, item_bytes, rates)
+    return {
+        "plain": plain_seconds(whole, gather, world, rates),
+        "push": push_gather_seconds(by_shards, gather, rates),
+        "fused": fused_gather_seconds(by_shards, gather, world, splits, rates),
+    }
+
+
+def splits_of(rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates) -> int:
+    """Into how many splits a fused gather cuts a shard, each with a flag of its own: 1, 2, 4 or 8.
+
+    Few make the matmul wait for the first one, many cost a copy each, so that shards of few rows are not cut. Arguments
+    as `choose`; of equals the fewest.
+    """
+    if world == 1:
+        return 1
+    shard_rows = -(-rows // world)
+    gather = all_gather_work(shard_rows * inner * item_bytes, world)
+    matmul = _matmul(rows, columns, inner, item_bytes, num_parts=world)
+    counts = (1, 2, 4, MAX_SPLITS)
+    times = {num_splits: fused_gather_seconds(matmul, gather, world, num_splits, rates) for num_splits in counts}
+    return min(times.items(), key=_seconds)[0]
+
+
+def _matmul(rows: int, columns: int, inner: int, item_bytes: int, *, num_parts: int = 1) -> Work:
+    """A matmul whose rows are computed in so many parts, each of whole tiles."""
+    part_rows = -(-rows // num_parts)
+    computed = num_parts * -(-part_rows // _LEAST_ROWS) * _LEAST_ROWS
+    exact = matmul_work(rows, columns, inner, item_bytes)
+    return Work(flops=matmul_work(computed, columns, inner, item_bytes).flops, memory_bytes=exact.memory_bytes)
+
+
+def _seconds(timed: tuple[object, float]) -> float:
+    return timed[1]
