@@ -77,8 +77,8 @@ class ParallelConfig:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     tp_comm: Literal["fused", "plain"] = "fused"
-    """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (CPU
-    ranks of one host), or collectives."""
+    """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (ranks of
+    one host, GPUs that reach each other), or collectives."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
 

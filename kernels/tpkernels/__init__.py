@@ -15,8 +15,9 @@ _HOME = {
     "uniform": "random",
     "normal": "random",
     "normal_block": "random",
-    # attention, rope, dropout, embedding, cross_entropy and linear_cross_entropy are imported from their modules: here
-    # the modules have these names.
+    # matmul, attention, rope, dropout, embedding, cross_entropy and linear_cross_entropy are imported from their
+    # modules: here the modules have these names.
+    "matmul_swiglu": "matmul",
     "attention_qkv": "attention",
     "rms_norm": "norm",
     "layer_norm": "norm",

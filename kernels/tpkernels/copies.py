@@ -78,10 +78,13 @@ class StreamCopies:
         # Before the matmul's programs where both could start.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
+        # What is being copied must not be given to other tensors of the caller's stream meanwhile.
+        self._under_way: list[Fetch] = []
 
     def start(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int) -> None:
         from tpkernels.fused.gather_kernel import launch_wait
 
+        self._under_way += fetches
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for fetch in fetches:
@@ -94,6 +97,7 @@ class StreamCopies:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._under_way.clear()
 
     def reset(self) -> None:
         self._stream.synchronize()

@@ -128,6 +128,7 @@ def finish_gather(arena: DeviceArena) -> None:
 
 
 def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
+    """All rows; the copies of the last piece are under way."""
     x = x.contiguous()
     full = x.new_empty(num_tokens, x.shape[1])
     rows_that_fit = _rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
