@@ -18,6 +18,9 @@ gains nothing, negative where it loses. No E is printed where ECT(serial) is not
 network's two matmuls in a row, as a training step has them; backward has both data gradients and both weight gradients.
 Weight gradients alone need no communication.
 
+On a CPU each rank is a process; on a GPU ranks are virtual, in one process on one GPU (overlap_gpu.py, whose bars are
+the same, done in the GPU's ways).
+
 Sources: ECT and overlap efficiency as Chang et al., "Flux", arXiv 2406.06858, section 5, with the same local shape.
 """
 
@@ -25,13 +28,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -41,30 +43,43 @@ from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
 from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
 from tpkernels.wgrad import accumulate_wgrad
 
-from benchmarks.harness import Comparison, compare, spread_fields
+from benchmarks.harness import PASSED, Comparison, compare
+from benchmarks.overlap_gpu import measure_on_gpu
+from benchmarks.overlap_ranks import prepare_environment
+from benchmarks.overlap_table import overlap_fields, overlap_table
 from benchmarks.rows import make_row, stored
 from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
 
 _TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")
+_BARS = ("own", "split", "serial", "fused")
+_TOKENS = (1024,)
+# What stands for nothing on the other device.
+_OF_HOST, _OF_GPU = ("tp", "hidden", "ffn"), ("virtual_ranks", "models")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Shapes of the two matmuls of a feed-forward network: x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D]."""
+    """x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D], a feed-forward's matmuls; on a GPU Llama-3's, by virtual ranks."""
 
+    device: Literal["cpu", "cuda"] | None = None
+    """By default a GPU, if there is one and none of the CPU's sizes is given."""
     tp: int = 2
-    """Ranks."""
-    tokens: int = 1024
-    """T, all ranks' tokens."""
+    """CPU: ranks."""
+    tokens: tuple[int, ...] | None = None
+    """T, all ranks' tokens, one after another; by default 1024, on a GPU 512, 4096 and 16384."""
     hidden: int = 512
-    """D."""
+    """CPU: D."""
     ffn: int = 1408
-    """F, all ranks' features; divisible by tp."""
+    """CPU: F, all ranks' features; divisible by tp."""
+    virtual_ranks: int = 4
+    """GPU: how many ranks share it, 2 to 8; each has as large a part of its processors."""
+    models: tuple[str, ...] | None = None
+    """GPU: whose shapes on one of 8 ranks: llama3_8b, llama3_70b, llama3_405b; by default all."""
     rounds: int = 60
     """Samples of each variant."""
     out: Path | None = None
-    """Append a JSON line a case to this file."""
+    """Append a JSON line a case to this file; by default on a GPU benchmarks/results/<GPU>/overlap.jsonl."""
 
 
 Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
@@ -72,32 +87,59 @@ Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
 
 def main(options: Options) -> int:
     """Run all cases; return 1 if a check was red."""
+    # Read when CUDA starts, which even asking for a GPU does.
+    prepare_environment()
+    device = _device(options)
+    if device == "cuda":
+        return measure_on_gpu(options.models, options.tokens, options.virtual_ranks, options.rounds, options.out)
     if options.ffn % options.tp:
         nearest = max(options.ffn // options.tp, 1) * options.tp
         raise ValueError(f"--ffn must be divisible by tp: got {options.ffn}, tp {options.tp}: use {nearest}")
-    rows: list[dict[str, Any]] = run_ranks(options.tp, "benchmarks.overlap:measure", options)
     console = Console(width=max(Console().width, _TABLE_COLUMNS))
-    console.print(_table(rows))
-    for row in rows:
-        if row["check"] != "passed":
-            console.print(f"{row['case']}: check {row['check']}", markup=False, highlight=False)
-    return stored(rows, options.out)
+    exit_code = 0
+    for tokens in options.tokens or _TOKENS:
+        rows = run_ranks(options.tp, "benchmarks.overlap:measure", replace(options, tokens=(tokens,)))
+        console.print(_table(rows))
+        for row in rows:
+            if row["check"] != PASSED:
+                console.print(f"{row['case']}: check {row['check']}", markup=False, highlight=False)
+        exit_code |= stored(rows, options.out)
+    return exit_code
+
+
+def _device(options: Options) -> str:
+    """Where to measure.
+
+    Raises:
+        ValueError: what is asked for is not there, or is the other device's.
+    """
+    given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
+    device = options.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and not set(given) & set(_OF_HOST) else "cpu"
+    here, there, foreign = ("a CPU", "cuda", _OF_GPU) if device == "cpu" else ("a GPU", "cpu", _OF_HOST)
+    for name in given:
+        if name in foreign:
+            flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+            raise ValueError(f"{flag} means nothing on {here}: got {value}: leave it out, or use --device {there}")
+    return device
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
-    """Measure every case on this rank; collective. Returns the rows, equal on all ranks."""
-    arena_bytes = exchange_bytes(options.tokens, options.hidden * 4, options.tp)
+    """Measure every case of one number of tokens on this rank; collective. Returns the rows, equal on all ranks."""
+    (tokens,) = options.tokens or _TOKENS
+    arena_bytes = exchange_bytes(tokens, options.hidden * 4, options.tp)
     fused = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     plain = Communicator(dist.group.WORLD)
-    operands = _Operands(options, fused)
+    operands = _Operands(options, tokens, fused)
     ways = _ways(operands, fused, plain)
-    sizes = {name: value for name, value in asdict(options).items() if name not in ("rounds", "out")}
+    sizes = {"tp": options.tp, "tokens": tokens, "hidden": options.hidden, "ffn": options.ffn}
     rows = []
     for name, compute in _cases(operands).items():
         variants = {bar: functools.partial(compute, way) for bar, way in ways.items()}
         comparison = compare(variants, check=lambda v=variants: _check(v), rounds=options.rounds, warmup=5)  # type: ignore[misc]
-        fields = {"arena": fused.arena is not None, **sizes, **_fields(comparison)}
-        rows.append(make_row(f"overlap/{name}", threads_per_rank=THREADS_PER_RANK, fields=fields))
+        of_row = {"arena": fused.arena is not None, **sizes, **_fields(comparison)}
+        rows.append(make_row(f"overlap/{name}", threads_per_rank=THREADS_PER_RANK, fields=of_row))
     return rows
 
 
@@ -114,8 +156,8 @@ _Product = Callable[[Tensor, _Right], Tensor]
 class _Operands:
     """Integer-valued operands, so that every order of sums gives the same bits, and buffers made once."""
 
-    def __init__(self, options: Options, comm: Communicator) -> None:
-        tp, t, d, f = options.tp, options.tokens, options.hidden, options.ffn // options.tp
+    def __init__(self, options: Options, tokens: int, comm: Communicator) -> None:
+        tp, t, d, f = options.tp, tokens, options.hidden, options.ffn // options.tp
 
         def integers(seed: int, *shape: int) -> Tensor:
             return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
@@ -223,49 +265,10 @@ def _check(variants: Variants) -> None:
 
 
 def _fields(comparison: Comparison) -> dict[str, Any]:
-    fields: dict[str, Any] = {"check": comparison.check}
-    if not comparison.passed:
-        return fields
-    seconds = {name: comparison.seconds(name) for name in comparison.samples}
-    medians = {name: spread.median for name, spread in seconds.items() if spread is not None}
-    fastest = min(_PLAIN, key=medians.__getitem__)
-    fields |= {"fastest_matmul": fastest, "num_samples": len(comparison.samples["fused"])}
-    for bar, name in (("matmul", fastest), *((bar, bar) for bar in ("own", "split", "serial", "fused"))):
-        fields |= spread_fields(bar, "seconds", seconds[name])
-    for bar in ("own", "split", "serial", "fused"):
-        fields |= spread_fields(f"{bar}_over_matmul", "ratio", comparison.ratio(bar, fastest))
-    fields |= spread_fields("fused_over_torch_mm", "ratio", comparison.ratio("fused", "torch.mm"))
-    ect = {bar: medians[bar] - medians[fastest] for bar in ("own", "serial", "fused")}
-    fields |= {f"ect_{bar}_seconds": value for bar, value in ect.items()}
-    if ect["serial"] > 0:
-        fields |= {
-            "overlap_efficiency_ratio": 1 - ect["fused"] / ect["serial"],
-            "overlap_ceiling_ratio": 1 - ect["own"] / ect["serial"],
-        }
-    return fields
+    return overlap_fields(comparison, {"matmul": _PLAIN} | {bar: (bar,) for bar in _BARS})
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     first = rows[0]
-    table = Table(
-        box=box.SIMPLE,
-        title=f"tp {first['tp']}, T {first['tokens']}, D {first['hidden']}, F {first['ffn']}, float32; medians in ms",
-        caption=(
-            "matmul: the fastest plain one; own: as fused does it, all operands present; serial: beside a collective\n"
-            "/ matmul, / torch.mm: fused over the fastest plain matmul, and over torch.mm\n"
-            "E: hidden part of serial's communication (1 all, 0 none, below 0 a loss); ceiling: E of own"
-        ),
-    )
-    for name in ("case", "matmul", "own", "serial", "fused", "/ matmul", "/ torch.mm", "E", "ceiling"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
-    for row in rows:
-        case = row["case"].removeprefix("overlap/")
-        if row["check"] != "passed":
-            table.add_row(case, "check failed")
-            continue
-        times = [f"{row[f'{bar}_median_seconds'] * 1e3:.2f}" for bar in ("matmul", "own", "serial", "fused")]
-        over = [f"{row[f'fused_over_{bar}_median_ratio']:.3f}" for bar in ("matmul", "torch_mm")]
-        e = [row.get(f"overlap_{what}_ratio") for what in ("efficiency", "ceiling")]
-        shares = ["-" if value is None else f"{value:.2f}" for value in e]
-        table.add_row(case, *times, *over, *shares)
-    return table
+    sizes = f"tp {first['tp']}, T {first['tokens']}, D {first['hidden']}, F {first['ffn']}"
+    return overlap_table(f"{sizes}, float32; medians in ms", rows)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,6 +18,7 @@ from tpengine.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+CATALOGUE = (ROOT / "kernels" / "README.md").read_text()
 
 
 def run_example(directory: Path, name: str, num_ranks: int) -> str:
@@ -84,13 +88,45 @@ def test_the_two_commands_stand_in_the_readme() -> None:
         assert command in README
 
 
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    lines = (ROOT / "benchmarks" / "results" / name).read_text().splitlines()
+    return {row["case"]: row for row in map(json.loads, lines)}
+
+
+def test_the_figures_of_the_catalogue_are_those_of_their_rows() -> None:
+    operators, exchanges = rows_of("kernels_cpu.jsonl"), rows_of("overlap.jsonl")
+    shown = re.findall(r"(\d\.\d\d): `(\w+)/(\w+)`", CATALOGUE)
+    for figure, op, direction in shown:
+        row = operators[f"kernels/{op}/llama3_8b/seq_512/{direction}"]
+        assert figure == f"{row['speedup_over_best_rival_median_ratio']:.2f}", (op, direction)
+    fused = re.findall(r"(\d\.\d\d) times the matmul's time, apart (\d\.\d\d): `(overlap/\w+/\w+)`", CATALOGUE)
+    for hidden, apart, case in fused:
+        row = exchanges[case]
+        assert hidden == f"{row['fused_over_matmul_median_ratio']:.2f}", case
+        assert apart == f"{row['serial_over_matmul_median_ratio']:.2f}", case
+    assert len(shown) > 10 and len(fused) == 2
+    operator_rows = re.findall(r"^\| `.*", CATALOGUE.split("## Tools")[0], re.MULTILINE)
+    assert len(operator_rows) > 15
+    for line in operator_rows:
+        assert re.search(r"(?:: `[\w/]+`|not measured yet) \|$", line), f"neither a row nor none: {line}"
+
+
+def test_the_picture_and_the_files_of_the_catalogue_exist() -> None:
+    for name in re.findall(r"!\[[^]]*\]\((\S+)\)", CATALOGUE):
+        assert ElementTree.parse(ROOT / "kernels" / name).getroot().tag.endswith("svg")
+    package = ROOT / "kernels" / "tpkernels"
+    named = set(re.findall(r"[\w/]+\.py", CATALOGUE))
+    assert {path.name for path in (package / "fused").glob("[a-z]*.py")} <= {Path(name).name for name in named}
+    for name in named:
+        assert any((root / name).exists() for root in (package, package / "fused", ROOT)), name
+
+
 def test_the_catalogue_names_every_public_operator() -> None:
     import tpkernels
 
-    catalogue = (ROOT / "kernels" / "README.md").read_text()
     # Twice: a submodule of the same name would take the operator's place once it is imported.
     for _ in range(2):
         for name in dir(tpkernels):
             assert callable(getattr(tpkernels, name)), name
-    missing = [name for name in dir(tpkernels) if name[0].islower() and f"`{name}`" not in catalogue]
+    missing = [name for name in dir(tpkernels) if name[0].islower() and f"`{name}`" not in CATALOGUE]
     assert not missing, missing

@@ -5,7 +5,7 @@
     matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
 
 exchange_matmul.py decides whether a call comes here. What is larger than a generation of the arena moves in pieces,
-each a call of its own.
+each a call of its own. kernels/README.md draws what the kernels write and wait for, and works out one more exchange.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tpkernels.copies import Copy, Fetch
 from tpkernels.device_arena import DeviceArena, own_rows, shard_pieces
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
-from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
 from tpkernels.launch import cdiv, target_of
+from tpkernels.matmul.kernel import launch_matmul
 from tpkernels.signals_kernel import FETCHED, MAX_SPLITS
 
 
@@ -148,7 +149,13 @@ def matmul_scatter(
     arena: DeviceArena,
     operation: str,
 ) -> Tensor:
-    """Multiply, sum over the ranks, keep this rank's rows."""
+    """Multiply, sum over the ranks, keep this rank's rows.
+
+    Extra memory: T*D elements for more than two terms, whose rest is multiplied first.
+    """
+    for x, matrix in terms[MOST_TERMS:]:
+        addend = launch_matmul(x, matrix, residual=addend)
+    terms = terms[:MOST_TERMS]
     x, matrix = terms[0]
     num_tokens, columns, item = x.shape[0], matrix.shape[1], x.element_size()
     own = shard_rows(num_tokens, arena.world, arena.rank)

@@ -34,6 +34,8 @@ from tpkernels.signals_kernel import (
     wait,
 )
 
+# Products that the kernel adds up.
+MOST_TERMS = 2
 # Elements that a program sums at a time: 16 bytes of bfloat16 a thread of 8 warps.
 _SUM_ELEMENTS = 2048
 
@@ -44,9 +46,14 @@ def matmul_scatter_kernel(
     p_addend: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
-    depths: tl.tensor,
-    strides_a: tl.tensor,
-    strides_b: tl.tensor,
+    other_a: tl.tensor,
+    other_b: tl.tensor,
+    depth: tl.int32,
+    other_depth: tl.int32,
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    other_stride_a: tl.int64,
+    other_stride_b: tl.int64,
     num_tokens: tl.int32,
     most: tl.int32,
     first: tl.int32,
@@ -58,7 +65,7 @@ def matmul_scatter_kernel(
     generation: tl.int32,
     call: tl.int32,
     WORLD: tl.constexpr,
-    NUM_TERMS: tl.constexpr,
+    TWO_TERMS: tl.constexpr,
     A_BY_ROWS: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
     TMA_A: tl.constexpr,
@@ -70,7 +77,13 @@ def matmul_scatter_kernel(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Rows first to first + piece of every owner's, into slot `rank` of the owner's block at block_offset bytes."""
+    """Rows first to first + piece of every owner's, into slot `rank` of the owner's block at block_offset bytes.
+
+    Args:
+        a, b, other_a, other_b: operands of one product or, if TWO_TERMS, two; each a parameter of its own, since triton
+            launches no descriptors in tuples.
+        A_BY_ROWS, B_BY_ROWS, TMA_A, TMA_B: of each product.
+    """
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)
     rank = rank_of(p_control)
@@ -88,22 +101,41 @@ def matmul_scatter_kernel(
         if row < num_rows:
             first_token = owner * most + first
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for i in tl.static_range(NUM_TERMS):
+            acc = multiply(
+                acc,
+                a,
+                b,
+                first_token + row,
+                column,
+                first_token + num_rows,
+                num_columns,
+                depth,
+                stride_a,
+                stride_b,
+                A_BY_ROWS[0],
+                B_BY_ROWS[0],
+                TMA_A[0],
+                TMA_B[0],
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            if TWO_TERMS:
                 acc = multiply(
                     acc,
-                    a[i],
-                    b[i],
+                    other_a,
+                    other_b,
                     first_token + row,
                     column,
                     first_token + num_rows,
                     num_columns,
-                    depths[i],
-                    strides_a[i],
-                    strides_b[i],
-                    A_BY_ROWS[i],
-                    B_BY_ROWS[i],
-                    TMA_A[i],
-                    TMA_B[i],
+                    other_depth,
+                    other_stride_a,
+                    other_stride_b,
+                    A_BY_ROWS[1],
+                    B_BY_ROWS[1],
+                    TMA_A[1],
+                    TMA_B[1],
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_K,
@@ -192,12 +224,20 @@ def launch_matmul_scatter(
     generation: int,
     call: int,
 ) -> None:
-    """Send rows first to first + piece of sum_i x_i @ m_i + addend to their owners; arguments as the kernel's."""
+    """Send rows first to first + piece of sum_i x_i @ m_i + addend to their owners; arguments as the kernel's.
+
+    Args:
+        terms: pairs (x_i, m_i), one or two.
+    """
+    assert len(terms) <= MOST_TERMS, f"{len(terms)} terms, the kernel adds up {MOST_TERMS}"
     x, matrix = terms[0]
     columns, target = matrix.shape[1], target_of(x)
     config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target, num_terms=len(terms))
     lefts = [Operand.of(t, target) for t, _ in terms]
     rights = [Operand.of(m, target) for _, m in terms]
+    arguments = [one.argument(config.block_m, config.block_k) for one in lefts]
+    others = [one.argument(config.block_k, config.block_n) for one in rights]
+    two = len(terms) == 2
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * cdiv(columns, config.block_n)
     processors = arena.processors or num_processors(x)
     programs = max(min(processors * config.programs_a_processor(x.element_size(), target), tiles), 1)
@@ -206,11 +246,16 @@ def launch_matmul_scatter(
         (programs,),
         arena.address,
         addend,
-        tuple(one.argument(config.block_m, config.block_k) for one in lefts),
-        tuple(one.argument(config.block_k, config.block_n) for one in rights),
-        tuple(m.shape[0] for _, m in terms),
-        tuple(one.stride for one in lefts),
-        tuple(one.stride for one in rights),
+        arguments[0],
+        others[0],
+        arguments[1] if two else None,
+        others[1] if two else None,
+        matrix.shape[0],
+        terms[-1][1].shape[0],
+        lefts[0].stride,
+        rights[0].stride,
+        lefts[-1].stride,
+        rights[-1].stride,
         num_tokens,
         cdiv(num_tokens, arena.world),
         first,
@@ -222,7 +267,7 @@ def launch_matmul_scatter(
         generation,
         call,
         WORLD=arena.world,
-        NUM_TERMS=len(terms),
+        TWO_TERMS=two,
         A_BY_ROWS=tuple(one.by_rows for one in lefts),
         B_BY_ROWS=tuple(one.by_rows for one in rights),
         TMA_A=tuple(one.by_tma for one in lefts),

@@ -1,0 +1,212 @@
+"""Virtual ranks: several ranks in one process on one GPU, each with streams and memory of its own; and their clock.
+
+Processes on one GPU take turns in time slices, and show nothing of overlap. Virtual ranks are resident together: each
+persistent kernel has as many programs as its rank's part of the processors takes. What gives wrong numbers, or none:
+
+1.  A rank waits for one whose kernels are not launched yet, and its programs hold what those need. So all launches of a
+    call are queued behind flushes of the cache, and begin together when these have ended; `RanksClock` lengthens the
+    flushes until they last as long as the host takes to launch.
+2.  A kernel's code is loaded at its first launch, for which CUDA may wait until the GPU is idle, while a program waits
+    for that very kernel. `load` compiles and loads what a call launches before it is launched at all.
+3.  Streams share hardware queues, 8 by default, and what waits in a queue holds up what another stream has put behind
+    it. `prepare_environment` asks for 32; each rank has two streams.
+4.  Memory that is allocated while programs wait. `load` makes the same allocations on the same streams before.
+5.  Copies within a GPU are made at its memory's speed, not at a link's, and the driver may have processors make them
+    instead of a copy engine. So what is measured is who waits for whom, never the links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from tpkernels.copies import Copies, StreamCopies
+from tpkernels.cuda_memory import VirtualMemory, host_record
+from tpkernels.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
+from tpkernels.launch import num_processors, observed, run, target_of
+from tpkernels.matmul.configs import config_of
+from tpkernels.matmul.kernel import launch_matmul
+
+FEWEST_RANKS, MOST_RANKS = 2, 8
+
+_FLUSH_BYTES = 256 << 20
+# 60 ms of an H200's.
+_MOST_FLUSHES = 1000
+_MOST_TRIES = 4
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_PAGE_BYTES = 4096
+# Of a deadlock, which then is a red check.
+_TIMEOUT_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+def prepare_environment() -> None:
+    """Ask for enough hardware queues, unless the user has asked for a number; before CUDA starts."""
+    os.environ.setdefault(_CONNECTIONS, "32")
+
+
+class VirtualRanks:
+    """Ranks that share a device.
+
+    Args:
+        world: how many.
+        device: a GPU; another device where launches are only looked at, or interpreted.
+        copies: each rank's copy engine; by default a stream's.
+
+    Attributes:
+        world, device: as given.
+        processors: a rank's part of the device's.
+        streams: each rank's; none where the device is no GPU.
+    """
+
+    def __init__(self, world: int, device: torch.device, copies: Sequence[Copies] | None = None) -> None:
+        self.world, self.device = world, device
+        self.processors = max(num_processors(torch.empty(0, device=device)) // world, 1)
+        on_gpu = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in range(world)] if on_gpu else []
+        self._copies = [StreamCopies(device) for _ in range(world)] if copies is None else copies
+
+    def arenas(self, generation_bytes: int) -> list[DeviceArena]:
+        """New arenas, one a rank, each with generations of so many bytes, over memory that all of them address."""
+        whole = -(-generation_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        num_bytes = -(-CONTROL_BYTES // _PAGE_BYTES) * _PAGE_BYTES + NUM_GENERATIONS * whole
+        arenas = []
+        for memory, copies in zip(
+            VirtualMemory.allocate(self.world, num_bytes, self.device), self._copies, strict=True
+        ):
+            arena = DeviceArena(
+                memory, host_record(), copies, whole, "of virtual ranks", range(self.world), _TIMEOUT_SECONDS
+            )
+            arena.processors = self.processors
+            arenas.append(arena)
+        self.settle()
+        return arenas
+
+    def each(self, call: Callable[[int], T]) -> list[T]:
+        """Call with every rank, on its stream; what each returned, by rank."""
+        results = []
+        for rank in range(self.world):
+            with torch.cuda.stream(self.streams[rank]) if self.streams else contextlib.nullcontext():
+                results.append(call(rank))
+        return results
+
+    def meet(self) -> None:
+        """Have what each rank launches from now on come after what all have launched."""
+        reached = [stream.record_event() for stream in self.streams]
+        for stream in self.streams:
+            for event in reached:
+                stream.wait_event(event)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.streams:
+            torch.cuda.synchronize(self.device)
+
+
+class Clock(Protocol):
+    """Times calls that launch on several streams."""
+
+    def timed(self, call: Callable[[], T], name: object = None) -> tuple[float, T]:
+        """Seconds of a call, and what it returned; calls of one name are alike."""
+
+
+class RanksClock:
+    """Events around a call, before every stream begins and after all have ended, behind flushes of the cache.
+
+    Args:
+        ranks: on whose streams calls launch.
+    """
+
+    def __init__(self, ranks: VirtualRanks) -> None:
+        self._streams = ranks.streams
+        self._buffer = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=ranks.device)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Of a call that nobody has timed yet, the host's time is not known.
+        self._num_flushes: dict[object, int] = {}
+
+    def timed(self, call: Callable[[], T], name: object = None) -> tuple[float, T]:
+        """Time a call, with fewer flushes if one of this name was timed before; again if the host was too slow.
+
+        Raises:
+            AssertionError: the flushes never last as long as the host takes.
+        """
+        for _ in range(_MOST_TRIES):
+            num_flushes = self._num_flushes.get(name, _MOST_FLUSHES)
+            seconds, result, host_seconds, in_time = self._once(call, num_flushes)
+            if in_time:
+                if name is not None and name not in self._num_flushes:
+                    each = max(self._flush_seconds(), 1e-6)
+                    self._num_flushes[name] = min(1 + math.ceil(1.5 * host_seconds / each), _MOST_FLUSHES)
+                return seconds, result
+            self._num_flushes[name] = min(2 * num_flushes, _MOST_FLUSHES)
+        raise AssertionError(f"the host takes {host_seconds * 1e3:.0f} ms to launch what is timed, longer than flushes")
+
+    def _once(self, call: Callable[[], T], num_flushes: int) -> tuple[float, T, float, bool]:
+        main = torch.cuda.current_stream()
+        for _ in range(num_flushes):
+            self._buffer.zero_()
+        self._start.record(main)
+        for stream in self._streams:
+            stream.wait_event(self._start)
+        begin = time.perf_counter()
+        result = call()
+        for stream in self._streams:
+            main.wait_stream(stream)
+        host_seconds = time.perf_counter() - begin
+        in_time = not self._start.query()
+        self._end.record(main)
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3, result, host_seconds, in_time
+
+    def _flush_seconds(self) -> float:
+        self._start.record()
+        self._buffer.zero_()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fill new memory with NaN, so that what nobody wrote is wrong."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def load(call: Callable[[], object], ranks: VirtualRanks) -> None:
+    """Compile and load every kernel of ours that a call launches, and launch none of them; torch's run, on garbage."""
+
+    def loads(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # To ask a compiled kernel for its launcher loads it.
+        assert kernel.warmup(*arguments, grid=grid, **options).run is not None, kernel
+
+    if not ranks.streams:
+        return
+    with observed(target_of(torch.empty(0, device=ranks.device)), loads):
+        call()
+    ranks.settle()
+
+
+def matmul_on(processors: int, a: Tensor, b: Tensor, accumulated: Tensor | None = None) -> Tensor:
+    """Multiply by our kernel on part of the processors; into a tensor if one is given to add to."""
+    launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+    target = target_of(a)
+    config = config_of(a.shape[0], b.shape[1], a.shape[1], a.dtype, target, num_processors=processors)
+    # The launcher takes all processors: what it would launch is launched here, with fewer programs.
+    with observed(target, lambda *launch: launches.append(launch)):
+        c = launch_matmul(a, b, out=accumulated, accumulate=accumulated is not None, config=config)
+    most = processors * config.programs_a_processor(a.element_size(), target)
+    for kernel, grid, arguments, options in launches:
+        run(kernel, (min(grid[0], most),), *arguments, **options)
+    return c

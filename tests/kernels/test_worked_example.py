@@ -1,0 +1,217 @@
+"""Rung: interpreter, several processes; compiled in one. The exchange that kernels/README.md takes as its example.
+
+It runs as it stands there, over hostile memory (kernel_ranks.py), tolerance zero; the messages shown there are those
+that ranks raise. In compiled code the order of signals is looked at (ptx_rules.py); only GPUs show that it works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import CountMutations
+from kernel_ranks import kernel_communicator
+from precision import unwritten_is_nan
+from ptx_rules import faults, faults_amd
+from rank_pool import RankError, RankPool
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpkernels.copies import HostCopies
+from tpkernels.cuda_memory import VirtualMemory
+from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.launch import observed
+
+from benchmarks.compile import TARGETS, _pretend
+
+CATALOGUE = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
+ARENA_BYTES = 1 << 18
+# (rows a rank, columns a rank): nothing, one tile, several; the next call after nothing overwrites the one before.
+SIZES = ((1, 1), (7, 5), (5, 1024), (0, 3))
+# A rank's pause before each of its tiles, in which the others run ahead as far as the signals let them.
+PAUSE_SECONDS = 2e-2
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The example as a module: triton reads the source of what it compiles from a file."""
+    (source,) = re.findall(r"<!-- tested: swap -->\n```python\n(.*?)```", CATALOGUE, re.DOTALL)
+    path = tmp_path / f"swap_{tmp_path.name}.py"
+    path.write_text(source)
+    return path
+
+
+def loaded(path: str) -> Any:
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference(shards: Tensor, scale: Tensor, rank: int) -> Tensor:
+    """The specification: every rank's rows [world, rows, D] -> the columns of one."""
+    world, _, columns = shards.shape
+    mine = slice(rank * columns // world, (rank + 1) * columns // world)
+    return torch.cat([shard[:, mine] * scale[mine] for shard in shards])
+
+
+def wrong_swaps(module: Any, arena: DeviceArena, dtype: torch.dtype, num_rounds: int) -> list[str]:
+    """Where the example differs from the specification; no barrier between calls, and in each round a rank is slow."""
+    wrong, claim = [], module.claim
+    generator = torch.Generator().manual_seed(0)  # every rank knows what all have
+    for i in range(num_rounds):
+        seconds = PAUSE_SECONDS if i % arena.world == arena.rank else 0.0
+        module.claim = lambda control, seconds=seconds: (time.sleep(seconds), claim(control))[1]
+        for rows, width in SIZES:
+            shards = torch.randint(-9, 10, (arena.world, rows, arena.world * width), generator=generator).to(dtype)
+            scale = torch.randint(-9, 10, (arena.world * width,), generator=generator).to(dtype)
+            with unwritten_is_nan():
+                y = module.swap(shards[arena.rank].contiguous(), scale, arena)
+            if not torch.equal(y, reference(shards, scale, arena.rank)):
+                wrong.append(f"round {i}: {rows} rows of {width} columns, {dtype}")
+    module.claim = claim
+    arena.check()
+    return wrong
+
+
+def arena_of(**options: Any) -> DeviceArena:
+    arena = kernel_communicator(dist.group.WORLD, "push", ARENA_BYTES, **options).device_arena
+    assert arena is not None
+    return arena
+
+
+def check_example(path: str) -> None:
+    module = loaded(path)
+    for seed, dtype in enumerate((torch.float32, torch.float16)):
+        wrong = wrong_swaps(module, arena_of(seed=seed), dtype, num_rounds=3)
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_example_swaps(interpreters: RankPool, example: Path, world: int) -> None:
+    interpreters.run(check_example, world, str(example))
+
+
+# Parts of the example without which it must fail.
+WITHOUT = {
+    "wait": "            wait(p_control, peer, arrived_line(peer, 0), epoch, call)\n",
+    "notify": "                notify(p_control, peer, arrived_line(rank, 0), epoch, call)\n",
+    "end_launch": "        end_launch(p_control, epoch, generation)\n",
+    "at least one tile": "max(tl.cdiv(num_rows, ROWS), 1)",
+    "every tile is counted": "count_done(p_control, peer, num_tiles)",
+}
+INSTEAD = {
+    "at least one tile": "tl.cdiv(num_rows, ROWS)",
+    "every tile is counted": "count_done(p_control, peer, 1)",
+}
+
+
+def failures(path: str) -> str:
+    """What is noticed of a broken example, on this rank."""
+    try:
+        return "\n".join(wrong_swaps(loaded(path), arena_of(timeout_seconds=1.0), torch.float32, num_rounds=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_mutations_of_the_example(interpreters: RankPool, example: Path, count_mutations: CountMutations) -> None:
+    source, survivors = example.read_text(), []
+    for i, (name, part) in enumerate(WITHOUT.items()):
+        assert source.count(part) == 1, f"{name} does not stand in the example as tested"
+        indent = re.match(" *", part)
+        assert indent is not None
+        broken = example.with_name(f"{example.stem}_{i}.py")
+        broken.write_text(source.replace(part, INSTEAD.get(name, f"{indent.group()}pass\n")))
+        try:
+            if not any(interpreters.run(failures, 3, str(broken), seconds=60)):
+                survivors.append(name)
+        except RankError:
+            continue  # a rank failed or hung: noticed
+    count_mutations("the worked example", len(WITHOUT) - len(survivors), len(WITHOUT))
+    assert not survivors
+
+
+def raised_by(call: Callable[[], Any], arena: DeviceArena) -> str:
+    """What a call raises, or the check after it; then all ranks have made theirs."""
+    try:
+        call()
+        arena.check()
+        message = ""
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return message
+
+
+def messages_of_failures(path: str) -> list[str]:
+    """What this rank raises when rank 1 comes late, when sizes differ, and when rank 1's own call cannot be made."""
+    swap, rank = loaded(path).swap, dist.get_rank()
+    comm = kernel_communicator(dist.group.WORLD, "fused", ARENA_BYTES, timeout_seconds=2.0)
+    arena = comm.device_arena
+    assert arena is not None
+    gather = lambda columns: all_gather_matmul(torch.ones(4, 6), [torch.ones(3, columns)], comm)  # noqa: E731
+    gather(6)
+    messages = [raised_by(lambda: rank == 1 or gather(6), arena)]
+    messages.append(raised_by(lambda: gather(6), arena))
+    for call in (lambda: swap(torch.ones(4 + rank, 6), torch.ones(6), arena), lambda: gather(6 + rank)):
+        arena.reset(dist.group.WORLD)
+        messages.append(raised_by(call, arena))
+    return messages
+
+
+def test_the_messages_shown_are_the_messages_raised(interpreters: RankPool, example: Path) -> None:
+    shown = " ".join(CATALOGUE.split())
+    (late, _, mismatch, refused), (_, poisoned, _, wrong) = interpreters.run(messages_of_failures, 2, str(example))
+    assert late.startswith("PeerTimeout: ") and late in shown
+    assert poisoned == late.replace("PeerTimeout: rank 0", "GroupPoisoned: rank 1")
+    # Whoever of the two sees the other's number first.
+    assert mismatch.replace("rank 1 and rank 0", "rank 0 and rank 1") in shown and "rank 0 calls swap" in mismatch
+    assert refused.startswith("CallMismatch: ") and refused in shown
+    assert wrong.startswith("ValueError: all_gather_matmul needs x[T/tp, D]")
+
+
+def compile_example(path: str, target: str) -> list[str]:
+    """The code of the example's kernel for a target; run in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        _pretend(TARGETS[target], Path(directory))
+        memory = VirtualMemory.allocate(4, CONTROL_BYTES, "cpu")[0]
+        record = torch.zeros(8, dtype=torch.int32)
+        arena = DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(4), timeout_seconds=1.0)
+        code: list[str] = []
+
+        def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Any) -> None:
+            assembly = kernel.warmup(*arguments, grid=grid, **options).asm
+            code.append(assembly["ptx"] if "ptx" in assembly else assembly["amdgcn"])
+
+        with observed(TARGETS[target], compile_launch):
+            x, scale = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((256, 512), (512,)))
+            loaded(path).swap(x, scale, arena)
+        return code
+
+
+@pytest.fixture
+def compiler() -> Iterator[RankPool]:
+    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def test_the_compiled_example_keeps_the_order_of_signals(compiler: RankPool, example: Path) -> None:
+    for target in TARGETS:
+        (code,) = compiler.run(compile_example, 1, str(example), target)[0]
+        assert "swap_kernel" in code
+        assert not (faults_amd(code) if target == "gfx942" else faults(code)), target
