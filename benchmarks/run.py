@@ -61,7 +61,8 @@ def check_options(options: Any) -> None:
             raise ValueError(f"{flag} needs at least one: got none: leave it out for {field.default}")
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, int) and number < 1 and not isinstance(number, bool) for number in numbers):
-            raise ValueError(f"{flag} must be at least 1: got {value}: use {field.default}")
+            remedy = "leave it out" if field.default is None else f"use {field.default}"
+            raise ValueError(f"{flag} must be at least 1: got {value}: {remedy}")
         if field.name == "out" and value is not None and not value.resolve().parent.is_dir():
             raise ValueError(f"--out must lie in a directory that exists: got {value}: make {value.parent} first")
 
