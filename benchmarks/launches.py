@@ -202,7 +202,8 @@ def _arena() -> DeviceArena:
 def _all_gather_matmul() -> None:
     """Forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
     arena = _arena()
-    launch_wait(arena, 1, 1, 7)
+    for sent in (False, True):
+        launch_wait(arena, 1, 1, 1, 7, sent=sent)
     launch_meet(arena, 7)
     for dtype in DTYPES:
         for model in MODELS:
@@ -236,7 +237,7 @@ def _matmul_reduce_scatter() -> None:
                     for terms, added in (([(x, matrix)], None), (2 * [(x, matrix)], addend)):
                         launch_matmul_scatter(terms, added, arena, tokens, 0, len(y), y.numel(), 1, 7)
                     for bias in (None, y[0]):
-                        launch_sum_slots(y, bias, arena, y.numel(), 1, 7)
+                        launch_sum_slots(y, bias, arena, y.numel(), 1)
 
 
 LAUNCHES: Mapping[str, Callable[[], None]] = MappingProxyType(

@@ -202,7 +202,7 @@ class Serial(Way):
         def add_up(rank: int) -> Tensor:
             arena, own = self._still[rank], shard_rows(num_tokens, self.ranks.world, rank)
             y = products[rank].new_empty(own.stop - own.start, columns)
-            launch_sum_slots(y, None, arena, arena.slot_bytes // y.element_size(), 0, 0)
+            launch_sum_slots(y, None, arena, arena.slot_bytes // y.element_size(), 0)
             return y
 
         self.ranks.each(send)

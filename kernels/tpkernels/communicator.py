@@ -160,7 +160,7 @@ class Communicator:
             PeerError, CallMismatch: see DeviceArena.check.
         """
         if self.device_arena is not None:
-            self.device_arena.check()
+            self.device_arena.check_all()
 
     def refuse(self, x: Tensor, message: str) -> NoReturn:
         """Raise ValueError for a call with `x` that cannot work, and make the other ranks raise where an arena lets us.
@@ -168,9 +168,8 @@ class Communicator:
         Over collectives the others wait for this rank, as they do in any program whose ranks differ. A device arena is
         poisoned: the others may be anywhere in what they have launched.
         """
-        kernels = self.device_arena_for(x)
-        if kernels is not None:
-            kernels.refuse(message)
+        if self.device_arena is not None and x.device == self.device_arena.control.device:
+            self.device_arena.refuse(message)
         arena = self.arena_for(x)
         if arena is not None:
             arena.refuse(message)

@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,8 +57,14 @@ class Fetch:
 class Copies(Protocol):
     """One rank's copy engine."""
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int) -> None:
-        """Begin to fetch, in this order, after what has been launched so far; `call` has begun (its epoch is set)."""
+    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+        """Begin to fetch, in this order, after what has been launched so far.
+
+        Args:
+            generation: whose newest call this is; the epoch is read when a copy is made, since the host does not know
+                it, and the newest call may be another one by then.
+            call: its number.
+        """
 
     def join(self) -> None:
         """Have what is launched from now on come after everything that was started."""
@@ -81,7 +87,7 @@ class StreamCopies:
         # What is being copied must not be given to other tensors of the caller's stream meanwhile.
         self._under_way: list[Fetch] = []
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int) -> None:
+    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         from tpkernels.fused.gather_kernel import launch_wait
 
         self._under_way += fetches
@@ -89,18 +95,21 @@ class StreamCopies:
         with torch.cuda.stream(self._stream):
             for fetch in fetches:
                 if fetch.peer != arena.rank:
-                    launch_wait(arena, fetch.peer, 1, call)
+                    launch_wait(arena, fetch.peer, 1, generation, call)
                 for copy in fetch.copies:
                     copy.target.copy_(copy.source, non_blocking=True)
                     if copy.line is not None:
-                        arena.word(copy.line * LINE_WORDS).copy_(arena.epoch, non_blocking=True)
+                        arena.word(copy.line * LINE_WORDS).copy_(arena.epoch_of(generation), non_blocking=True)
 
     def join(self) -> None:
+        if not self._under_way:  # nor may a CUDA graph wait for a stream that has done nothing in it
+            return
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._under_way.clear()
 
     def reset(self) -> None:
         self._stream.synchronize()
+        self._under_way.clear()
 
 
 class HostCopies:
@@ -116,13 +125,13 @@ class HostCopies:
         self._thread: ThreadPoolExecutor | None = None
         self._started: list[Future[None]] = []
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int) -> None:
+    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tpkernels-copies")
         ordered = list(fetches)
         if self._generator is not None:
             self._generator.shuffle(ordered)
-        self._started.append(self._thread.submit(self._fetch, arena, ordered, call, int(arena.epoch)))
+        self._started.append(self._thread.submit(self._fetch, arena, ordered, generation, call))
 
     def join(self) -> None:
         for started in self._started:
@@ -130,12 +139,15 @@ class HostCopies:
         self._started.clear()
 
     def reset(self) -> None:
+        wait(self._started)
         self._started.clear()
 
     @torch.no_grad()
-    def _fetch(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int, epoch: int) -> None:
+    def _fetch(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         for fetch in fetches:
             self._pause()
+            # As late as a GPU's engine reads it.
+            epoch = int(arena.epoch_of(generation))
             if fetch.peer != arena.rank and not _has_published(arena, fetch.peer, epoch, call):
                 return
             for copy in fetch.copies:

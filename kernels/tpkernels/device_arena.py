@@ -30,6 +30,7 @@ from tpkernels.signals import GroupPoisoned, PeerTimeout
 from tpkernels.signals_kernel import (
     ARRIVED,
     EPOCH,
+    EPOCH_OF,
     FETCHED,
     GENERATION,
     HELLO,
@@ -152,7 +153,8 @@ class DeviceArena:
         else:
             from tpkernels.cuda_memory import CudaMemory, host_record
 
-            memory, copies, record = CudaMemory.allocate(group, total, device), StreamCopies(device), host_record()
+            memory, record = CudaMemory.allocate(group, total, device), host_record()
+            copies = StreamCopies(memory.device)
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
         name = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -169,6 +171,15 @@ class DeviceArena:
     def word(self, index: int) -> Tensor:
         """A word of this rank's control area, [1]."""
         return self.memory.block(self.rank, _WORD_BYTES * index, (1,), torch.int32)
+
+    def epoch_of(self, generation: int) -> Tensor:
+        """The word of the epoch of a generation's newest call."""
+        return self.word(STATE * LINE_WORDS + EPOCH_OF + generation)
+
+    @property
+    def generation(self) -> int:
+        """The newest call's."""
+        return self._generation
 
     def offset_of(self, generation: int) -> int:
         """Where a generation's data begins in each rank's memory, in bytes."""
@@ -215,8 +226,27 @@ class DeviceArena:
     def refuse(self, message: str) -> NoReturn:
         """Raise ValueError, and CallMismatch on the other ranks: they wait for a call that this one cannot make."""
         self.check()
-        give_up(self, REFUSED, self.rank, HELLO, int(self.epoch), int(self.epoch), 0)
+        self.leave()
         raise ValueError(message)
+
+    def leave(self) -> None:
+        """Poison the group, since this rank cannot make the call that the others make."""
+        give_up(self, REFUSED, self.rank, HELLO, int(self.epoch), int(self.epoch), 0)
+        self._hear()
+
+    def check_all(self) -> None:
+        """As `check`, of everything that the device has been waited for.
+
+        Cost: reads a word of the device's memory.
+        """
+        self._hear()
+        self.check()
+
+    def _hear(self) -> None:
+        """Copy the poison line to the record, as whoever sees poison in a kernel does."""
+        poison = self.control[POISON * LINE_WORDS : POISON * LINE_WORDS + VERDICT_WORDS].cpu()
+        if int(poison[0]):
+            self._record[:VERDICT_WORDS].copy_(poison)
 
     def check(self) -> None:
         """Raise if a kernel has given up, as far as this rank's host has heard; it does not wait for the device.
@@ -237,11 +267,12 @@ class DeviceArena:
             )
         called = self._calls.get(call, "a call that this rank has not made")
         if reason == MISMATCH:
-            # What a rank knows is its own call.
-            newest = self._calls.get(self.newest_call, called)
+            # What a rank knows is its own call; a GPU's host is further.
+            is_newest = waiter != self.rank and not self.control.is_cuda
+            called = self._calls.get(self.newest_call, called) if is_newest else called
             raise CallMismatch(
                 f"every rank of group {self.name} must make the same call: rank {mine} and rank {theirs} do not, rank "
-                f"{self._members[self.rank]} calls {newest}: make all the same"
+                f"{self._members[self.rank]} calls {called}: make all the same"
             )
         what = (
             f"rank {mine} waited in {called}, epoch {expected} (seen {seen}), for {_named(line)} of rank {theirs}, "
@@ -271,6 +302,7 @@ class DeviceArena:
         words = torch.zeros(LINE_WORDS, dtype=torch.int32)
         words[EPOCH], words[GENERATION] = signed(first_epoch & 0xFFFFFFFF, 32), self._generation
         words[RANK], words[WORLD] = self.rank, self.world
+        words[EPOCH_OF : EPOCH_OF + NUM_GENERATIONS] = words[EPOCH]
         words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_A_SECOND), 1), _MOST_POLLS)
         self.control[STATE * LINE_WORDS : (STATE + 1) * LINE_WORDS].copy_(words)
         for start, num_lines in ((ARRIVED, FETCHED - ARRIVED), (FETCHED, POISON - FETCHED)):

@@ -9,7 +9,8 @@ there. Its lines, of 16 int32 words each:
     PUBLISHED + s       flag: rank s lets this rank read its block
     HELLO + s           flag: rank s has begun a call, and so has ended those before
     POISON              reason, waiter, awaited, line waited at, epoch expected, epoch seen, call, lock
-    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait
+    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait; then for each
+                        generation the epoch of its newest call
     CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
     TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
 
@@ -30,6 +31,8 @@ patterns, of which every use is one:
     end; whoever sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
  6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
     one resident program a rank suffices, whatever else runs on the device.
+
+All launches of a group are on one stream but for the copy engine's: counters of a launch are shared.
 
 Epochs are int32, compared by (seen - expected) >= 0, and may wrap around.
 """
@@ -61,7 +64,7 @@ NUM_LINES = TABLE + -(-2 * (MAX_WORLD + 1) // LINE_WORDS)
 VERDICT_WORDS = 7
 TIMED_OUT, MISMATCH, REFUSED = 1, 2, 3
 # Words of STATE.
-EPOCH, GENERATION, RANK, WORLD, LIMIT = range(5)
+EPOCH, GENERATION, RANK, WORLD, LIMIT, EPOCH_OF = range(6)
 
 if tl is not None:
     _LINE, _MAX_WORLD, _MAX_SPLITS = tl.constexpr(LINE_WORDS), tl.constexpr(MAX_WORLD), tl.constexpr(MAX_SPLITS)
@@ -71,6 +74,7 @@ if tl is not None:
     _TABLE, _TIMED_OUT, _MISMATCH = tl.constexpr(TABLE), tl.constexpr(TIMED_OUT), tl.constexpr(MISMATCH)
     _EPOCH_WORD = tl.constexpr(STATE * LINE_WORDS + EPOCH)
     _GENERATION_WORD = tl.constexpr(STATE * LINE_WORDS + GENERATION)
+    _EPOCH_OF_WORD = tl.constexpr(STATE * LINE_WORDS + EPOCH_OF)
     _RANK_WORD = tl.constexpr(STATE * LINE_WORDS + RANK)
     _WORLD_WORD = tl.constexpr(STATE * LINE_WORDS + WORLD)
     _LIMIT_WORD = tl.constexpr(STATE * LINE_WORDS + LIMIT)
@@ -117,6 +121,12 @@ def rank_of(p_control: tl.tensor) -> tl.tensor:
 def newest_epoch(p_control: tl.tensor) -> tl.tensor:
     """The epoch of the newest call that has begun (whose first launch is over)."""
     return tl.load(p_control + _EPOCH_WORD)
+
+
+@jit
+def epoch_of(p_control: tl.tensor, generation: tl.tensor) -> tl.tensor:
+    """The epoch of a generation's newest call, which need not be the newest: a gather may be under way beside it."""
+    return tl.load(p_control + _EPOCH_OF_WORD + generation)
 
 
 @jit
@@ -190,17 +200,25 @@ def wait_for_copy(
     p_flag = p_control + line * _LINE
     seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
     if seen - epoch < 0:
+        # A peer that publishes in this call does not send, and the reverse: either shows that its call is another one.
+        other_line = peer + _PUBLISHED if line < _FETCHED else peer * _MAX_SPLITS + _ARRIVED
+        is_exchange = (line < _FETCHED) | ((line >= _PUBLISHED) & (line < _HELLO))
         limit = tl.load(p_control + _LIMIT_WORD)
         polls = 0
         poison = 0
-        while (seen - epoch < 0) & (polls < limit) & (poison == 0):
+        differs = False
+        while (seen - epoch < 0) & (polls < limit) & (poison == 0) & (not differs):
             _rest()
             seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+            other = tl.atomic_add(p_control + other_line * _LINE, 0, sem="acquire", scope="sys")
+            differs = is_exchange & (other == epoch) & (seen - epoch < 0)
             poison = tl.atomic_add(p_control + _POISON * _LINE, 0, sem="acquire", scope="sys")
             polls += 1
         if poison != 0:
             # Not this wait's own words: they could reach a rank before those of the one that gave up first.
             report(p_control)
+        elif differs:
+            give_up(p_control, _MISMATCH, peer, line, epoch, seen, call)
         elif seen - epoch < 0:
             give_up(p_control, _TIMED_OUT, peer, line, epoch, seen, call)
     return seen
@@ -293,7 +311,11 @@ def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.te
 
 @jit
 def claim(p_control: tl.tensor) -> tl.tensor:
-    """Draw the next number of this launch: 0, 1, 2, ...; what this program stored before is seen by who draws later."""
+    """Draw the next number of this launch: 0, 1, 2, ...; what this program stored before is seen by who draws later.
+
+    At one place of a kernel: of two, one before a loop and one at its end, AMD's compiler makes a loop of two entries,
+    around which the other threads of a wave run without the one that draws, and read the number that they had.
+    """
     tl.debug_barrier()
     return tl.atomic_add(p_control + _CLAIMS * _LINE, 1, sem="acq_rel", scope="gpu")
 
@@ -306,9 +328,14 @@ def is_last_claim(item: tl.tensor, num_items: tl.tensor) -> tl.tensor:
 
 @jit
 def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor) -> None:
-    """Say that call `epoch` has begun, and set the claims back; for the program that drew the last number."""
+    """Say that call `epoch` has begun, and set the claims back; for the program that drew the last number.
+
+    A peer that gave up and ran on has poisoned the group before it raised the flags that this launch has seen.
+    """
+    report(p_control)
     tl.store(p_control + _EPOCH_WORD, epoch)
     tl.store(p_control + _GENERATION_WORD, generation)
+    tl.store(p_control + _EPOCH_OF_WORD + generation, epoch)
     tl.store(p_control + _CLAIMS * _LINE, 0)
 
 

@@ -66,7 +66,13 @@ def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     Numerics: where the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype, on a
     GPU as it was summed, on a CPU rounded to x's dtype once.
     """
-    if dy.shape[:-1] != x.shape[:-1] or buffer.shape != (dy.shape[-1], x.shape[-1]) or dy.dtype != x.dtype:
+    if (
+        dy.ndim != 2
+        or x.ndim != 2
+        or len(dy) != len(x)
+        or buffer.shape != (dy.shape[-1], x.shape[-1])
+        or dy.dtype != x.dtype
+    ):
         raise ValueError(
             f"dw[out, in] += dy[T, out].T @ x[T, in] needs matching shapes and one dtype: dw {tuple(buffer.shape)}, "
             f"dy {tuple(dy.shape)} {dy.dtype}, x {tuple(x.shape)} {x.dtype}: pass dy and x of one call"

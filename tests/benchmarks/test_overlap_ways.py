@@ -51,10 +51,10 @@ class HostTime:
 class LookedAt:
     """A copy engine that launches what a stream's does, and copies nothing."""
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], call: int) -> None:
+    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         for fetch in fetches:
             if fetch.peer != arena.rank:
-                launch_wait(arena, fetch.peer, 1, call)
+                launch_wait(arena, fetch.peer, 1, generation, call)
 
     def join(self) -> None: ...
     def reset(self) -> None: ...

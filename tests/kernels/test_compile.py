@@ -33,7 +33,7 @@ from benchmarks.compile import TARGETS, Compiled, compile_all
 from benchmarks.launches import LAUNCHES
 from benchmarks.run import main
 
-# What attention's products must become. sm_80 has no other instruction than mma.sync.
+# What products of 16-bit matrices must become. sm_80 has no other instruction than mma.sync.
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
@@ -66,6 +66,23 @@ def test_attention_uses_the_targets_matrix_units(compiled: list[Compiled], targe
     of_these = [one for one in compiled if (one.op, one.target) == ("attention", target) and one.has_dot]
     of_these = [one for one in of_these if f"HEAD={head}" in one.config.split()]
     assert {one.kernel for one in of_these} == {"_attention_kernel", "key_gradient_kernel", "query_gradient_kernel"}
+    unit = MATRIX_UNITS[target]
+    assert not [f"{one.kernel} {one.config}" for one in of_these if unit not in one.matrix_instructions]
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        ("matmul", "matmul_kernel"),
+        ("all_gather_matmul", "gather_matmul_kernel"),
+        ("matmul_reduce_scatter", "matmul_scatter_kernel"),
+    ],
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_matmuls_use_the_targets_matrix_units(compiled: list[Compiled], target: str, op: str, kernel: str) -> None:
+    """Whatever their tiles, also those of few tokens, and however their operands come."""
+    of_these = [one for one in compiled if (one.op, one.target, one.kernel) == (op, target, kernel) and one.has_dot]
+    assert of_these
     unit = MATRIX_UNITS[target]
     assert not [f"{one.kernel} {one.config}" for one in of_these if unit not in one.matrix_instructions]
 

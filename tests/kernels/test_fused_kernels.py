@@ -306,7 +306,7 @@ def early(control: Any, peer: Any, num_tiles: Any) -> bool:
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "tiles do not wait for the copy": ("fused.gather_kernel", "wait_for_copy", skipped),
     "tiles do not wait for what is pushed": ("fused.gather_kernel", "wait", skipped),
-    "sums do not wait": ("fused.scatter_kernel", "wait", skipped),
+    "sums do not wait": ("fused.on_device", "launch_wait", skipped),
     "nobody is told of partial sums": ("fused.scatter_kernel", "notify", skipped),
     "partial sums are announced early": ("fused.scatter_kernel", "count_done", early),
     "the copy engine does not wait": ("copies", "_has_published", lambda *_: True),

@@ -61,7 +61,7 @@ def gather_matmul(
     """
     columns = sum(matrix.shape[1] for matrix in matrices)
     kernels, strategy = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
-    if kernels is not None:
+    if kernels is not None and matrices:
         plain = [_plain(matrix) for matrix in matrices]
         return on_device.gather_matmul(
             x, plain, biases or [None] * len(plain), kernels, num_tokens, operation, keep=keep, push=strategy == "push"
@@ -155,10 +155,11 @@ def scatter_and_gather(
     Returns:
         The rows of the products, and all ranks' x[T, D].
     """
-    kernels = comm.device_arena_for(x)
-    if kernels is None or comm.strategy == "plain":
+    columns = sum(m.shape[0] for _, m in terms)
+    # As forward chose that gathered these rows.
+    kernels, _ = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
+    if kernels is None:
         return matmul_scatter(terms, comm, operation, addend), comm.all_gather_rows(x, num_tokens, operation=operation)
-    on_device.check_fit(x.shape[1], x.element_size(), kernels)
     full = on_device.start_gather(x, kernels, num_tokens, operation)
     y = matmul_scatter(terms, comm, operation, addend)
     on_device.finish_gather(kernels)
@@ -186,16 +187,19 @@ def _by_kernels(
     *,
     row_columns: int,
 ) -> tuple[DeviceArena | None, str]:
-    """The arena if kernels exchange, and by which strategy; all ranks decide alike, by sizes that they share.
+    """The arena if kernels exchange, and by which strategy; all ranks decide alike, by sizes that they share: F/tp too,
+    which must be equal on all ranks for "auto".
 
     Raises:
         ValueError: a row of `row_columns` elements does not fit into the arena; on every rank.
     """
     arena = comm.device_arena_for(x)
-    if arena is None or columns == 0:
+    if arena is None:
         return None, "plain"
     strategy = comm.strategy
     if strategy == "auto":
+        if not on_device.fits(row_columns, x.element_size(), arena):
+            return None, "plain"
         strategy = _chosen(operation, num_tokens, columns, inner, comm.size, x.element_size(), arena.rates)
     if strategy == "plain":
         return None, strategy

@@ -31,13 +31,14 @@ from tpkernels.signals_kernel import (
     claim,
     control_at,
     end_launch,
+    epoch_of,
     fetched_line,
     is_last_claim,
     meet,
-    newest_epoch,
     notify,
     published_line,
     rank_of,
+    report,
     wait,
     wait_for_copy,
 )
@@ -84,10 +85,11 @@ def publish_kernel(
     epoch = begin(p_control, generation, call)
     p_block = block_of(p_control, rank_of(p_control), block_offset, p_x.dtype.element_ty)
     num_items = tl.cdiv(num_rows, BLOCK_ROWS)
-    item = claim(p_control)
+    item = -1
     while item < num_items:
-        copy_rows(p_x, p_block, item * BLOCK_ROWS, num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
         item = claim(p_control)
+        if item < num_items:
+            copy_rows(p_x, p_block, item * BLOCK_ROWS, num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
     if is_last_claim(item, num_items):
         rank = rank_of(p_control)
         for i in range(1, WORLD):
@@ -95,13 +97,26 @@ def publish_kernel(
         end_launch(p_control, epoch, generation)
 
 
-@jit(do_not_specialize=["first", "count", "world", "call"])
-def wait_kernel(control: tl.int64, first: tl.int32, count: tl.int32, world: tl.int32, call: tl.int32) -> None:
-    """Wait until the blocks of `count` peers from `first` on may be read, as of the newest call."""
+@jit(do_not_specialize=["first", "count", "world", "generation", "call"])
+def wait_kernel(
+    control: tl.int64,
+    first: tl.int32,
+    count: tl.int32,
+    world: tl.int32,
+    generation: tl.int32,
+    call: tl.int32,
+    SENT: tl.constexpr,
+) -> None:
+    """Wait for `count` ranks from `first` on in the newest call of a generation: until their blocks may be read, or if
+    SENT until what they send has arrived.
+    """
     p_control = control_at(control)
+    epoch = epoch_of(p_control, generation)
     for i in range(count):
         peer = (first + i) % world
-        wait(p_control, peer, published_line(peer), newest_epoch(p_control), call)
+        wait(p_control, peer, arrived_line(peer, 0) if SENT else published_line(peer), epoch, call)
+    # A peer that gave up and ran on has poisoned the group before it raised these flags.
+    report(p_control)
 
 
 @jit(do_not_specialize=["call"])
@@ -167,7 +182,7 @@ def gather_matmul_kernel(
     """
     PUSH: tl.constexpr = HOW == "push"
     p_control = control_at(control)
-    epoch = newest_epoch(p_control)
+    epoch = epoch_of(p_control, generation)
     if PUSH:
         epoch = begin(p_control, generation, call)
     rank = rank_of(p_control)
@@ -177,53 +192,56 @@ def gather_matmul_kernel(
     num_m = tl.cdiv(piece, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
     num_items = num_pushes + WORLD * num_m * num_n
-    item = claim(p_control)
+    item = -1
     while item < num_items:
-        if item < num_pushes:
-            peer = (rank + 1 + item // num_splits) % WORLD
-            split = item % num_splits
-            p_slot = block_of(p_control, peer, block_offset, p_y.dtype.element_ty) + rank * shard_stride
-            end_row = min((split + 1) * split_rows, own_rows)
-            for row in range(split * split_rows, end_row, PUSH_ROWS):
-                copy_rows(p_own, p_slot, row, end_row, depth, PUSH_ROWS, PUSH_COLUMNS)
-            notify(p_control, peer, arrived_line(rank, split), epoch, call)
-        else:
-            i_shard = (item - num_pushes) // (num_m * num_n)
-            source = (rank + i_shard) % WORLD
-            i_m, i_n = place((item - num_pushes) % (num_m * num_n), num_m, num_n, GROUP_M)
-            row, column = i_m * BLOCK_M, i_n * BLOCK_N
-            num_rows = max(min(min(num_tokens - source * most, most) - first, piece), 0)
-            if row < num_rows:
-                if source != rank:
-                    if HOW == "pull":
-                        wait_for_copy(p_control, source, fetched_line(source, row // split_rows), epoch, call)
-                    if PUSH:
-                        wait(p_control, source, arrived_line(source, row // split_rows), epoch, call)
-                shard_bytes = shard_stride * p_y.dtype.element_ty.primitive_bitwidth // 8
-                p_a = rows_at(own if source == rank else others + source * shard_bytes, p_y.dtype.element_ty, ALIGNED)
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                acc = multiply(
-                    acc,
-                    p_a,
-                    b,
-                    row,
-                    column,
-                    num_rows,
-                    num_columns,
-                    depth,
-                    depth,
-                    stride_b,
-                    True,
-                    B_BY_ROWS,
-                    False,
-                    TMA_B,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-                p_rows = p_y + (source * most + first).to(tl.int64) * num_columns
-                finish(acc, p_rows, p_bias, None, row, column, num_rows, num_columns, num_columns, 0, False, PARTS)
         item = claim(p_control)
+        if item < num_items:
+            if item < num_pushes:
+                peer = (rank + 1 + item // num_splits) % WORLD
+                split = item % num_splits
+                p_slot = block_of(p_control, peer, block_offset, p_y.dtype.element_ty) + rank * shard_stride
+                end_row = min((split + 1) * split_rows, own_rows)
+                for row in range(split * split_rows, end_row, PUSH_ROWS):
+                    copy_rows(p_own, p_slot, row, end_row, depth, PUSH_ROWS, PUSH_COLUMNS)
+                notify(p_control, peer, arrived_line(rank, split), epoch, call)
+            else:
+                i_shard = (item - num_pushes) // (num_m * num_n)
+                source = (rank + i_shard) % WORLD
+                i_m, i_n = place((item - num_pushes) % (num_m * num_n), num_m, num_n, GROUP_M)
+                row, column = i_m * BLOCK_M, i_n * BLOCK_N
+                num_rows = max(min(min(num_tokens - source * most, most) - first, piece), 0)
+                if row < num_rows:
+                    if source != rank:
+                        if HOW == "pull":
+                            wait_for_copy(p_control, source, fetched_line(source, row // split_rows), epoch, call)
+                        if PUSH:
+                            wait(p_control, source, arrived_line(source, row // split_rows), epoch, call)
+                    shard_bytes = shard_stride * p_y.dtype.element_ty.primitive_bitwidth // 8
+                    p_a = rows_at(
+                        own if source == rank else others + source * shard_bytes, p_y.dtype.element_ty, ALIGNED
+                    )
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                    acc = multiply(
+                        acc,
+                        p_a,
+                        b,
+                        row,
+                        column,
+                        num_rows,
+                        num_columns,
+                        depth,
+                        depth,
+                        stride_b,
+                        True,
+                        B_BY_ROWS,
+                        False,
+                        TMA_B,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                    )
+                    p_rows = p_y + (source * most + first).to(tl.int64) * num_columns
+                    finish(acc, p_rows, p_bias, None, row, column, num_rows, num_columns, num_columns, 0, False, PARTS)
     if is_last_claim(item, num_items):
         if PUSH:
             for i in range(1, WORLD):
@@ -255,10 +273,10 @@ def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) ->
     )
 
 
-def launch_wait(arena: DeviceArena, first: int, count: int, call: int) -> None:
-    """Wait on the current stream until the blocks of `count` peers from `first` on may be read."""
+def launch_wait(arena: DeviceArena, first: int, count: int, generation: int, call: int, *, sent: bool = False) -> None:
+    """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
     with torch.cuda.device_of(arena.control):
-        run(wait_kernel, (1,), arena.address, first, count, arena.world, call, num_warps=1)
+        run(wait_kernel, (1,), arena.address, first, count, arena.world, generation, call, SENT=sent, num_warps=1)
 
 
 def launch_meet(arena: DeviceArena, call: int) -> None:

@@ -10,12 +10,13 @@ each a call of its own. kernels/README.md draws what the kernels write and wait 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from tpkernels.arena import exchange_bytes, shard_rows
+from tpkernels.arena import CallMismatch, exchange_bytes, shard_rows
 from tpkernels.copies import Copy, Fetch
 from tpkernels.device_arena import DeviceArena, own_rows, shard_pieces
 from tpkernels.fused.configs import exchange_config
@@ -23,7 +24,20 @@ from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, lau
 from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
 from tpkernels.launch import cdiv, target_of
 from tpkernels.matmul.kernel import launch_matmul
+from tpkernels.signals import PeerError
 from tpkernels.signals_kernel import FETCHED, MAX_SPLITS
+
+
+@contextlib.contextmanager
+def _poison_if_left(arena: DeviceArena) -> Iterator[None]:
+    """Tell the others if this rank leaves a call before its end, out of memory, say: they would wait for it in vain."""
+    try:
+        yield
+    except (PeerError, CallMismatch):
+        raise
+    except BaseException:
+        arena.leave()
+        raise
 
 
 def gather_matmul(
@@ -52,47 +66,49 @@ def gather_matmul(
     gathered = x.new_empty(num_tokens, depth) if keep or not push else None
     most = cdiv(num_tokens, arena.world)
     room_bytes = arena.slot_bytes if push else arena.generation_bytes
-    split_rows = _split_rows(x, matrices, num_tokens, arena)
+    split_rows = _split_rows(x, matrices, num_tokens, arena, 1 if push else arena.split_bytes)
     order = sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[1])
-    for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(room_bytes, depth * item)):
-        kind = "pushes" if push else "pulls"
-        generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
-        own = x[first : first + piece]
-        if push:
-            shard_stride = arena.slot_bytes // item
-            others = arena.block(arena.rank, generation, (arena.world * shard_stride,), x.dtype)
-        else:
-            assert gathered is not None
-            launch_publish(own, arena, generation, call)
-            _fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
-            others, shard_stride = gathered[first:], most * depth
-        for nth, i in enumerate(order):
-            how = "there" if nth else ("push" if push else "pull")
-            launch_gather_matmul(
-                outputs[i],
-                own,
-                others,
-                shard_stride,
-                matrices[i],
-                biases[i],
-                arena,
-                num_tokens,
-                first,
-                piece,
-                split_rows,
-                generation,
-                call,
-                how,
-            )
-        if push and keep:
-            assert gathered is not None
-            for source in range(arena.world):
-                rows = own_rows(num_tokens, arena.world, source, first, piece)
-                shape = (rows.stop - rows.start, depth)
-                offset_bytes = source * arena.slot_bytes
-                slot = arena.block(arena.rank, generation, shape, x.dtype, offset_bytes)
-                gathered[rows].copy_(own if source == arena.rank else slot)
-        arena.copies.join()
+    with _poison_if_left(arena):
+        for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(room_bytes, depth * item)):
+            # Who waits must know what a flag stands for.
+            kind = f"pushes, a flag for {split_rows} rows" if push else "pulls"
+            generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
+            own = x[first : first + piece]
+            if push:
+                shard_stride = arena.slot_bytes // item
+                others = arena.block(arena.rank, generation, (arena.world * shard_stride,), x.dtype)
+            else:
+                assert gathered is not None
+                launch_publish(own, arena, generation, call)
+                _fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
+                others, shard_stride = gathered[first:], most * depth
+            for nth, i in enumerate(order):
+                how = "there" if nth else ("push" if push else "pull")
+                launch_gather_matmul(
+                    outputs[i],
+                    own,
+                    others,
+                    shard_stride,
+                    matrices[i],
+                    biases[i],
+                    arena,
+                    num_tokens,
+                    first,
+                    piece,
+                    split_rows,
+                    generation,
+                    call,
+                    how,
+                )
+            if push and keep:
+                assert gathered is not None
+                for source in range(arena.world):
+                    rows = own_rows(num_tokens, arena.world, source, first, piece)
+                    shape = (rows.stop - rows.start, depth)
+                    offset_bytes = source * arena.slot_bytes
+                    slot = arena.block(arena.rank, generation, shape, x.dtype, offset_bytes)
+                    gathered[rows].copy_(own if source == arena.rank else slot)
+            arena.copies.join()
     _raise_where_it_is_known(arena)
     return outputs, gathered if keep else None
 
@@ -113,7 +129,8 @@ def start_gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str)
     """
     full = _gather_in_pieces(x, arena, num_tokens, operation)
     # The next call uses what the last but one did: every peer must have ended that, which the begin of this one shows.
-    launch_wait(arena, (arena.rank + 1) % arena.world, arena.world - 1, arena.newest_call)
+    first_peer = (arena.rank + 1) % arena.world
+    launch_wait(arena, first_peer, arena.world - 1, arena.generation, arena.newest_call)
     arena.calls_since_gather = 0
     return full
 
@@ -133,12 +150,13 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
     x = x.contiguous()
     full = x.new_empty(num_tokens, x.shape[1])
     rows_that_fit = _rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
-    for first, piece in shard_pieces(num_tokens, arena.world, rows_that_fit):
-        arena.copies.join()
-        generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
-        own = x[first : first + piece]
-        launch_publish(own, arena, generation, call)
-        _fetch(arena, generation, call, full, own, num_tokens, first, piece, max(piece, 1), keep_own=True)
+    with _poison_if_left(arena):
+        for first, piece in shard_pieces(num_tokens, arena.world, rows_that_fit):
+            arena.copies.join()
+            generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
+            own = x[first : first + piece]
+            launch_publish(own, arena, generation, call)
+            _fetch(arena, generation, call, full, own, num_tokens, first, piece, max(piece, 1), keep_own=True)
     return full
 
 
@@ -162,12 +180,19 @@ def matmul_scatter(
     y = x.new_empty(own.stop - own.start, columns)
     addend = None if addend is None else addend.contiguous()
     slot_elements = arena.slot_bytes // item
-    for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(arena.slot_bytes, columns * item)):
-        generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
-        launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
-        launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation, call)
+    with _poison_if_left(arena):
+        for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(arena.slot_bytes, columns * item)):
+            generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
+            launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
+            launch_wait(arena, arena.rank, arena.world, generation, call, sent=True)
+            launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation)
     _raise_where_it_is_known(arena)
     return y
+
+
+def fits(columns: int, item_bytes: int, arena: DeviceArena) -> bool:
+    """Whether rows fit into the arena, whichever way they move."""
+    return columns * item_bytes <= arena.slot_bytes
 
 
 def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
@@ -177,7 +202,7 @@ def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
         ValueError: on every rank, whose sizes are the same.
     """
     row_bytes = columns * item_bytes
-    if row_bytes > arena.slot_bytes:
+    if not fits(columns, item_bytes, arena):
         raise ValueError(
             f"a row must fit into the arena: rows of {row_bytes} bytes, room for {arena.slot_bytes}: open it with "
             f"{exchange_bytes(arena.world, row_bytes, arena.world)} bytes"
@@ -227,15 +252,18 @@ def _fetch(
     if keep_own:
         rows = own_rows(num_tokens, arena.world, arena.rank, first, piece)
         fetches.append(Fetch(arena.rank, (Copy(own, full[rows], None),)))
-    arena.copies.start(arena, fetches, call)
+    arena.copies.start(arena, fetches, generation, call)
 
 
-def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: DeviceArena) -> int:
-    """Rows under one flag: enough for the copy engine, whole tiles, no more splits than there are flags."""
+def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: DeviceArena, split_bytes: int) -> int:
+    """Rows under one flag: whole tiles of at least split_bytes, no more splits than there are flags.
+
+    A copy engine wants large ones; programs that push want many, to share.
+    """
     most = cdiv(num_tokens, arena.world)
     target = target_of(x)
     tile = max(exchange_config(most, m.shape[1], arena.world, x.dtype, target).block_m for m in matrices)
-    enough = cdiv(arena.split_bytes, max(x.shape[1] * x.element_size(), 1))
+    enough = cdiv(split_bytes, max(x.shape[1] * x.element_size(), 1))
     return tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
 
 
@@ -243,11 +271,6 @@ def _rows_that_fit(room_bytes: int, row_bytes: int) -> int:
     rows = room_bytes // max(row_bytes, 1)
     assert rows, "check_fit comes first"
     return rows
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """x without gaps in its rows."""
-    return x if x.stride(1) == 1 or (x.shape[1] <= 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _raise_where_it_is_known(arena: DeviceArena) -> None:

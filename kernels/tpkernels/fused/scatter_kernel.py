@@ -3,14 +3,16 @@
     y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + bias
 
 `matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last, and stores them into its slot of the
-owner's block; the flag goes up behind the last tile of an owner's rows. `sum_slots_kernel` waits for every rank's flag
-and adds the slots, in a balanced tree of ranks (tree.py), in float32: the same bits on every run.
+owner's block; the flag goes up behind the last tile of an owner's rows. A program waits for every
+rank's flag (gather_kernel.wait_kernel), then `sum_slots_kernel` adds the slots, in a balanced tree of ranks (tree.py),
+in float32: the same bits on every run. Many programs that wait would keep the peers' matmuls off a GPU that is shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tpkernels.device_arena import DeviceArena
@@ -28,10 +30,8 @@ from tpkernels.signals_kernel import (
     count_done,
     end_launch,
     is_last_claim,
-    newest_epoch,
     notify,
     rank_of,
-    wait,
 )
 
 # Products that the kernel adds up.
@@ -92,75 +92,76 @@ def matmul_scatter_kernel(
     num_n = tl.cdiv(num_columns, BLOCK_N)
     tiles_an_owner = num_m * num_n
     num_items = WORLD * tiles_an_owner
-    item = claim(p_control)
+    item = -1
     while item < num_items:
-        owner = (rank + 1 + item // tiles_an_owner) % WORLD
-        i_m, i_n = place(item % tiles_an_owner, num_m, num_n, GROUP_M)
-        row, column = i_m * BLOCK_M, i_n * BLOCK_N
-        num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
-        if row < num_rows:
-            first_token = owner * most + first
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(
-                acc,
-                a,
-                b,
-                first_token + row,
-                column,
-                first_token + num_rows,
-                num_columns,
-                depth,
-                stride_a,
-                stride_b,
-                A_BY_ROWS[0],
-                B_BY_ROWS[0],
-                TMA_A[0],
-                TMA_B[0],
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
-            if TWO_TERMS:
+        item = claim(p_control)
+        if item < num_items:
+            owner = (rank + 1 + item // tiles_an_owner) % WORLD
+            i_m, i_n = place(item % tiles_an_owner, num_m, num_n, GROUP_M)
+            row, column = i_m * BLOCK_M, i_n * BLOCK_N
+            num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
+            if row < num_rows:
+                first_token = owner * most + first
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 acc = multiply(
                     acc,
-                    other_a,
-                    other_b,
+                    a,
+                    b,
                     first_token + row,
                     column,
                     first_token + num_rows,
                     num_columns,
-                    other_depth,
-                    other_stride_a,
-                    other_stride_b,
-                    A_BY_ROWS[1],
-                    B_BY_ROWS[1],
-                    TMA_A[1],
-                    TMA_B[1],
+                    depth,
+                    stride_a,
+                    stride_b,
+                    A_BY_ROWS[0],
+                    B_BY_ROWS[0],
+                    TMA_A[0],
+                    TMA_B[0],
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_K,
                 )
-            p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
-            p_added = p_addend
-            if p_addend is not None:
-                p_added = p_addend + first_token.to(tl.int64) * stride_addend
-            finish(
-                acc,
-                p_slot,
-                None,
-                p_added,
-                row,
-                column,
-                num_rows,
-                num_columns,
-                num_columns,
-                stride_addend,
-                False,
-                PARTS,
-            )
-        if count_done(p_control, owner, tiles_an_owner):
-            notify(p_control, owner, arrived_line(rank, 0), epoch, call)
-        item = claim(p_control)
+                if TWO_TERMS:
+                    acc = multiply(
+                        acc,
+                        other_a,
+                        other_b,
+                        first_token + row,
+                        column,
+                        first_token + num_rows,
+                        num_columns,
+                        other_depth,
+                        other_stride_a,
+                        other_stride_b,
+                        A_BY_ROWS[1],
+                        B_BY_ROWS[1],
+                        TMA_A[1],
+                        TMA_B[1],
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                    )
+                p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
+                p_added = p_addend
+                if p_addend is not None:
+                    p_added = p_addend + first_token.to(tl.int64) * stride_addend
+                finish(
+                    acc,
+                    p_slot,
+                    None,
+                    p_added,
+                    row,
+                    column,
+                    num_rows,
+                    num_columns,
+                    num_columns,
+                    stride_addend,
+                    False,
+                    PARTS,
+                )
+            if count_done(p_control, owner, tiles_an_owner):
+                notify(p_control, owner, arrived_line(rank, 0), epoch, call)
     if is_last_claim(item, num_items):
         end_launch(p_control, epoch, generation)
 
@@ -183,7 +184,7 @@ def _added(
         return left + _added(p_slots, o_x, m_x, slot_elements, FIRST + LEFT, COUNT - LEFT)
 
 
-@jit(do_not_specialize=["num_rows", "call"])
+@jit(do_not_specialize=["num_rows"])
 def sum_slots_kernel(
     p_y: tl.tensor,
     p_bias: tl.tensor,
@@ -192,16 +193,12 @@ def sum_slots_kernel(
     num_rows: tl.int32,
     num_columns: tl.int32,
     slot_elements: tl.int64,
-    call: tl.int32,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """y[rows, num_columns] = sum of the slots + bias, once every rank has filled its own; a call's last launch."""
+    """y[rows, num_columns] = sum of the slots + bias. Every rank has filled its own: wait_kernel comes first."""
     p_control = control_at(control)
-    epoch = newest_epoch(p_control)
     p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
-    for source in range(WORLD):
-        wait(p_control, source, arrived_line(source, 0), epoch, call)
     num_elements = tl.cast(num_rows, tl.int64) * num_columns
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         o_x = first + tl.arange(0, BLOCK)
@@ -239,52 +236,53 @@ def launch_matmul_scatter(
     others = [one.argument(config.block_k, config.block_n) for one in rights]
     two = len(terms) == 2
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * cdiv(columns, config.block_n)
-    processors = arena.processors or num_processors(x)
+    # While a gather is under way, its wait_kernel needs a processor.
+    processors = (arena.processors or num_processors(x)) - (arena.calls_since_gather is not None)
     programs = max(min(processors * config.programs_a_processor(x.element_size(), target), tiles), 1)
-    run(
-        matmul_scatter_kernel,
-        (programs,),
-        arena.address,
-        addend,
-        arguments[0],
-        others[0],
-        arguments[1] if two else None,
-        others[1] if two else None,
-        matrix.shape[0],
-        terms[-1][1].shape[0],
-        lefts[0].stride,
-        rights[0].stride,
-        lefts[-1].stride,
-        rights[-1].stride,
-        num_tokens,
-        cdiv(num_tokens, arena.world),
-        first,
-        piece,
-        columns,
-        0 if addend is None else addend.stride(0),
-        arena.offset_of(generation),
-        slot_elements,
-        generation,
-        call,
-        WORLD=arena.world,
-        TWO_TERMS=two,
-        A_BY_ROWS=tuple(one.by_rows for one in lefts),
-        B_BY_ROWS=tuple(one.by_rows for one in rights),
-        TMA_A=tuple(one.by_tma for one in lefts),
-        TMA_B=tuple(one.by_tma for one in rights),
-        DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        PARTS=num_parts(config),
-        **launch_options(config, x.element_size(), target),
-    )
+    # Described operands are no tensors whose device could be seen.
+    with torch.cuda.device_of(x):
+        run(
+            matmul_scatter_kernel,
+            (programs,),
+            arena.address,
+            addend,
+            arguments[0],
+            others[0],
+            arguments[1] if two else None,
+            others[1] if two else None,
+            matrix.shape[0],
+            terms[-1][1].shape[0],
+            lefts[0].stride,
+            rights[0].stride,
+            lefts[-1].stride,
+            rights[-1].stride,
+            num_tokens,
+            cdiv(num_tokens, arena.world),
+            first,
+            piece,
+            columns,
+            0 if addend is None else addend.stride(0),
+            arena.offset_of(generation),
+            slot_elements,
+            generation,
+            call,
+            WORLD=arena.world,
+            TWO_TERMS=two,
+            A_BY_ROWS=tuple(one.by_rows for one in lefts),
+            B_BY_ROWS=tuple(one.by_rows for one in rights),
+            TMA_A=tuple(one.by_tma for one in lefts),
+            TMA_B=tuple(one.by_tma for one in rights),
+            DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            PARTS=num_parts(config),
+            **launch_options(config, x.element_size(), target),
+        )
 
 
-def launch_sum_slots(
-    y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int, call: int
-) -> None:
+def launch_sum_slots(y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int) -> None:
     """y[rows, columns] = sum of what every rank has sent + bias."""
     processors = arena.processors or num_processors(y)
     programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
@@ -298,7 +296,6 @@ def launch_sum_slots(
         y.shape[0],
         y.shape[1],
         slot_elements,
-        call,
         WORLD=arena.world,
         BLOCK=_SUM_ELEMENTS,
         num_warps=8,
