@@ -104,6 +104,7 @@ def held_out_loss(trainer: Trainer) -> float | None:
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)
     total, num_valid = math.fsum(sums[0].tolist()), float(sums[1].sum())
+    trainer.comms.tp.check()
     return total / num_valid if num_valid else None
 
 
@@ -146,4 +147,5 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         forward.run(lambda _, padded=padded: to_device(padded, trainer.device), draw)  # type: ignore[misc]
         trainer.comms.pp.all_reduce_max_(drawn)
         tokens.append(int(drawn))
+        tp.check()
     return tokens

@@ -262,8 +262,8 @@ class DeviceArena:
         mine, theirs = self._members[waiter], self._members[awaited]
         if reason == REFUSED:
             raise CallMismatch(
-                f"every rank of group {self.name} must make the same call: rank {mine} refused its own: see its error, "
-                "then reset the group on every rank"
+                f"every rank of group {self.name} must make the same call: rank {mine} refused its own, or left it: "
+                "see its error, then reset the group on every rank"
             )
         called = self._calls.get(call, "a call that this rank has not made")
         if reason == MISMATCH:

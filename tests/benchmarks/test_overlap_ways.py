@@ -95,6 +95,7 @@ def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
     gathered = {GATHERING: 4} if gathers else {}
     pulled = {PUBLISH: 4, WAIT: 12} if gathers else {}
     summed = {SUM: 4} if scatters else {}
+    scattered = Counter({SCATTERING: 4, WAIT: 4, SUM: 4} if scatters else {})
     # A gather begun beside a matmul waits for its peers once more, and ends in a call of its own.
     regathered = {PUBLISH: 4, WAIT: 16, MEET: 4} if case == CASES[4] else {}
     want = {
@@ -103,9 +104,9 @@ def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
         "own": wgrads | gathered | ({SCATTERING: 4} if scatters else {}),
         "serial_torch": wgrads | summed,
         "serial_kernel": {MATMUL: products + 4 * num_wgrads} | summed,
-        "fused": wgrads | gathered | pulled | regathered | ({SCATTERING: 4} | summed if scatters else {}),
+        "fused": Counter(wgrads | gathered | pulled | regathered) + scattered,
     }
-    pushes = {"push": wgrads | gathered | ({SCATTERING: 4} | summed if scatters else {})} if gathers else {}
+    pushes = {"push": Counter(wgrads | gathered) + scattered} if gathers else {}
     for tokens, expected in ((512, want | pushes), (4096, want)):
         assert launched(case, model, tokens, 4) == {name: Counter(counts) for name, counts in expected.items()}
 

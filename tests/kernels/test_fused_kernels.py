@@ -20,6 +20,7 @@ from conftest import CountMutations
 from kernel_ranks import kernel_communicator, wrong_results
 from rank_pool import RankError, RankPool
 from tpkernels.communicator import Communicator
+from tpkernels.fused import on_device, scatter_kernel
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -240,6 +241,64 @@ def test_different_calls_are_named(interpreters: RankPool) -> None:
         assert all(message.startswith("CallMismatch: every rank of group") for message in messages)
         assert all("rank 0 and rank 1 do not" in m or "rank 1 and rank 0 do not" in m for m in messages)
         assert "calls all_gather_matmul of" in messages[0] and "calls matmul_reduce_scatter of" in messages[2]
+
+
+def errors_of_different_kinds() -> list[str]:
+    """One gathers, the other scatters, or gathers in another way; nobody waits until the time is over."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY, timeout_seconds=60.0)
+    assert comm.device_arena is not None
+    x, weight = torch.ones(4, 3), torch.ones(4, 3)
+    gather, scatter = (lambda: all_gather_matmul(x, [weight], comm)), (lambda: matmul_reduce_scatter(x, weight, comm))
+    messages = []
+    for strategies, calls in ((("fused",) * 2, (gather, scatter)), (("fused", "push"), (gather,) * 2)):
+        comm.strategy = strategies[comm.rank]
+        messages.append(raised_by(calls[comm.rank]))
+        dist.barrier()
+        comm.device_arena.reset(dist.group.WORLD)
+    return messages
+
+
+def test_different_kinds_of_call_are_no_timeout(interpreters: RankPool) -> None:
+    for messages in interpreters.run(errors_of_different_kinds, 2):
+        assert all(message.startswith("CallMismatch: every rank of group") for message in messages), messages
+
+
+def errors_heard_without_a_call() -> tuple[str, str]:
+    """Rank 1 leaves, as for want of memory; the others only ask, once at what their host knows, once at the device."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    arena = comm.device_arena
+    assert arena is not None
+    if comm.rank == 1:
+        arena.leave()
+    dist.barrier()
+    return raised_by(arena.check), raised_by(comm.check)
+
+
+def test_check_hears_of_what_no_kernel_has_seen(interpreters: RankPool) -> None:
+    for rank, (at_once, after) in enumerate(interpreters.run(errors_heard_without_a_call, 3)):
+        assert "rank 1 refused its own" in after
+        assert at_once == (after if rank == 1 else "")
+
+
+def errors_when_memory_is_short() -> str:
+    """A rank fails in the middle of a call: the others hear of it at once."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY, timeout_seconds=60.0)
+    if comm.rank == 1:
+        on_device.launch_sum_slots = failing
+    try:
+        return raised_by(lambda: [matmul_reduce_scatter(torch.ones(4, 3), torch.ones(4, 3), comm) for _ in range(2)])
+    finally:
+        on_device.launch_sum_slots = scatter_kernel.launch_sum_slots
+
+
+def failing(*_: Any) -> None:
+    raise MemoryError("no memory left")
+
+
+def test_a_rank_that_fails_in_a_call_is_named(interpreters: RankPool) -> None:
+    first, second, third = interpreters.run(errors_when_memory_is_short, 3)
+    assert second == "MemoryError: no memory left"
+    assert first == third and "rank 1 refused its own" in first
 
 
 def errors_of_a_bad_call() -> str:

@@ -86,9 +86,7 @@ MUTATIONS = {
     "a tile is not read after its flag": Mutation(
         "gather_matmul pull bfloat16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
     ),
-    "slots are not read after their flags": Mutation(
-        "sum_slots bfloat16", POLL, POLL.replace("sys", "gpu"), "is not at scope sys"
-    ),
+    "slots are not read after their flags": Mutation("wait", POLL, POLL.replace("sys", "gpu"), "is not at scope sys"),
 }
 
 
@@ -187,11 +185,13 @@ def test_signals_are_sound_in_every_kernel(code: Code, target: str) -> None:
         # A loop of two entries, whose head is a switch: threads of one wave would take different ways to a barrier.
         assert "irr.guard" not in text, kind
         every = (amd_instructions_of if is_amd else instructions_of)(text)
+        if kind.startswith("sum"):  # wait_kernel has waited for it
+            continue
         # What the rules ask something of: of a kernel that neither waits nor notifies, its claims.
         heard, told = ([one for one in every if getattr(one, how)] for how in ("acquires", "releases"))
         assert heard and told, kind
         assert "there" in kind or any("sys" in one.words for one in heard), kind
-        assert kind.startswith(("wait", "meet", "sum")) or any("gpu" in one.words for one in told), kind
+        assert kind.startswith(("wait", "meet")) or any("gpu" in one.words for one in told), kind
 
 
 def widths(ptx: str) -> Counter[str]:
