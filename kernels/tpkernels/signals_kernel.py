@@ -203,8 +203,10 @@ def wait_for_copy(
         # A peer that publishes in this call does not send, and the reverse: either shows that its call is another one.
         other_line = peer + _PUBLISHED if line < _FETCHED else peer * _MAX_SPLITS + _ARRIVED
         is_exchange = (line < _FETCHED) | ((line >= _PUBLISHED) & (line < _HELLO))
-        limit = tl.load(p_control + _LIMIT_WORD)
-        polls = 0
+        limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
+        # Copies wait for peers one after another: whoever waits for the peer itself is to give up, and name it.
+        limit = limit * _MAX_WORLD if (line >= _FETCHED) & (line < _PUBLISHED) else limit
+        polls = limit - limit
         poison = 0
         differs = False
         while (seen - epoch < 0) & (polls < limit) & (poison == 0) & (not differs):
