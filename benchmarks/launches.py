@@ -23,6 +23,7 @@ from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.embedding import launch_embedding, launch_embedding_backward_
 from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
 from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.launch import cdiv
 from tpkernels.matmul.kernel import launch_matmul
 from tpkernels.matmul.swiglu_kernel import launch_matmul_swiglu
 from tpkernels.norm_kernel import launch_norm, launch_norm_backward
@@ -216,9 +217,10 @@ def _all_gather_matmul() -> None:
                     y = _empty(tokens, matrix.shape[1], dtype=dtype)
                     bias = matrix[0].contiguous() if name == "qkv" else None
                     launch_publish(x, arena, 1, 7)
+                    split_rows = 256 * cdiv(len(x), 256)
                     launch_gather_matmul(
-                        y, x, y, x.numel(), matrix, bias, arena, tokens, 0, len(x), len(x), 1, 7, how,
-                    )  # fmt: skip
+                        y, x, y, x.numel(), matrix, bias, arena, tokens, 0, len(x), split_rows, 1, 7, how
+                    )
 
 
 def _matmul_reduce_scatter() -> None:
