@@ -98,7 +98,7 @@ class Arena:
         self._members = members
         self._peers = [(self.rank + i) % self.world for i in range(1, self.world)]
         size = control_bytes(self.world)
-        self._data_offset = _round_up(size)
+        self._data_offset = round_to_pages(size)
         areas = [words_over(memory.bytes_of(rank, 0, size)) for rank in range(self.world)]
         self.signals = Signals(areas, self.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
         self._epoch = first_epoch
@@ -122,9 +122,9 @@ class Arena:
         Raises:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
         """
-        generation_bytes = _round_up(-(-num_bytes // NUM_GENERATIONS))
+        generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
         world = dist.get_world_size(group)
-        total = _round_up(control_bytes(world)) + NUM_GENERATIONS * generation_bytes
+        total = round_to_pages(control_bytes(world)) + NUM_GENERATIONS * generation_bytes
         memory = HostMemory.allocate(group, total)
         members = dist.get_process_group_ranks(group)
         arena = cls(memory, generation_bytes, group.group_name, members, timeout_seconds, first_epoch)
@@ -200,7 +200,7 @@ class Arena:
                         into[rows].copy_(shard)
                     yield slice(0, num_rows), into
                 else:
-                    yield _shifted(own, first, rows_a_piece), piece
+                    yield piece_of(own, first, rows_a_piece), piece
                     yield from shards
 
     def _peers_shards(
@@ -215,7 +215,7 @@ class Arena:
     ) -> Iterator[tuple[slice, Tensor]]:
         for peer in self._peers:
             self._wait(peer, generation, call)
-            rows = _shifted(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+            rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
             yield rows, self._block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
 
     def reduce_scatter(
@@ -257,12 +257,12 @@ class Arena:
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 for peer in self._peers:
-                    rows = _shifted(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+                    rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
                     shape = (rows.stop - rows.start, columns)
                     if shape[0]:
                         partial(rows, self._block(self.rank, generation, peer * slot_bytes, shape, dtype))
                     self.signals.notify(peer, self.epoch)
-                rows = _shifted(own, first, rows_a_piece)
+                rows = piece_of(own, first, rows_a_piece)
                 piece = total[first : first + rows_a_piece]
                 if len(piece):
                     # Matmuls fill a new tensor faster than a given one (host_gemm.product).
@@ -362,7 +362,7 @@ def _describe(call: tuple[int, ...]) -> str:
     return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {what}"
 
 
-def _shifted(rows: slice, first: int, num_rows: int) -> slice:
+def piece_of(rows: slice, first: int, num_rows: int) -> slice:
     """The piece of `rows` that begins at its row `first` and has at most `num_rows`."""
     return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
 
@@ -372,6 +372,7 @@ def _add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
     tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
 
 
-def _round_up(num_bytes: int) -> int:
+def round_to_pages(num_bytes: int) -> int:
+    """The smallest whole number of pages, at least one, that holds so many bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(page, -(-num_bytes // page) * page)

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.arena import Arena, shard_rows
-from tpkernels.device_arena import DTYPES as KERNEL_DTYPES
 from tpkernels.device_arena import DeviceArena
 from tpkernels.fused.strategy import checked
 from tpkernels.host_memory import MemoryRefused
 from tpkernels.launch import INTERPRETED
+from tpkernels.matmul.kernel import KERNEL_DTYPES
 from tpkernels.tree import tree_sum
 
 _ALONE = "alone"

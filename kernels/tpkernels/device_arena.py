@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.arena import CallMismatch, shard_rows
+from tpkernels.arena import CallMismatch, round_to_pages
 from tpkernels.copies import Copies, HostCopies, StreamCopies, give_up
 from tpkernels.fused.strategy import rates_of
 from tpkernels.launch import INTERPRETED, signed
@@ -52,8 +52,6 @@ from tpkernels.signals_kernel import (
 from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory, SymmetricMemory, device_for_numbers, exchange
 from tpkernels.work import RATES, Rates
 
-# What the kernels multiply; the rest takes collectives.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_GENERATIONS = 2
 CONTROL_BYTES = 4 * LINE_WORDS * NUM_LINES
 # A poll of a flag in the GPU's own memory takes about a microsecond, one of the interpreter's 50.
@@ -77,6 +75,7 @@ class DeviceArena:
         members: numbers of the ranks among all processes, for messages.
         timeout_seconds: about how long a kernel waits for a peer.
         rates: by which strategies are chosen, the same on every rank; default the H100's.
+        first_epoch: the number before that of the first call.
 
     Attributes:
         rank, world: this rank's place in the group and the number of ranks.
@@ -103,6 +102,7 @@ class DeviceArena:
         members: Sequence[int],
         timeout_seconds: float,
         rates: Rates | None = None,
+        first_epoch: int = 0,
     ) -> None:
         self.rates = rates_of("") if rates is None else rates
         self.memory, self.copies, self.generation_bytes, self.name = memory, copies, generation_bytes, name
@@ -119,7 +119,7 @@ class DeviceArena:
         self.address = memory.addresses[self.rank]
         self.epoch = self.word(STATE * LINE_WORDS + EPOCH)
         self.timeout_seconds = timeout_seconds
-        self._write_state(first_epoch=0)
+        self._write_state(first_epoch)
 
     @classmethod
     def open(
@@ -143,8 +143,8 @@ class DeviceArena:
         Raises:
             MemoryRefused: on all ranks alike; see CudaMemory.allocate and HostMemory.allocate.
         """
-        generation_bytes = _round_up(-(-num_bytes // NUM_GENERATIONS))
-        total = _round_up(CONTROL_BYTES) + NUM_GENERATIONS * generation_bytes
+        generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
+        total = round_to_pages(CONTROL_BYTES) + NUM_GENERATIONS * generation_bytes
         memory: SymmetricMemory
         copies: Copies
         if device.type == "cpu":
@@ -157,10 +157,19 @@ class DeviceArena:
             copies = StreamCopies(memory.device)
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
-        name = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        first = exchange(group, [models.index(rates_of(name))], device_for_numbers(group))[0][0]
-        arena = cls(memory, record, copies, generation_bytes, group.group_name, members, timeout_seconds, models[first])
-        arena._write_state(first_epoch)
+        model = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        first = exchange(group, [models.index(rates_of(model))], device_for_numbers(group))[0][0]
+        arena = cls(
+            memory,
+            record,
+            copies,
+            generation_bytes,
+            group.group_name,
+            members,
+            timeout_seconds,
+            models[first],
+            first_epoch,
+        )
         arena._settle(group)
         return arena
 
@@ -183,7 +192,7 @@ class DeviceArena:
 
     def offset_of(self, generation: int) -> int:
         """Where a generation's data begins in each rank's memory, in bytes."""
-        return _round_up(CONTROL_BYTES) + generation * self.generation_bytes
+        return round_to_pages(CONTROL_BYTES) + generation * self.generation_bytes
 
     def block(
         self, owner: int, generation: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
@@ -295,7 +304,7 @@ class DeviceArena:
         self.control.zero_()
         self._record.zero_()
         self._generation, self.calls_since_gather = 0, None
-        self._write_state(first_epoch=0)
+        self._write_state(0)
         self._settle(group)
 
     def _write_state(self, first_epoch: int) -> None:
@@ -305,9 +314,7 @@ class DeviceArena:
         words[EPOCH_OF : EPOCH_OF + NUM_GENERATIONS] = words[EPOCH]
         words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_A_SECOND), 1), _MOST_POLLS)
         self.control[STATE * LINE_WORDS : (STATE + 1) * LINE_WORDS].copy_(words)
-        for start, num_lines in ((ARRIVED, FETCHED - ARRIVED), (FETCHED, POISON - FETCHED)):
-            flags = self.control[start * LINE_WORDS : (start + num_lines) * LINE_WORDS]
-            flags.view(num_lines, LINE_WORDS)[:, 0].fill_(int(words[EPOCH]))
+        self.control[: POISON * LINE_WORDS : LINE_WORDS].fill_(int(words[EPOCH]))
         table = self.memory.block(self.rank, TABLE * LINE_WORDS * _WORD_BYTES, (MAX_WORLD + 1,), torch.int64)
         addresses = [*self.memory.addresses, *([0] * (MAX_WORLD - self.world)), self._record.data_ptr()]
         table.copy_(torch.tensor(addresses))
@@ -325,21 +332,9 @@ def shard_pieces(num_tokens: int, world: int, rows_that_fit: int) -> list[tuple[
     return [(first, min(rows_that_fit, most - first)) for first in range(0, max(most, 1), rows_that_fit)]
 
 
-def own_rows(num_tokens: int, world: int, rank: int, first: int, piece: int) -> slice:
-    """Rows of the whole that are rank's in a piece."""
-    rows = shard_rows(num_tokens, world, rank)
-    return slice(min(rows.start + first, rows.stop), min(rows.start + first + piece, rows.stop))
-
-
 def _named(line: int) -> str:
     if line < FETCHED:
         return f"split {(line - ARRIVED) % MAX_SPLITS} of what is sent"
     if line < PUBLISHED:
         return f"the copy of split {(line - FETCHED) % MAX_SPLITS}"
     return "the shard" if line < HELLO else "the begin"
-
-
-def _round_up(num_bytes: int) -> int:
-    # Of what a GPU maps at once nothing is smaller; blocks stay aligned to every vector and TMA access.
-    unit = 4096
-    return max(unit, -(-num_bytes // unit) * unit)

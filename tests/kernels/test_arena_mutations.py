@@ -108,7 +108,7 @@ MUTATIONS: dict[str, type[HostileArena] | tuple[str, Any]] = {
     "a sum without the last peer": ("tpkernels.arena._add_to_own", sum_without_the_last_peer),
     "own partial sum twice": ("tpkernels.arena._add_to_own", sum_with_own_twice),
     "own rows of another rank": ("tpkernels.arena.shard_rows", rows_of_the_next_rank),
-    "the first piece again and again": ("tpkernels.arena._shifted", first_piece_only),
+    "the first piece again and again": ("tpkernels.arena.piece_of", first_piece_only),
     "epochs compared without wrapping": ("tpkernels.signals.reached", lambda seen, expected: seen >= expected),
     "gradient of the gathered x dropped": ("tpkernels.fused.all_gather_matmul.matmul_scatter", without_addend),
 }

@@ -19,6 +19,7 @@ from arena_ranks import Case, cases, hostile_communicator, inputs_of, results
 from conftest import CountMutations
 from kernel_ranks import kernel_communicator, wrong_results
 from rank_pool import RankError, RankPool
+from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator
 from tpkernels.fused import on_device, scatter_kernel
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
@@ -165,8 +166,10 @@ def check_bits_of_the_host_path() -> None:
     inputs.weights[0].copy_(torch.ones_like(inputs.weights[0]))
     by_kernels = results(case, kernel_communicator(dist.group.WORLD, "fused", ROOMY), inputs)
     on_host = results(case, hostile_communicator(dist.group.WORLD, ROOMY), inputs)
-    in_turn = torch.zeros(())
-    assert torch.equal(by_kernels[0], on_host[0]) and not torch.equal(by_kernels[0], in_turn)
+    own = shard_rows(case.num_tokens, world, rank)
+    xs = [torch.randn(inputs.x.shape, generator=torch.Generator().manual_seed(other))[own] for other in range(world)]
+    in_turn = ((xs[0] + xs[1]) + xs[2]) + xs[3]
+    assert torch.equal(by_kernels[0], on_host[0]) and not torch.equal(by_kernels[0], in_turn.expand(-1, case.dim))
 
 
 def test_equal_bits_with_the_host_path(interpreters: RankPool) -> None:

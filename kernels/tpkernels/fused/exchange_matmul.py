@@ -148,7 +148,6 @@ def scatter_and_gather(
     comm: Communicator,
     num_tokens: int,
     operation: str,
-    addend: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do `matmul_scatter`, and gather rows that have nothing to do with it; by kernels one is hidden behind the other.
 
@@ -159,9 +158,9 @@ def scatter_and_gather(
     # As forward chose that gathered these rows.
     kernels, _ = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
     if kernels is None:
-        return matmul_scatter(terms, comm, operation, addend), comm.all_gather_rows(x, num_tokens, operation=operation)
+        return matmul_scatter(terms, comm, operation), comm.all_gather_rows(x, num_tokens, operation=operation)
     full = on_device.start_gather(x, kernels, num_tokens, operation)
-    y = matmul_scatter(terms, comm, operation, addend)
+    y = matmul_scatter(terms, comm, operation)
     on_device.finish_gather(kernels)
     return y, full
 

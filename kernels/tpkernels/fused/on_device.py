@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.arena import CallMismatch, exchange_bytes, shard_rows
+from tpkernels.arena import CallMismatch, exchange_bytes, piece_of, shard_rows
 from tpkernels.copies import Copy, Fetch
-from tpkernels.device_arena import DeviceArena, own_rows, shard_pieces
+from tpkernels.device_arena import DeviceArena, shard_pieces
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
 from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
@@ -103,7 +103,7 @@ def gather_matmul(
             if push and keep:
                 assert gathered is not None
                 for source in range(arena.world):
-                    rows = own_rows(num_tokens, arena.world, source, first, piece)
+                    rows = piece_of(shard_rows(num_tokens, arena.world, source), first, piece)
                     shape = (rows.stop - rows.start, depth)
                     offset_bytes = source * arena.slot_bytes
                     slot = arena.block(arena.rank, generation, shape, x.dtype, offset_bytes)
@@ -237,7 +237,7 @@ def _fetch(
     fetches = []
     for i in range(1, arena.world):
         peer = (arena.rank + i) % arena.world
-        rows = own_rows(num_tokens, arena.world, peer, first, piece)
+        rows = piece_of(shard_rows(num_tokens, arena.world, peer), first, piece)
         shape = (rows.stop - rows.start, full.shape[1])
         block = arena.block(peer, generation, shape, full.dtype)
         copies = [
@@ -250,7 +250,7 @@ def _fetch(
         ]
         fetches.append(Fetch(peer, tuple(copies)))
     if keep_own:
-        rows = own_rows(num_tokens, arena.world, arena.rank, first, piece)
+        rows = piece_of(shard_rows(num_tokens, arena.world, arena.rank), first, piece)
         fetches.append(Fetch(arena.rank, (Copy(own, full[rows], None),)))
     arena.copies.start(arena, fetches, generation, call)
 
