@@ -52,7 +52,8 @@ def exact_config(
     kv_heads: int = 2,
     dropout: float = 0.1,
     reduction: Reduction = "exact",
-    schedule: Literal["1f1b", "gpipe"] = "1f1b",
+    schedule: str = "1f1b",
+    recompute: Literal["none", "attention", "block", "full"] = "none",
     tp_comm: Literal["fused", "plain"] = "fused",
     layers: int = 5,
     heads: int = 4,
@@ -77,7 +78,9 @@ def exact_config(
             attention_dropout=dropout,
             mlp_dropout=dropout,
         ),
-        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, schedule=schedule, tp_comm=tp_comm, bucket_bytes=40_000),
+        parallel=ParallelConfig(
+            tp=tp, pp=pp, dp=dp, schedule=schedule, recompute=recompute, tp_comm=tp_comm, bucket_bytes=40_000
+        ),
         train=TrainConfig(
             seq_len=24,
             micro_batch_size=2,

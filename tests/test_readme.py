@@ -69,6 +69,23 @@ def test_the_schedule_shown_is_the_schedule_printed(capsys: pytest.CaptureFixtur
     assert textwrap.indent(capsys.readouterr().out, "    ") in README
 
 
+def test_the_picture_shown_is_the_picture_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"^    tpengine (schedule .*--draw) zbv\.svg$", README, re.MULTILINE)
+    (shown,) = re.findall(r"!\[[^]]*\]\((tpengine/.*\.svg)\)", README)
+    drawn = tmp_path / "zbv.svg"
+    assert main([*command.split(), str(drawn)]) == 0
+    capsys.readouterr()
+    assert drawn.read_text() == (ROOT / shown).read_text(), f"draw {shown} again, as the README says"
+
+
+def test_the_schedule_of_a_users_own_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (lines,) = re.findall(r"^    # mine\.txt.*\n((?:    rank .*\n)+)", README, re.MULTILINE)
+    (tmp_path / "mine.txt").write_text(textwrap.dedent(lines))
+    (command,) = re.findall(r"^    tpengine (schedule --schedule \./mine\.txt .*)$", README, re.MULTILINE)
+    assert main(command.replace("./mine.txt", str(tmp_path / "mine.txt")).split()) == 0
+    assert "its weight half" in capsys.readouterr().out
+
+
 def test_the_file_tree_names_every_module() -> None:
     tree = README.split("## What is where")[1].split("\n## ")[0]
     named = set(re.findall(r"[\w/]+\.py|[\w]+/(?=\s)", tree))

@@ -59,7 +59,7 @@ def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
         return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
     if started.kind is Kind.REDUCE and started.index is not None:
-        axis = trainer.layout.buckets[mesh.at.pp][started.index].reduce_over
+        axis = trainer.layout.buckets[started.index].layout.reduce_over
         return {axis: _members({"dp": mesh.dp, "dp_tp": mesh.dp_tp, "dp_replica": mesh.dp_replica}[axis])}
     return {}
 

@@ -6,7 +6,6 @@ Torch-free. Each subcommand is a parser and a function of its arguments; mistake
 from __future__ import annotations
 
 import argparse
-import difflib
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,11 +14,8 @@ from typing import NoReturn
 
 from tpengine.exits import RANK_FAILED, USER_ERROR
 from tpengine.local_ranks import RanksFailed
-from tpengine.plan import SCHEDULES, UNIT_DURATIONS, Kind, grid, simulate
-
-# Drawing this many takes 20 to 50 s of one core, and gives 20 to 30 MB of text.
-_MAX_STAGES = 1_000
-_MAX_CELLS = 1_000_000
+from tpengine.plan import SCHEDULES
+from tpengine.schedule_command import add_arguments, print_schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,33 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tpengine: interrupted; all ranks have ended", file=sys.stderr)
         return 128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)
     return code
-
-
-def print_schedule(args: argparse.Namespace) -> None:
-    """Print a pipeline schedule as a grid, then what it costs in time and memory."""
-    if args.schedule not in SCHEDULES:
-        near = difflib.get_close_matches(args.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
-        choices = ", ".join(SCHEDULES)
-        raise ValueError(f"--schedule must be one of {choices}: got {args.schedule!r}: use {near}")
-    _check_size(args.pp, args.micro_batches)
-    timeline = simulate(SCHEDULES[args.schedule](args.pp, args.micro_batches))
-    forward, backward = UNIT_DURATIONS[Kind.F], UNIT_DURATIONS[Kind.B]
-    print(grid(timeline))
-    print(f"makespan {timeline.makespan:.1f} (a forward takes {forward:g}, a backward {backward:g})")
-    print(f"bubble {timeline.bubble:.3f}")
-    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_live_activations)
-    print(f"peak live activations by rank: {peaks}")
-
-
-def _check_size(pp: int, micro_batches: int) -> None:
-    # The grid is as wide as stages and micro-batches together, so the product alone does not bound it.
-    if pp > _MAX_STAGES:
-        raise ValueError(f"--pp must be at most {_MAX_STAGES} to be drawn: got {pp}: use --pp {_MAX_STAGES}")
-    if pp * micro_batches > _MAX_CELLS:
-        raise ValueError(
-            f"--pp times --micro-batches must be at most {_MAX_CELLS} to be drawn: got {pp} times {micro_batches}, "
-            f"{pp * micro_batches}: use --micro-batches {_MAX_CELLS // pp}"
-        )
 
 
 def write_data(args: argparse.Namespace) -> None:
@@ -136,10 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tpengine", description="Tools around training that need no GPU.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    schedule = commands.add_parser("schedule", help="print a pipeline schedule, its bubble and its memory")
-    schedule.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
-    schedule.add_argument("--pp", type=_count, default=4, help="pipeline stages (default 4)")
-    schedule.add_argument("--micro-batches", type=_count, default=8, help="micro-batches of a step (default 8)")
+    schedule = commands.add_parser("schedule", help="print or draw a pipeline schedule, its bubble and its memory")
+    add_arguments(schedule, _count)
     schedule.set_defaults(run=print_schedule)
 
     data = commands.add_parser("data", help="write a token file from the bytes of a directory's files")

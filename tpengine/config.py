@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 import types
 import typing
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import tomli_w
 
+from tpengine.plan import Schedule, make_schedule
 from tpengine.virtual_ranks import MOST_VIRTUAL_RANKS, virtual_dp, virtual_tp
 
 # Label of a target that does not count in the loss: torch's convention.
@@ -74,8 +76,16 @@ class ParallelConfig:
     """Pipeline stages."""
     dp: int | None = None
     """Data-parallel replicas."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of forward and backward passes in the pipeline."""
+    schedule: str = "1f1b"
+    """Order of forward and backward passes in the pipeline: gpipe, 1f1b, interleaved, zb-h1, zbv, or the path of a text
+    file with one of your own."""
+    chunks_per_rank: int = 2
+    """Parts of the model that a pipeline rank holds with schedule interleaved; the other schedules fix it."""
+    recompute: Literal["none", "attention", "block", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, each block's attention, each block, all of a
+    stage."""
+    gathered: Literal["keep", "again"] = "keep"
+    """Whether the tokens that tp ranks gather for a matmul are kept for its weight gradient, or gathered again."""
     tp_comm: Literal["fused", "plain"] = "fused"
     """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (ranks of
     one host, GPUs that reach each other), or collectives."""
@@ -95,6 +105,9 @@ class TrainConfig:
     """Micro-batches of a step and data-parallel replica."""
     steps: int = 250
     """Optimizer steps."""
+    profile_steps: str = ""
+    """Steps to record, as A:B for steps A to B-1, counted from 0: timelines, what they show, and costs to predict other
+    schedules from go to the run directory. Empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
@@ -216,11 +229,70 @@ def validate(config: Config, world_size: int) -> Config:
         ValueError: the rule, the values and the nearest legal choice, in one line.
     """
     _check_ranges(config)
+    profiled_steps(config)
     _check_model(config.model)
     config = replace(config, parallel=resolve_layout(config.parallel, world_size))
     _check_layout(config)
+    _check_schedule(config)
     return config
 
+
+def schedule_of(config: Config) -> Schedule:
+    """Generate, or read, the schedule of a configuration whose layout is resolved.
+
+    Raises:
+        ValueError: a file that is no schedule of these ranks and micro-batches.
+    """
+    parallel = config.parallel
+    assert parallel.pp, "resolve the layout first: config.validate"
+    return make_schedule(parallel.schedule, parallel.pp, config.train.num_micro_batches, parallel.chunks_per_rank)
+
+
+def profiled_steps(config: Config) -> range:
+    """Return the steps that are recorded, of train.profile_steps.
+
+    Raises:
+        ValueError: it is neither empty nor A:B with 0 <= A < B <= steps.
+    """
+    text, steps = config.train.profile_steps, config.train.steps
+    if not text:
+        return range(0)
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    first, end = map(int, match.groups()) if match else (0, 0)
+    if not (first < end <= steps and end - first <= _MOST_PROFILED_STEPS):
+        # What was meant where it says, else a late step: the first ones are no measure of the others.
+        first = min(first if match else 3, steps - 1)
+        end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
+        raise ValueError(
+            f"train.profile_steps must be A:B, for steps A to B-1 of 0 to {steps - 1}, at most {_MOST_PROFILED_STEPS}: "
+            f"got {text!r}: use {first}:{end}"
+        )
+    return range(first, end)
+
+
+def _check_schedule(config: Config) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    schedule = schedule_of(config)
+    num_chunks = len(schedule.ranks)
+    if num_chunks > num_layers:
+        raise ValueError(
+            f"every chunk of a schedule needs a layer: {parallel.schedule} cuts the model into {num_chunks} chunks "
+            f"over pp {parallel.pp}, num_layers {num_layers}: use num_layers {num_chunks} or more, or another schedule"
+        )
+    if config.train.reduction == "exact" and parallel.gathered != "keep":
+        raise ValueError(
+            f"parallel.gathered {parallel.gathered} is for train.reduction fast: with exact all virtual ranks share "
+            "what is gathered: use parallel.gathered keep"
+        )
+    if config.train.reduction == "exact" and not schedule.keeps_order:
+        raise ValueError(
+            "with train.reduction exact a schedule must add each chunk's gradients in the order of the micro-batches: "
+            f"{parallel.schedule} does not: reorder its B and W, or use train.reduction fast"
+        )
+
+
+# Rank 0 keeps the records of all ranks until the last of them.
+_MOST_PROFILED_STEPS = 100
 
 # As many as a dropout mask can tell apart.
 _MOST_MICRO_BATCHES = 2**24
@@ -242,6 +314,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "model.residual_dropout": (0, _BELOW_ONE),
         "model.attention_dropout": (0, _BELOW_ONE),
         "model.mlp_dropout": (0, _BELOW_ONE),
+        "parallel.chunks_per_rank": (1, 2**10),
         "parallel.bucket_bytes": (1, None),
         "train.seq_len": (1, 2**24),
         "train.micro_batch_size": (1, 2**16),
@@ -280,8 +353,9 @@ def _check_ranges(config: Config) -> None:
             rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
             raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
     for owner, section, name in (
-        (config.parallel, "parallel.", "schedule"),
         (config.parallel, "parallel.", "tp_comm"),
+        (config.parallel, "parallel.", "recompute"),
+        (config.parallel, "parallel.", "gathered"),
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
         (config, "", "device"),

@@ -1,19 +1,42 @@
 """The executor: a loop over one rank's list of actions and a table of handlers.
 
 It runs exactly the verified list and knows nothing of layers, buckets or transport; the trainer passes the handlers.
-The trace uses the plan's own action text, so predicted and measured timelines overlay.
+The trace uses the plan's own actions, so predicted and measured timelines overlay (plan/measured.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tpengine.activity import Activity
 from tpengine.plan import Action, Kind
 
 Handler = Callable[[Action], None]
+
+
+class Clock(Protocol):
+    """Moments of a trace. A GPU's clock gives moments that are times only later (clocks.py)."""
+
+    def now(self) -> Any:
+        """This moment."""
+
+    def ns(self, moment: Any) -> int:
+        """A moment in nanoseconds of time.perf_counter_ns."""
+
+
+class HostClock:
+    """The clock of this process's CPU; on Linux that of all processes of the host."""
+
+    def now(self) -> int:
+        """As Clock."""
+        return time.perf_counter_ns()
+
+    def ns(self, moment: int) -> int:
+        """As Clock."""
+        return moment
 
 
 @dataclass(frozen=True)
@@ -22,7 +45,7 @@ class Event:
 
     Attributes:
         action: the action's text, as in the plan.
-        begin_ns, end_ns: time.perf_counter_ns of this process.
+        begin_ns, end_ns: by the trace's clock.
     """
 
     action: str
@@ -30,20 +53,72 @@ class Event:
     end_ns: int
 
 
-@dataclass
-class Trace:
-    """What ran when, in order of beginning. Recording costs two clock reads an action."""
+@dataclass(frozen=True)
+class Awaited:
+    """One thing that a WAIT lists: a transfer or a reduction.
 
-    events: list[Event] = field(default_factory=list)
+    Attributes:
+        action: its text, as in the plan.
+        begin_ns, end_ns: when it was asked for, and when it was there: the WAIT's time on it alone.
+        was_complete: whether it was there when asked for. A GPU's host asks ahead of the GPU, which then may find it.
+        done_ns: when it was there, if what carried it knows; never after `end_ns`.
+    """
+
+    action: str
+    begin_ns: int
+    end_ns: int
+    was_complete: bool
+    done_ns: int | None
+
+
+class Trace:
+    """What ran when. Recording costs two readings of the clock an action; texts and times are made when asked for.
+
+    Args:
+        clock: default this process's.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or HostClock()
+        self._ran: list[tuple[Action, Any, Any]] = []
+        self._waited: list[tuple[Action, Any, Any, bool, int | None]] = []
+
+    @property
+    def events(self) -> list[Event]:
+        """What ran, in order of beginning; the sub-actions that an action started come behind it."""
+        ns = self._clock.ns
+        return [Event(str(action), ns(begin), ns(end)) for action, begin, end in self._ran]
+
+    @property
+    def awaited(self) -> list[Awaited]:
+        """What was waited for, in the order of the waits and within them."""
+        ns = self._clock.ns
+        return [
+            Awaited(str(action), ns(begin), ns(end), complete, None if done is None else min(done, ns(end)))
+            for action, begin, end, complete, done in self._waited
+        ]
+
+    def now(self) -> Any:
+        """Read the clock."""
+        return self._clock.now()
+
+    @property
+    def num_events(self) -> int:
+        """How many events there are."""
+        return len(self._ran)
 
     def mark(self, action: Action) -> None:
         """Record that a sub-action started now."""
-        now = time.perf_counter_ns()
-        self.events.append(Event(str(action), now, now))
+        now = self._clock.now()
+        self._ran.append((action, now, now))
 
-    def span(self, action: Action, begin_ns: int, place: int) -> None:
-        """Record an action that began at `begin_ns`, before the sub-actions recorded since `place`."""
-        self.events.insert(place, Event(str(action), begin_ns, time.perf_counter_ns()))
+    def span(self, action: Action, begin: Any, place: int) -> None:
+        """Record an action that began at `begin`, before the sub-actions recorded since `place`."""
+        self._ran.insert(place, (action, begin, self._clock.now()))
+
+    def waited(self, action: Action, begin: Any, was_complete: bool, done_ns: int | None = None) -> None:
+        """Record that what `action` started was asked for at `begin`, and that it is there now."""
+        self._waited.append((action, begin, self._clock.now(), was_complete, done_ns))
 
 
 class ActionError(RuntimeError):
@@ -61,6 +136,7 @@ class Executor:
 
     Attributes:
         current: the action under way; None between plans.
+        trace: as given; may be changed between plans.
     """
 
     def __init__(
@@ -90,17 +166,17 @@ class Executor:
         Raises:
             ActionError: a handler failed; the cause is attached.
         """
+        trace = self.trace
         for place, action in enumerate(actions):
             self.current = action
             self.activity.begin(action)
-            begin_ns = time.perf_counter_ns()
-            first_event = len(self.trace.events) if self.trace else 0
+            begin, first_event = (trace.now(), trace.num_events) if trace is not None else (None, 0)
             try:
                 self.handlers[action.kind](action)
             except Exception as error:
                 raise ActionError(
                     f"rank {self.rank}: action {action} (place {place} of {len(actions)}) failed: {error!r}"
                 ) from error
-            if self.trace is not None:
-                self.trace.span(action, begin_ns, first_event)
+            if trace is not None:
+                trace.span(action, begin, first_event)
         self.current = None

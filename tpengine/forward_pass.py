@@ -12,11 +12,10 @@ from tpkernels.random import uniform
 
 from tpengine.execute import Executor
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
-from tpengine.plan import Action, Kind
-from tpengine.stage import Stage
+from tpengine.plan import Kind
+from tpengine.rank_pipeline import RankPipeline
 from tpengine.step_plan import forward_plan
 from tpengine.trainer import Trainer, to_device
-from tpengine.transfers import Transfers
 
 
 class ForwardPass:
@@ -38,40 +37,17 @@ class ForwardPass:
             first_input: micro-batch -> tokens[T]; called on the first stage.
             on_logits: (logits[T, V/tp], micro-batch) -> None; called on the last stage.
         """
-        mesh = self._trainer.mesh
-        at = mesh.at.pp
+        trainer = self._trainer
+        at = trainer.mesh.at.pp
 
         def take_logits(logits: Tensor, microbatch: int) -> Tensor:
             on_logits(logits, microbatch)
             return logits
 
-        stage = Stage(
-            self._trainer.forward,
-            first_input if at == 0 else None,
-            take_logits if at == mesh.shape.pp - 1 else None,
-        )
-        transfers = Transfers(
-            self._plan,
-            at,
-            mesh.pp,
-            fetch=lambda action: stage.take_output(action.piece[1]),
-            deliver=lambda action, tensor: stage.receive_input(action.piece[1], tensor),
-            device=self._trainer.device,
-            mailbox=self._trainer.mailbox,
-        )
-
-        def wait(action: Action) -> None:
-            for transfer in action.subs:
-                transfers.wait(transfer)
-
-        handlers = {
-            Kind.F: lambda action: stage.forward_only(action.piece[1]),
-            Kind.SEND_F: transfers.post,
-            Kind.RECV_F: transfers.post,
-            Kind.EXCHANGE: transfers.post,
-            Kind.WAIT: wait,
-        }
-        Executor(dist.get_rank(), handlers, activity=self._trainer.activity).run(self._plan.actions[at])
+        stages = trainer.make_stages(first_input, take_logits)
+        pipeline = RankPipeline(self._plan, at, stages, trainer.mesh.pp, trainer.device, trainer.mailbox)
+        handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
+        Executor(dist.get_rank(), handlers, activity=trainer.activity).run(self._plan.actions[at])
 
 
 def held_out_loss(trainer: Trainer) -> float | None:

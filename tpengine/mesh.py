@@ -72,7 +72,8 @@ class Mesh:
         pp, dp, tp: the axes' groups.
         replica: tp ranks that hold the same KV shard; None if every rank holds its own.
         dp_tp, dp_replica: joined axes over which gradients are summed.
-        ends: first and last stage of this rank's pipeline, which share tied embeddings; None elsewhere.
+        ends: the stages of this rank's pipeline that hold the model's first chunk and its last, which share tied
+            embeddings; None elsewhere, and where one stage holds both.
     """
 
     shape: Shape
@@ -87,13 +88,14 @@ class Mesh:
     ends: ProcessGroup | None
 
 
-def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1) -> Mesh:
+def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple[int, int] | None = None) -> Mesh:
     """Create every process group of the layout; collective, the same call on all ranks.
 
     Args:
         shape: sizes of the axes; their product is the world size.
         device_type: "cuda" if the groups are NCCL's, else "cpu".
         kv_replicas: consecutive tp ranks that share one KV head; divides tp.
+        ends: the stages that hold the model's first chunk and its last; default the first and the last.
 
     Returns:
         This rank's mesh.
@@ -135,18 +137,18 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1) -> Mesh:
         replica=replica,
         dp_tp=joined.get_group("dp_tp"),
         dp_replica=dp_replica,
-        ends=_ends_group(shape),
+        ends=_ends_group(shape, *(ends or (0, shape.pp - 1))),
     )
 
 
-def _ends_group(shape: Shape) -> ProcessGroup | None:
-    """Join the first and last stage of each pipeline; every rank takes part in creating every pair."""
-    if shape.pp == 1:
+def _ends_group(shape: Shape, first_stage: int, last_stage: int) -> ProcessGroup | None:
+    """Join two stages of each pipeline; every rank takes part in creating every pair."""
+    if first_stage == last_stage:
         return None
     mine = None
     for first in range(shape.dp * shape.tp):
         pipeline = shape.pipeline_ranks(first)
-        members = [pipeline[0], pipeline[-1]]
+        members = [pipeline[first_stage], pipeline[last_stage]]
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = group

@@ -1,4 +1,4 @@
-"""The transformer: a block, and the slice of layers that one pipeline stage holds.
+"""The transformer: a block, and the chunks of layers that one pipeline rank holds.
 
 What a block is built of comes from its parts (layers/parts.py): fast layers, or exact mode's. `initialise` fills the
 weights from the table in parameters.py, each element a function of (seed, parameter name, global index), so that every
@@ -7,17 +7,19 @@ layout starts from the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 from tpkernels.random import normal_block
 
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.parts import Parts
 from tpengine.parameters import Piece, pieces_of, stage_specs
+from tpengine.plan import Recompute
 
 
 class Block(nn.Module):
@@ -28,11 +30,14 @@ class Block(nn.Module):
     Args:
         parts: what makes its layers.
         dropouts: where it drops; None drops nowhere.
+        recompute: what backward computes again: BLOCK keeps x alone, ATTENTION what lies behind attention.
     """
 
-    def __init__(self, parts: Parts, dropouts: LayerDropouts | None = None) -> None:
+    def __init__(
+        self, parts: Parts, dropouts: LayerDropouts | None = None, recompute: Recompute = Recompute.NONE
+    ) -> None:
         super().__init__()
-        self.tp, self.dropouts = parts.tp, dropouts
+        self.tp, self.dropouts, self.recompute = parts.tp, dropouts, recompute
         self.input_layernorm = parts.norm()
         self.self_attn = parts.attention(dropouts.attention if dropouts else None)
         self.post_attention_layernorm = parts.norm()
@@ -40,10 +45,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens."""
-        first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
+        if self.recompute is Recompute.BLOCK:
+            return _computed_again(self._whole, x, seq)
+        return self._whole(x, seq)
+
+    def _attended(self, x: Tensor, seq: int) -> Tensor:
         attended: Tensor = self.self_attn(self.input_layernorm(x), seq)
         if self.dropouts is not None:
-            attended = self.dropouts.attention_residual(attended, first_row, 0, dim)
+            attended = self.dropouts.attention_residual(attended, self.tp.rank * x.shape[0], 0, x.shape[1])
+        return attended
+
+    def _whole(self, x: Tensor, seq: int) -> Tensor:
+        first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
+        again = self.recompute is Recompute.ATTENTION
+        attended = _computed_again(self._attended, x, seq) if again else self._attended(x, seq)
         normed, x = self.post_attention_layernorm.add(attended, x)
         processed: Tensor = self.mlp(normed)
         if self.dropouts is not None:
@@ -51,17 +66,28 @@ class Block(nn.Module):
         return x + processed
 
 
-class Transformer(nn.Module):
-    """Layers [first, last) of a Llama-style transformer: the whole model, or what one stage holds of it.
+def _computed_again(forward: Callable[[Tensor, int], Tensor], x: Tensor, seq: int) -> Tensor:
+    """forward(x, seq), of which only x is kept: backward runs it once more, on every tp rank alike.
 
+    Dropout is a function of the micro-batch, not of a generator's state, so there is none to bring back.
+    """
+    y: Tensor = checkpoint(forward, x, seq, use_reentrant=False, preserve_rng_state=False)
+    return y
+
+
+class Transformer(nn.Module):
+    """A Llama-style transformer: the whole model, or the chunks of it that one pipeline rank holds.
+
+        of layers [first, last):
         first == 0:            tokens[T] -> embedding -> x[T/tp, D]
         blocks:                x[T/tp, D] -> x[T/tp, D]
         last == num_layers:    x[T/tp, D] -> norm -> logits[T, V/tp]; in exact mode [n, T, V/(n tp)]
 
     Args:
         parts: what makes its layers; holds the sizes and the tp ranks.
-        layers: half-open range of layers; default all.
+        chunks: half-open ranges of layers, in model order; default one of all.
         seed: of dropout.
+        recompute: what backward computes again inside a chunk.
 
     Attributes:
         pieces: what this rank holds of each parameter of the table, by the piece's name.
@@ -71,39 +97,53 @@ class Transformer(nn.Module):
     The weights are uninitialised: call `initialise`.
     """
 
-    def __init__(self, parts: Parts, *, layers: tuple[int, int] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        chunks: Sequence[tuple[int, int]] | None = None,
+        seed: int = 0,
+        recompute: Recompute = Recompute.NONE,
+    ) -> None:
         super().__init__()
         self.parts, self.model = parts, parts.model
         model = self.model
-        first, last = layers or (0, model.num_layers)
+        self.chunks = tuple(chunks or [(0, model.num_layers)])
         self.position = Position()
-        self.is_first, self.is_last = first == 0, last == model.num_layers
+        self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == model.num_layers
         vocab = model.padded_vocab_size(parts.table_size)
         if self.is_first or (self.is_last and model.tie_embeddings):
             self.embed_tokens = parts.embedding(vocab)
         drops = model.residual_dropout or model.attention_dropout or model.mlp_dropout
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None)
+                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None, recompute)
+                for first, last in self.chunks
                 for i in range(first, last)
             }
         )
         if self.is_last:
             self.norm = parts.norm()
             self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
-        specs = stage_specs(model, parts.table_size, first, last)
+        specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk)]
+        # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.
         self.pieces: dict[str, Piece] = {
             piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held)
         }
         self.held = self._held_pieces()
 
-    def forward(self, x: Tensor, seq: int) -> Tensor:
-        """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens."""
-        if self.is_first:
+    def forward(self, x: Tensor, seq: int, chunk: int = 0) -> Tensor:
+        """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens.
+
+        Args:
+            chunk: number in `chunks`.
+        """
+        first, last = self.chunks[chunk]
+        if first == 0:
             x = self.embed_tokens(x)
-        for block in self.layers.values():
-            x = block(x, seq)
-        if self.is_last:
+        for i in range(first, last):
+            x = self.layers[str(i)](x, seq)
+        if last == self.model.num_layers:
             x = self.lm_head(self.norm(x))
         return x
 

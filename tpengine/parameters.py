@@ -229,21 +229,22 @@ def leaf_parts(leaf: str) -> tuple[str, int, bool]:
 
 
 def exact_gradients(
-    specs: Sequence[ParameterSpec], virtual_tp: int, num_held: int, tied_ends: bool
+    specs: Sequence[ParameterSpec], virtual_tp: int, num_held: int, embedding_uses: Sequence[bool]
 ) -> tuple[Gradient, ...]:
     """A buffer for each parameter and virtual rank: in exact mode each adds to its own, and they are added at the end.
 
     Args:
-        specs: of a stage, from the table of `virtual_tp` ranks.
+        specs: of a chunk, from the table of `virtual_tp` ranks.
         num_held: virtual ranks a real one plays.
-        tied_ends: the stage uses the embedding at both ends: then the head has buffers of its own.
+        embedding_uses: the uses that the chunk makes of the embedding table, each with buffers of its own; True where
+            it is the head of a model whose embedding lies on the same rank.
     """
     # Each buffer begins at a cache line, so that its alignment does not follow from what lies before it.
     elements = ALIGNMENT_BYTES // 4
     return tuple(
         Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(virtual_tp) // elements) * elements, "dp")
         for spec in specs
-        for head in ((False, True) if tied_ends and spec.name == EMBEDDING else (False,))
+        for head in (embedding_uses if spec.name == EMBEDDING else (False,))
         for rank in range(num_held)
     )
 
@@ -268,13 +269,21 @@ class BucketLayout:
         return sum(self.numels)
 
 
-def bucket_layouts(gradients: Sequence[Gradient], bucket_bytes: int, item_bytes: int) -> tuple[BucketLayout, ...]:
-    """Cut a stage's gradients into flat buckets, ordered by when backward completes them.
+# What is reduced in smaller pieces costs more in latency than it saves in waiting.
+_SMALLEST_BUCKET_BYTES = 1_000_000
+
+
+def bucket_layouts(
+    gradients: Sequence[Gradient], bucket_bytes: int, item_bytes: int, *, tapered: bool = False
+) -> tuple[BucketLayout, ...]:
+    """Cut a chunk's gradients into flat buckets, ordered by when backward completes them.
 
     Args:
-        gradients: the stage's, in the order of their parameters' first use in forward.
+        gradients: the chunk's, in the order of their parameters' first use in forward.
         bucket_bytes: a bucket is closed as soon as it holds at least so many; one gradient is never cut.
         item_bytes: bytes of a gradient element (gradients accumulate in promote_types(dtype, float32)).
+        tapered: the buckets become smaller towards the end, each about half of what is left, down to 1 MB: for a chunk
+            whose last backward is the step's last, where only the last bucket's reduction is not hidden.
 
     Returns:
         Buckets in the order of their last contribution. Backward completes gradients in the reverse order of
@@ -284,10 +293,13 @@ def bucket_layouts(gradients: Sequence[Gradient], bucket_bytes: int, item_bytes:
     open_buckets: dict[ReduceOver, list[Gradient]] = {}
     closed: list[list[Gradient]] = []
     completion = {gradient.name: place for place, gradient in enumerate(reversed(gradients))}
+    left = item_bytes * sum(gradient.numel for gradient in gradients)
     for gradient in reversed(gradients):
         bucket = open_buckets.setdefault(gradient.reduce_over, [])
         bucket.append(gradient)
-        if item_bytes * sum(g.numel for g in bucket) >= bucket_bytes:
+        left -= item_bytes * gradient.numel
+        limit = min(bucket_bytes, max(left, _SMALLEST_BUCKET_BYTES)) if tapered else bucket_bytes
+        if item_bytes * sum(g.numel for g in bucket) >= limit:
             closed.append(open_buckets.pop(gradient.reduce_over))
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: completion[bucket[-1].name])

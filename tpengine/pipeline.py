@@ -20,11 +20,13 @@ from torch.distributed import ProcessGroup
 
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
-from tpengine.plan import SCHEDULES, Action, Kind, Plan, forward_only, lower, verify
+from tpengine.gradients import DeferringSink, WeightHalves
+from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, make_schedule, verify
+from tpengine.rank_pipeline import RankPipeline
 from tpengine.same_model import broadcast_model, check_same, describe_model, differing_members
 from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
 from tpengine.stage import Stage
-from tpengine.transfers import Transfers, open_mailbox
+from tpengine.transfers import open_mailbox
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,23 +51,26 @@ class Pipeline:
         loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch.
         num_micro_batches: how many a step's batch is split into.
         group: the pipeline's ranks, in stage order; default all.
-        schedule: a name in tpengine.plan.SCHEDULES.
-        cut: modules of each stage; by default the cut follows the modules' measured cost, forward and backward.
+        schedule: a name in tpengine.plan.SCHEDULES, or the path of a text file with one.
+        chunks_per_rank: parts that a rank holds with schedule interleaved; the other schedules fix it.
+        cut: modules of each part, in model order; by default the cut follows the modules' measured cost, forward and
+            backward.
         trace: records what the executor runs.
 
     Attributes:
         stage: this rank's modules, under their names in `model`: a state dict of all stages is that of the model.
-        layers: half-open range of modules of each stage.
+        layers: half-open range of modules of each part of the model; the schedule says which rank holds it.
         plan: the verified plan of a step; what runs is `plan.actions[rank]`.
 
     Raises:
         ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
-            modules than ranks, an unknown schedule, a parameter or buffer shared between stages, a stage other than
-            the first that passes no gradient back.
+            modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
+            the first that passes no gradient back, a schedule that splits backward over modules that cannot.
         RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
-    generator.
+    generator. A schedule that splits backward into halves (zb-h1, zbv) needs modules that give their weight gradients
+    to a sink, as those of tpengine.layers: autograd computes both halves of any other at once.
     Cost: construction runs the sample a few times through the model on rank 0. Memory: inputs and outputs of as many
     micro-batches as the schedule keeps alive.
     """
@@ -79,6 +84,7 @@ class Pipeline:
         num_micro_batches: int,
         group: ProcessGroup | None = None,
         schedule: str = "1f1b",
+        chunks_per_rank: int = 2,
         cut: Sequence[int] | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -91,29 +97,40 @@ class Pipeline:
         self._sample_shape, self._dtype, self._device = sample.shape, sample.dtype, sample.device
         arguments = [
             f"num_micro_batches {num_micro_batches}",
-            f"schedule {schedule}",
+            f"schedule {schedule} {chunks_per_rank}",
             f"cut {cut and list(cut)}",
             f"sample {list(sample.shape)} {sample.dtype}",
         ]
         modules = [type(model).__qualname__, *map(str, model._modules.values())]
         check_same([*describe_model(model), *modules, *arguments], model, self._comm)
-        _check_arguments(model, sample, self._comm.size, schedule, num_micro_batches)
+        _check_arguments(model, sample, num_micro_batches)
+        made = make_schedule(schedule, self._comm.size, num_micro_batches, chunks_per_rank)
+        _check_schedule(made, model)
         broadcast_model(model, self._comm)
         profiles = profile_on_rank_0(model, sample, self._comm)
         if cut is None:
-            self.layers = cut_by_cost([module.seconds for module in profiles], self._comm.size)
+            self.layers = cut_by_cost([module.seconds for module in profiles], len(made.ranks))
         else:
-            self.layers = cut_by_hand(cut, len(model), self._comm.size)
-        check_cut(model, self.layers, profiles)
-        self._chunks = chunks_of(self.layers, profiles)
-        self.plan = self._lowered(schedule, training=True)
+            self.layers = cut_by_hand(cut, len(model), len(made.ranks))
+        check_cut(model, self.layers, made.ranks, profiles)
+        self._chunks = chunks_of(self.layers, made.ranks, profiles)
+        self.plan = self._lowered(made, training=True)
         _check_same_plan(self.plan, self._device, self._comm)
 
-        first, last = self.layers[self._comm.rank]
-        self.stage = nn.Sequential(OrderedDict(children_of(model)[first:last]))
+        self._held = self.plan.chunks_of(self._comm.rank)
+        children = children_of(model)
+        mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
+        self.stage = nn.Sequential(OrderedDict(mine))
         self.stage.training = model.training
+        self._halves = WeightHalves()
+        if made.splits_backward:
+            _defer_weight_gradients(self.stage, self._halves)
+        self._modules = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
         # A module that works in place must not do so on the received tensor, which collects the gradient.
-        self._copies_input = first > 0 and any(module.in_place for module in profiles[first:last])
+        self._copies_input = {
+            chunk: chunk > 0 and any(module.in_place for module in profiles[slice(*self.layers[chunk])])
+            for chunk in self._held
+        }
         self._received: set[int] = set()
         self._inputs: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
@@ -124,12 +141,12 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """Whether this rank reads the inputs."""
-        return self._comm.rank == 0
+        return 0 in self._held
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
-        return self._comm.rank == self._comm.size - 1
+        return len(self.layers) - 1 in self._held
 
     def step(self, inputs: Tensor | None, targets: Tensor | None) -> float:
         """Run forward and backward of a batch; gradients are added to `.grad` of the stage's parameters.
@@ -144,8 +161,8 @@ class Pipeline:
             replicas.finish()
 
         Args:
-            inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed on the first rank only.
-            targets: [num_micro_batches * n, ...]; needed on the last rank only.
+            inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed where `is_first` only.
+            targets: [num_micro_batches * n, ...]; needed where `is_last` only.
 
         Returns:
             The mean loss of the batch, equal on all ranks.
@@ -166,7 +183,7 @@ class Pipeline:
             inputs: as in `step`.
 
         Returns:
-            On the last rank the outputs of the whole batch, elsewhere None.
+            Where `is_last` the outputs of the whole batch, elsewhere None.
 
         Raises:
             ValueError: as `step`.
@@ -179,42 +196,41 @@ class Pipeline:
     def _run(self, plan: Plan, *, training: bool) -> None:
         rank = self._comm.rank
         self._received.clear()
-        stage = Stage(
-            self._compute,
-            (lambda mb: self._inputs[mb]) if self.is_first else None,
-            (self._weighted_loss if training else self._keep) if self.is_last else None,
+        pipeline = RankPipeline(
+            plan,
+            rank,
+            self._stages(training=training),
+            self._group,
+            self._device,
+            self._mailbox,
+            halves=self._halves,
+            apart=self._apart,
+            on_receive=lambda tensor: self._received.add(tensor.untyped_storage().data_ptr()),
         )
-
-        def fetch(action: Action) -> Tensor:
-            if action.kind is Kind.SEND_B:
-                return self._apart(stage.take_input_grad(action.piece[1]))
-            return self._apart(stage.output(action.piece[1]) if training else stage.take_output(action.piece[1]))
-
-        def deliver(action: Action, tensor: Tensor) -> None:
-            self._received.add(tensor.untyped_storage().data_ptr())
-            receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
-            receive(action.piece[1], tensor)
-
-        transfers = Transfers(plan, rank, self._group, fetch, deliver, self._device, self._mailbox)
-
-        def wait(action: Action) -> None:
-            for transfer in action.subs:
-                transfers.wait(transfer)
-
-        run_forward = stage.forward if training else stage.forward_only
         handlers: dict[Kind, Handler] = {
-            Kind.F: lambda action: run_forward(action.piece[1]),
-            Kind.B: lambda action: stage.backward(action.piece[1]),
-            Kind.WAIT: wait,
+            **pipeline.handlers(),
+            Kind.WAIT: pipeline.wait,
             # The user's optimizer clips and steps, after `step` has returned.
             Kind.CLIP: lambda _: None,
             Kind.STEP: lambda _: None,
         }
-        handlers |= dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.EXCHANGE), transfers.post)
         Executor(dist.get_rank(), handlers, self._trace).run(plan.actions[rank])
 
-    def _compute(self, x: Tensor) -> Tensor:
-        y: Tensor = self.stage(x.clone() if self._copies_input else x)
+    def _stages(self, *, training: bool) -> dict[int, Stage]:
+        last = len(self.layers) - 1
+        return {
+            chunk: Stage(
+                lambda x, chunk=chunk: self._compute(x, chunk),  # type: ignore[misc]
+                (lambda mb: self._inputs[mb]) if chunk == 0 else None,
+                (self._weighted_loss if training else self._keep) if chunk == last else None,
+            )
+            for chunk in self._held
+        }
+
+    def _compute(self, x: Tensor, chunk: int) -> Tensor:
+        y = x.clone() if self._copies_input[chunk] else x
+        for module in self._modules[chunk]:
+            y = module(y)
         return y
 
     def _apart(self, tensor: Tensor) -> Tensor:
@@ -266,14 +282,12 @@ class Pipeline:
 
     @cached_property
     def _forward_plan(self) -> Plan:
-        return self._lowered("forward_only", training=False)
+        ranks = tuple(chunk.rank for chunk in self._chunks)
+        return self._lowered(forward_only(ranks, self._num), training=False)
 
-    def _lowered(self, schedule: str, *, training: bool) -> Plan:
-        size = self._comm.size
-        compute = SCHEDULES[schedule](size, self._num) if training else forward_only(size, self._num)
+    def _lowered(self, schedule: Schedule, *, training: bool) -> Plan:
         plan = lower(
             schedule,
-            compute,
             self._chunks,
             buckets=(),
             ties=(),
@@ -285,9 +299,7 @@ class Pipeline:
         return plan
 
 
-def _check_arguments(
-    model: nn.Sequential, sample: Tensor, num_stages: int, schedule: str, num_micro_batches: int
-) -> None:
+def _check_arguments(model: nn.Sequential, sample: Tensor, num_micro_batches: int) -> None:
     if type(model).forward is not nn.Sequential.forward:
         raise ValueError(
             f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
@@ -295,15 +307,36 @@ def _check_arguments(
         )
     if sample.dim() == 0 or sample.shape[0] == 0:
         raise ValueError(f"a sample must have rows: got shape {list(sample.shape)}: pass the input of a micro-batch")
-    if len(model) < num_stages:
-        raise ValueError(
-            f"every stage needs a module: {len(model)} modules, {num_stages} ranks: use at most {len(model)} ranks, or "
-            "split a module"
-        )
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}: got {schedule!r}: use 1f1b")
     if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use {2 * num_stages}")
+        raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use 8")
+
+
+def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
+    num_chunks = len(schedule.ranks)
+    if len(model) < num_chunks:
+        raise ValueError(
+            f"every part of the model needs a module: {len(model)} modules, {schedule.name} makes {num_chunks} parts "
+            f"for {schedule.num_ranks} ranks: use fewer ranks or chunks, or split a module"
+        )
+    if not schedule.splits_backward:
+        return
+    for name, module in model.named_modules():
+        trained = any(p.requires_grad for p in module.parameters(recurse=False))
+        if trained and not hasattr(module, "sink"):
+            raise ValueError(
+                "a schedule that splits backward needs modules that give weight gradients to a sink: schedule "
+                f"{schedule.name}, module {name} is {type(module).__qualname__}, whose halves autograd computes at "
+                "once: use modules of tpengine.layers, or schedule 1f1b or interleaved"
+            )
+
+
+def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:
+    for module in stage.modules():
+        if isinstance(sink := getattr(module, "sink", None), DeferringSink):
+            # Of a pipeline made before from the same modules.
+            sink.halves = halves
+        elif sink is not None:
+            module.sink = DeferringSink(sink, halves)  # type: ignore[assignment]
 
 
 def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:

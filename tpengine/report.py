@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -14,33 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tpengine.config import Config, num_blocks, virtual_tp_of
-from tpengine.optim import AdamW
-from tpengine.parameters import num_parameters, pieces_of, stage_specs
-from tpengine.plan import Plan, simulate
-from tpengine.step_plan import Layout, dtype_bytes, gradient_bytes, stage_gradients
-from tpengine.virtual_ranks import num_gradient_buffers
+from tpengine.parameters import num_parameters
+from tpengine.plan import Plan, clock
+from tpengine.step_costs import bytes_per_rank
+from tpengine.step_plan import Layout
 
 _PLAIN_LINES = 40
-
-
-def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
-    """For each stage (parameters, bytes) of one rank: weights, gradients, two moments, and masters below float32.
-
-    Exact mode keeps several gradient buffers, and its virtual ranks may hold a part each of one gradient.
-    """
-    wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
-    element = narrow + wide * (AdamW.states_per_element(narrow == wide) - 1)
-    exact = config.train.reduction == "exact"
-    table_size = virtual_tp_of(config) if exact else layout.tp
-    num_buffers = num_gradient_buffers(num_blocks(config) // layout.dp) if exact else 1
-    stages = []
-    for first, last in layout.layers:
-        specs = stage_specs(config.model, table_size, first, last)
-        pieces = [piece for spec in specs for piece in pieces_of(spec, table_size, range(table_size // layout.tp))]
-        numel = sum(math.prod(piece.block[1]) for piece in pieces)
-        gradients = sum(gradient.numel for gradient in stage_gradients(config, first, last))
-        stages.append((numel, numel * element + gradients * num_buffers * wide))
-    return stages
 
 
 def show_plan(
@@ -63,11 +41,10 @@ def show_plan(
         ),
     ]
     for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
-        first, last = layout.layers[stage]
-        what = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+        what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
         size = f"{num_bytes / 1e6:.1f} MB a rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
-    bubble = f"{plan.schedule}, bubble {simulate(plan).bubble:.1%} of the step (backward = 2 forward)"
+    bubble = f"{plan.schedule}, bubble {clock(plan.actions).bubble:.1%} of the step (backward = 2 forward)"
     lines.append(("pipeline", bubble if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
         virtual = f"{virtual_tp_of(config)} virtual tp ranks, {num_blocks(config)} blocks of micro-batches"
@@ -76,6 +53,10 @@ def show_plan(
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
 
 
 class ProgressLine:

@@ -26,6 +26,7 @@ from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
 from tpengine.peers import Peers
+from tpengine.profile import Profiler
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.resume import Checkpoint
 from tpengine.run_checkpoints import RunCheckpoints
@@ -98,7 +99,8 @@ def _train(job: Job, watch: Watch) -> None:
         except CheckpointError as error:
             raise RunError(str(error)) from None
     with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints:
-        _steps(trainer, first_step, console, writer, checkpoints, watch)
+        profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
+        _steps(trainer, first_step, console, writer, checkpoints, profiler, watch)
     held_out = None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
@@ -190,6 +192,7 @@ def _steps(
     console: Console,
     writer: MetricsWriter | None,
     checkpoints: RunCheckpoints,
+    profiler: Profiler,
     watch: Watch,
 ) -> None:
     config, device = trainer.config, trainer.device
@@ -197,6 +200,7 @@ def _steps(
     watch.stoppable = True
     with ProgressLine(console, config.train.steps, first_step) as progress:
         for step in range(first_step, config.train.steps):
+            profiler.begin(step)
             clock = StepClock(device)
             result = trainer.train_step(step)
             trainer.activity.begin("ending the step with all ranks")
@@ -217,8 +221,10 @@ def _steps(
             if writer is not None:
                 writer.write(record)
             progress.update(record)
+            profiler.end(step, seconds)
             if stop_signal:
                 progress.__exit__()
+                profiler.finish()
                 watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
             checkpoints.after_step(step + 1)
     checkpoints.wait()

@@ -1,4 +1,4 @@
-"""Where an nn.Sequential is cut into pipeline stages: by what each module costs, measured on a sample.
+"""Where an nn.Sequential is cut into the parts of a pipeline: by what each module costs, measured on a sample.
 
 One run of the sample through the real modules gives both the costs and the shapes at every boundary; it is made on one
 rank and told to the others, so that all cut alike. Nothing of it stays: no gradient, no running statistics, no draw
@@ -52,6 +52,10 @@ def profile(model: nn.Sequential, sample: Tensor) -> list[ModuleProfile]:
         ValueError: a module returns no tensor.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # Layers with a gradient sink add to .grad by themselves, whatever autograd is asked for.
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
     devices = [sample.device] if sample.is_cuda else []
     profiles = []
     try:
@@ -76,6 +80,8 @@ def profile(model: nn.Sequential, sample: Tensor) -> list[ModuleProfile]:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
     return profiles
 
 
@@ -101,71 +107,81 @@ def children_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model._modules.items() if module is not None]
 
 
-def cut_by_cost(seconds: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each stage, so that the slowest stage is as fast as possible.
+def cut_by_cost(seconds: Sequence[float], num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """Half-open module range of each part, so that the slowest one is as fast as possible.
 
     Raises:
-        ValueError: fewer modules than stages.
+        ValueError: fewer modules than parts.
     """
-    return partition_layers(seconds, 0, 0, num_stages)
+    return partition_layers(seconds, 0, 0, num_chunks)
 
 
-def cut_by_hand(sizes: Sequence[int], num_modules: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each stage from the number of modules each is to hold.
+def cut_by_hand(sizes: Sequence[int], num_modules: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """Half-open module range of each part from the number of modules each is to hold.
 
     Raises:
-        ValueError: not one size a stage, an empty stage, or another sum than the number of modules.
+        ValueError: not one size a part, an empty one, or another sum than the number of modules.
     """
-    if len(sizes) != num_stages or sum(sizes) != num_modules or min(sizes) < 1:
+    if len(sizes) != num_chunks or sum(sizes) != num_modules or min(sizes) < 1:
         raise ValueError(
-            f"a cut gives every stage at least one module and uses all: cut {list(sizes)}, {num_stages} stages, "
+            f"a cut gives every part at least one module and uses all: cut {list(sizes)}, {num_chunks} parts, "
             f"{num_modules} modules: leave cut out, and it is balanced by measured cost"
         )
-    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    ends = [sum(sizes[: chunk + 1]) for chunk in range(num_chunks)]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def check_cut(model: nn.Sequential, layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> None:
-    """Refuse a cut whose stages could not train as the whole model does.
+def check_cut(
+    model: nn.Sequential,
+    layers: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    profiles: Sequence[ModuleProfile],
+) -> None:
+    """Refuse a cut whose parts could not train as the whole model does.
+
+    Args:
+        layers, ranks: module range and rank of each part.
 
     Raises:
-        ValueError: two stages share a parameter or buffer, or a stage other than the first passes no gradient back.
+        ValueError: two ranks share a parameter or buffer, or a part other than the first passes no gradient back.
     """
     modules = children_of(model)
     owner: dict[Tensor, int] = {}
-    for stage, (first, last) in enumerate(layers):
+    for chunk, ((first, last), rank) in enumerate(zip(layers, ranks, strict=True)):
         held = nn.Sequential(OrderedDict(modules[first:last]))
         for kind, named in (("parameter", held.named_parameters()), ("buffer", held.named_buffers())):
             for name, tensor in named:
-                if owner.setdefault(tensor, stage) != stage:
+                if owner.setdefault(tensor, rank) != rank:
                     raise ValueError(
-                        f"a {kind} must belong to one stage: {name} of stage {stage} is shared with stage "
+                        f"a {kind} must belong to one rank: {name} of rank {rank} is shared with rank "
                         f"{owner[tensor]}: choose a cut that keeps both uses together"
                     )
         if last < len(modules) and not profiles[last - 1].differentiable:
             raise ValueError(
-                f"what crosses a stage's end must carry a gradient: module {modules[last - 1][0]} returns "
+                f"what crosses the end of a part must carry a gradient: module {modules[last - 1][0]} returns "
                 f"{profiles[last - 1].output}: choose a cut elsewhere"
             )
         for place in range(first, last):
-            if stage > 0 and not profiles[place].passes_gradient:
+            if chunk > 0 and not profiles[place].passes_gradient:
                 raise ValueError(
-                    f"only the first stage may end gradients: module {modules[place][0]} of stage {stage} passes none "
-                    "to its input: choose a cut that has it in the first stage"
+                    f"only the first part may end gradients: module {modules[place][0]} of part {chunk} passes none "
+                    "to its input: choose a cut that has it in the first part"
                 )
 
 
-def chunks_of(layers: Sequence[tuple[int, int]], profiles: Sequence[ModuleProfile]) -> tuple[Chunk, ...]:
-    """The plan's chunks, one a stage, with what crosses between them."""
+def chunks_of(
+    layers: Sequence[tuple[int, int]], ranks: Sequence[int], profiles: Sequence[ModuleProfile]
+) -> tuple[Chunk, ...]:
+    """The plan's chunks, with what crosses between them."""
     boundary = [profiles[last - 1].output for _, last in layers]
     return tuple(
         Chunk(
             rank,
             span,
-            input=boundary[rank - 1] if rank > 0 else None,
-            output=boundary[rank] if rank < len(layers) - 1 else None,
+            input=boundary[chunk - 1] if chunk > 0 else None,
+            output=boundary[chunk] if chunk < len(layers) - 1 else None,
         )
-        for rank, span in enumerate(layers)
+        for chunk, (span, rank) in enumerate(zip(layers, ranks, strict=True))
     )
 
 

@@ -1,7 +1,9 @@
-"""One pipeline stage at run time: forward and backward of micro-batches, and what must live between them.
+"""One chunk of the model at run time: forward and backward of micro-batches, and what must live between them.
 
-A stage drives any callable that maps a tensor to a tensor; it knows no layers and no transport. What it keeps: the
-input of each micro-batch in flight (its gradient goes upstream) and the output (its gradient comes from downstream).
+A stage drives any callable that maps a tensor to a tensor; it knows no layers and no transport. Of each micro-batch in
+flight it keeps the input, whose gradient goes upstream, and where backward enters the graph. The output itself is given
+away by the time it has been sent: backward needs its place in the graph (`torch.autograd.graph.GradientEdge`), not its
+values, unless an operation has saved them, which keeps them by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Stage:
@@ -19,8 +22,9 @@ class Stage:
         forward: x -> y, recorded by autograd.
         first_input: micro-batch -> model input, on the first chunk; None elsewhere.
         loss: (y, micro-batch) -> scalar that backward starts from, on the last chunk; None elsewhere.
+        recompute: keep only the input between forward and backward, which runs forward, and the loss, once more.
 
-    Memory: inputs and outputs of the micro-batches between their F and their B.
+    Memory: inputs and graphs of the micro-batches between their F and their B.
     """
 
     def __init__(
@@ -28,10 +32,15 @@ class Stage:
         forward: Callable[[Tensor], Tensor],
         first_input: Callable[[int], Tensor] | None,
         loss: Callable[[Tensor, int], Tensor] | None,
+        *,
+        recompute: bool = False,
     ) -> None:
         self._forward, self._first_input, self._loss = forward, first_input, loss
+        self._recompute = recompute
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
+        # Where backward enters; None where nothing before it needs a gradient, or nothing is kept.
+        self._ends: dict[int, Tensor | GradientEdge | None] = {}
         self._output_grads: dict[int, Tensor] = {}
         self._input_grads: dict[int, Tensor] = {}
 
@@ -43,12 +52,8 @@ class Stage:
         """Take the downstream stage's gradient; it must stay unchanged until this micro-batch's backward."""
         self._output_grads[microbatch] = dy
 
-    def output(self, microbatch: int) -> Tensor:
-        """What the downstream stage needs, without history."""
-        return self._outputs[microbatch].detach()
-
     def take_output(self, microbatch: int) -> Tensor:
-        """What the downstream stage needs of a forward-only pass; handed out once."""
+        """What the downstream stage needs, without history; handed out once."""
         return self._outputs.pop(microbatch)
 
     def take_input_grad(self, microbatch: int) -> Tensor:
@@ -56,22 +61,25 @@ class Stage:
         return self._input_grads.pop(microbatch)
 
     def forward(self, microbatch: int) -> None:
-        """Run F and keep the graph for backward."""
-        if self._first_input is not None:
-            y = self._forward(self._first_input(microbatch))
+        """Run F; keep the graph for backward, or with `recompute` the input alone."""
+        if self._recompute:
+            with torch.no_grad():
+                self._run(microbatch)
+            self._ends[microbatch] = None
         else:
-            # detach: a leaf of its own that shares the received memory and collects the gradient
-            x = self._inputs[microbatch].detach().requires_grad_()
-            self._inputs[microbatch] = x
-            y = self._forward(x)
-        self._outputs[microbatch] = y if self._loss is None else self._loss(y, microbatch)
+            self._ends[microbatch] = self._end_of(self._run(microbatch))
 
     def backward(self, microbatch: int) -> None:
-        """Run B and forget the micro-batch."""
-        y, dy = self._outputs.pop(microbatch), self._output_grads.pop(microbatch, None)
-        # A first stage may have nothing to train; a loss that needs no gradient is a mistake that autograd names.
-        if y.requires_grad or self._loss is not None:
-            torch.autograd.backward(y, dy)
+        """Run B, or I where sinks put weight gradients off, and forget the micro-batch."""
+        end, dy = self._ends.pop(microbatch), self._output_grads.pop(microbatch, None)
+        if self._recompute:
+            end = self._end_of(self._run(microbatch))
+        self._outputs.pop(microbatch, None)
+        if isinstance(end, GradientEdge):
+            torch.autograd.backward([end], [dy])
+        elif end is not None:
+            # A loss that needs no gradient is a mistake that autograd names.
+            torch.autograd.backward(end)
         x = self._inputs.pop(microbatch, None)
         if x is not None:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"
@@ -86,3 +94,23 @@ class Stage:
             self._outputs[microbatch] = y
         else:
             self._loss(y, microbatch)
+
+    def _run(self, microbatch: int) -> Tensor:
+        """Compute the output, or the loss, of a micro-batch; what the downstream stage needs waits to be sent."""
+        if self._first_input is not None:
+            y = self._forward(self._first_input(microbatch))
+        else:
+            # detach: a leaf of its own that shares the received memory and collects the gradient
+            x = self._inputs[microbatch].detach().requires_grad_()
+            self._inputs[microbatch] = x
+            y = self._forward(x)
+        if self._loss is not None:
+            return self._loss(y, microbatch)
+        self._outputs[microbatch] = y.detach()
+        return y
+
+    def _end_of(self, y: Tensor) -> Tensor | GradientEdge | None:
+        if self._loss is not None:
+            return y
+        # A first stage may have nothing to train.
+        return get_gradient_edge(y) if y.requires_grad else None

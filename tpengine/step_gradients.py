@@ -41,8 +41,8 @@ class StepGradients(Protocol):
     def begin(self) -> None:
         """Begin a step: everything is zero."""
 
-    def after_backward(self, microbatch: int, reduced: Collection[int]) -> None:
-        """A micro-batch of this replica has been added; `reduced`: buckets whose reductions have started."""
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
+        """A micro-batch of this replica has been added to a chunk; `reduced`: buckets whose reductions have started."""
 
     def finish(self) -> None:
         """Take the sums that are left; all reductions have been waited for."""
@@ -54,7 +54,7 @@ class FastGradients:
     Args:
         layouts: buckets by index.
         held: the parameters by piece.
-        tied_ends: the embedding is also the output head of this stage.
+        tied_ends: the embedding is also the output head of its chunk, and gets two contributions in a backward pass.
         comms: the ranks.
         dtype, device: of the buffers.
         sink: what the model's layers add to.
@@ -91,7 +91,7 @@ class FastGradients:
         """As StepGradients."""
         self.buckets.zero()
 
-    def after_backward(self, microbatch: int, reduced: Collection[int]) -> None:
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
         """Nothing: micro-batches are added one after the other."""
 
     def finish(self) -> None:
@@ -107,7 +107,8 @@ class ExactGradients:
         layouts: buckets by index, of parameters.exact_gradients.
         pieces, held: what this rank holds, and the parameters, by piece.
         virtual: the virtual ranks.
-        tied_ends: the embedding is also the output head of this stage, which then has a buffer of its own.
+        chunk_of: the chunk that fills each bucket, by index.
+        tied_ends: the embedding is also the output head of this rank, which then has a buffer of its own.
         comms: the ranks.
         num_micro_batches: of a step and replica.
         num_blocks: of them, on this replica.
@@ -127,6 +128,7 @@ class ExactGradients:
         pieces: Mapping[str, Piece],
         held: Mapping[str, Parameter],
         virtual: VirtualRanks,
+        chunk_of: Mapping[int, int],
         tied_ends: bool,
         comms: Communicators,
         num_micro_batches: int,
@@ -137,7 +139,7 @@ class ExactGradients:
         head_sinks: Sequence[BufferSink],
     ) -> None:
         self._block_length = num_micro_batches // num_blocks
-        self._layouts = layouts
+        self._layouts, self._chunk_of = layouts, chunk_of
         self.on_block_end: Callable[[Mapping[str, Tensor]], None] | None = None
         leaves = _Leaves(pieces, virtual, tied_ends)
         shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
@@ -171,12 +173,12 @@ class ExactGradients:
         self.buckets.zero()
         self._blocks.begin()
 
-    def after_backward(self, microbatch: int, reduced: Collection[int]) -> None:
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
         """End a block after its last micro-batch; buckets whose reductions have started did so before."""
         if (microbatch + 1) % self._block_length:
             return
         for index in self.buckets.flat:
-            if index not in reduced:
+            if self._chunk_of[index] == chunk and index not in reduced:
                 self._end_block(index)
 
     def finish(self) -> None:

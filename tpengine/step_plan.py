@@ -7,16 +7,18 @@ plan/; here is only what a transformer of this configuration puts into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpkernels.work import attention_work, matmul_work
 
-from tpengine.config import Config, ModelConfig, virtual_tp_of
+from tpengine.config import Config, ModelConfig, schedule_of, virtual_tp_of
 from tpengine.parameters import (
+    EMBEDDING,
     BucketLayout,
     Gradient,
     bucket_layouts,
+    embedding_spec,
     exact_gradients,
     gradients_of,
     kv_replicas,
@@ -24,15 +26,17 @@ from tpengine.parameters import (
     stage_specs,
 )
 from tpengine.plan import (
-    SCHEDULES,
     Bucket,
     Chunk,
+    Gathered,
     Plan,
+    Recompute,
     TensorSpec,
     Tie,
     forward_only,
     lower,
     partition_layers,
+    slack,
     verify,
 )
 
@@ -43,21 +47,47 @@ _EMBEDDING_FLOPS_PER_ELEMENT = 2
 
 
 @dataclass(frozen=True)
+class PlacedBucket:
+    """A gradient bucket and the chunks whose backwards fill it: one, or both ends of a model with tied embeddings."""
+
+    chunks: tuple[int, ...]
+    layout: BucketLayout
+
+
+@dataclass(frozen=True)
 class Layout:
-    """One rank-independent description of a resolved configuration: sizes of the axes, layers and buckets.
+    """One rank-independent description of a resolved configuration: sizes of the axes, chunks, layers and buckets.
 
     Attributes:
         pp, dp, tp: sizes of the axes.
-        layers: half-open layer range of each stage.
-        buckets: for each stage, bucket index -> layout, in the order in which backward completes them. Indices are
-            unique over all stages.
+        ranks: the pipeline rank of each chunk of the model, in model order.
+        layers: half-open layer range of each chunk.
+        buckets: by index, unique over all ranks; a chunk's in the order in which backward completes them.
     """
 
     pp: int
     dp: int
     tp: int
+    ranks: tuple[int, ...]
     layers: tuple[tuple[int, int], ...]
-    buckets: tuple[Mapping[int, BucketLayout], ...]
+    buckets: Mapping[int, PlacedBucket]
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a pipeline rank, in model order."""
+        return tuple(chunk for chunk, holder in enumerate(self.ranks) if holder == rank)
+
+    def layers_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Half-open layer ranges of a pipeline rank's chunks, in model order."""
+        return tuple(self.layers[chunk] for chunk in self.chunks_of(rank))
+
+    def buckets_of(self, rank: int) -> dict[int, BucketLayout]:
+        """The buckets of a pipeline rank, by index."""
+        return {i: bucket.layout for i, bucket in self.buckets.items() if self.ranks[bucket.chunks[0]] == rank}
+
+    @property
+    def ends_share_a_rank(self) -> bool:
+        """Whether one rank holds the model's first chunk and its last."""
+        return self.ranks[0] == self.ranks[-1]
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -91,26 +121,52 @@ def layout_of(config: Config) -> Layout:
     """Describe a validated configuration (config.validate): who holds which layers and buckets."""
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
-    layers = layer_ranges(model, config.train.seq_len, parallel.pp)
-    buckets: list[Mapping[int, BucketLayout]] = []
-    next_index = 0
-    for first, last in layers:
-        gradients = stage_gradients(config, first, last)
-        layouts = bucket_layouts(gradients, parallel.bucket_bytes, gradient_bytes(config.train.dtype))
-        buckets.append(dict(enumerate(layouts, start=next_index)))
-        next_index += len(layouts)
-    return Layout(parallel.pp, parallel.dp, parallel.tp, layers, tuple(buckets))
+    schedule = schedule_of(config)
+    layers = layer_ranges(model, config.train.seq_len, len(schedule.ranks))
+    gradients = chunk_gradients(config, schedule.ranks, layers)
+    item = gradient_bytes(config.train.dtype)
+    placed: list[PlacedBucket] = []
+    for chunk, ends_after in enumerate(slack(schedule)):
+        # Nothing hides what is reduced after the step's last backward: there the last bucket is to be a small one.
+        layouts = bucket_layouts(gradients[chunk,], parallel.bucket_bytes, item, tapered=ends_after == 0)
+        placed += [PlacedBucket((chunk,), layout) for layout in layouts]
+    for chunks in gradients:
+        if len(chunks) > 1:
+            placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
+    return Layout(parallel.pp, parallel.dp, parallel.tp, schedule.ranks, layers, dict(enumerate(placed)))
 
 
-def stage_gradients(config: Config, first: int, last: int) -> tuple[Gradient, ...]:
-    """The gradient buffers of a rank whose stage holds layers [first, last)."""
-    model, tp = config.model, config.parallel.tp
+def chunk_gradients(
+    config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
+) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
+    """The gradient buffers, by the chunks whose backwards add to them.
+
+    Args:
+        ranks, layers: pipeline rank and layer range of each chunk.
+
+    Returns:
+        One entry a chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
+        both uses to one buffer, an entry of both for that buffer.
+    """
+    model, tp, exact = config.model, config.parallel.tp, config.train.reduction == "exact"
     assert tp, "resolve the layout first: config.validate"
-    if config.train.reduction == "fast":
-        return gradients_of(stage_specs(model, tp, first, last), tp)
-    virtual = virtual_tp_of(config)
-    tied_ends = model.tie_embeddings and (first, last) == (0, model.num_layers)
-    return exact_gradients(stage_specs(model, virtual, first, last), virtual, virtual // tp, tied_ends)
+    table_size = virtual_tp_of(config) if exact else tp
+    last = len(ranks) - 1
+    shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
+    found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}
+    for chunk, (begin, end) in enumerate(layers):
+        specs = stage_specs(model, table_size, begin, end)
+        if exact:
+            # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
+            uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
+            found[chunk,] = exact_gradients(specs, table_size, table_size // tp, uses)
+            continue
+        if shares_ends:
+            specs = tuple(spec for spec in specs if spec.name != EMBEDDING)
+        found[chunk,] = gradients_of(specs, tp)
+    if shares_ends and not exact:
+        found[0, last] = gradients_of([embedding_spec(model, tp)], tp)
+    return found
 
 
 def num_summed(layout: Layout, bucket: BucketLayout, model: ModelConfig) -> int:
@@ -134,24 +190,20 @@ def training_plan(config: Config, layout: Layout) -> Plan:
 
     Returns:
         A plan that has passed `verify`: micro-batches of one replica, bucket reductions for every bucket with more
-        than one holder, the tied embeddings' sum, clip and step.
+        than one holder, the tied embeddings' sum where the ends are on two ranks, clip and step.
     """
-    num = config.train.num_micro_batches
-    compute = SCHEDULES[config.parallel.schedule](layout.pp, num)
     buckets = tuple(
-        Bucket(index, chunk)
-        for chunk, held in enumerate(layout.buckets)
-        for index, bucket in held.items()
-        if num_summed(layout, bucket, config.model) > 1
+        Bucket(index, bucket.chunks)
+        for index, bucket in layout.buckets.items()
+        if num_summed(layout, bucket.layout, config.model) > 1
     )
-    tied = config.model.tie_embeddings and layout.pp > 1
+    tied = config.model.tie_embeddings and not layout.ends_share_a_rank
     plan = lower(
-        config.parallel.schedule,
-        compute,
+        schedule_of(config),
         _chunks(config, layout, config.train.micro_batch_size),
         buckets,
-        (Tie(0, (0, layout.pp - 1)),) if tied else (),
-        num_microbatches=num,
+        (Tie(0, (0, len(layout.ranks) - 1)),) if tied else (),
+        num_microbatches=config.train.num_micro_batches,
         num_layers=config.model.num_layers,
         training=True,
     )
@@ -162,8 +214,7 @@ def training_plan(config: Config, layout: Layout) -> Plan:
 def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_batch_size: int) -> Plan:
     """Build and verify a forward-only plan (held-out loss, sampling) of the given micro-batches."""
     plan = lower(
-        "forward_only",
-        forward_only(layout.pp, num_microbatches),
+        forward_only(layout.ranks, num_microbatches),
         _chunks(config, layout, micro_batch_size),
         (),
         (),
@@ -178,12 +229,15 @@ def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_ba
 def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chunk, ...]:
     tokens = micro_batch_size * config.train.seq_len
     boundary = TensorSpec((tokens // layout.tp, config.model.hidden_size), config.train.dtype)
+    last = len(layout.ranks) - 1
     return tuple(
         Chunk(
             rank,
             layers,
-            input=None if rank == 0 else boundary,
-            output=None if rank == layout.pp - 1 else boundary,
+            input=None if chunk == 0 else boundary,
+            output=None if chunk == last else boundary,
+            recompute=Recompute(config.parallel.recompute),
+            gathered=Gathered(config.parallel.gathered),
         )
-        for rank, layers in enumerate(layout.layers)
+        for chunk, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
     )

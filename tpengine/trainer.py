@@ -7,6 +7,7 @@ handlers connect its actions to stage, transfers, buckets and optimizer; the los
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -21,14 +22,16 @@ from tpengine.config import Config, dump_toml
 from tpengine.data import Corpus, first_sample_index
 from tpengine.distributed import differing_ranks, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace
+from tpengine.gradients import WeightHalves
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.mesh import Shape, build_mesh
 from tpengine.optim import AdamW, clip_, learning_rate, squared_norms
 from tpengine.parameters import EMBEDDING, kv_replicas, stage_specs
-from tpengine.plan import Action, Kind, verify_loss_weights
+from tpengine.plan import Action, Kind, Recompute, verify_loss_weights
+from tpengine.rank_pipeline import RankPipeline
 from tpengine.stage import Stage
 from tpengine.step_plan import Layout, layout_of, training_plan
-from tpengine.transfers import Transfers, open_mailbox
+from tpengine.transfers import open_mailbox
 
 
 class RunError(RuntimeError):
@@ -61,7 +64,8 @@ class Trainer:
         activity: told what this rank does; None where nobody watches.
 
     Attributes:
-        model: this rank's slice, in this rank's shards.
+        model: this rank's chunks, in this rank's shards.
+        stages, pipeline: the same at run time, by number of the chunk, and what drives them.
         plan, layout, mesh, comms, gradients, optimizer: see their types.
         losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
         grad_norm: of the step under way, before clipping.
@@ -90,11 +94,13 @@ class Trainer:
         # Before any other group is made: ranks that differ in layout could not make one.
         self._check_same_run()
         shape = Shape.of(config.parallel)
-        self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp))
+        ends = self.layout.ranks[0], self.layout.ranks[-1]
+        self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
         self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
 
-        self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device)
+        halves = WeightHalves()
+        self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device, halves)
         self.model.initialise(config.train.seed)
         self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
@@ -110,21 +116,36 @@ class Trainer:
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._lr = 0.0
         at = self.mesh.at.pp
-        self.stage = Stage(
-            self.forward,
-            (lambda mb: self._batch.tokens[mb]) if at == 0 else None,
-            self._weighted_loss if at == shape.pp - 1 else None,
-        )
+        self.stages = self.make_stages(lambda mb: self._batch.tokens[mb], self._weighted_loss)
         self.mailbox = open_mailbox(self.plan, self.mesh.pp, device, exchange_seconds(config))
-        self._transfers = Transfers(self.plan, at, self.mesh.pp, self._fetch, self._deliver, device, self.mailbox)
-        self._trace = trace
+        self.pipeline = RankPipeline(self.plan, at, self.stages, self.mesh.pp, device, self.mailbox, halves=halves)
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """This rank's slice of the model, on a micro-batch."""
-        y: Tensor = self.model(x, self.config.train.seq_len)
+    def forward(self, x: Tensor, chunk: int) -> Tensor:
+        """One of this rank's chunks of the model, on a micro-batch; `chunk` counts them from 0."""
+        y: Tensor = self.model(x, self.config.train.seq_len, chunk)
         return y
+
+    def make_stages(
+        self, first_input: Callable[[int], Tensor], loss: Callable[[Tensor, int], Tensor]
+    ) -> dict[int, Stage]:
+        """This rank's chunks at run time, by number.
+
+        Args:
+            first_input: micro-batch -> tokens; used on the first chunk.
+            loss: (logits, micro-batch) -> scalar, or whatever ends a forward pass; used on the last chunk.
+        """
+        last = len(self.plan.chunks) - 1
+        return {
+            chunk: Stage(
+                lambda x, number=number: self.forward(x, number),  # type: ignore[misc]
+                first_input if chunk == 0 else None,
+                loss if chunk == last else None,
+                recompute=self.plan.chunks[chunk].recompute is Recompute.FULL,
+            )
+            for number, chunk in enumerate(self.plan.chunks_of(self.mesh.at.pp))
+        }
 
     def train_step(self, step: int) -> StepResult:
         """Run one step of the plan.
@@ -208,59 +229,68 @@ class Trainer:
         return self.mesh.at.dp * self.config.train.num_micro_batches + microbatch
 
     def _handlers(self) -> dict[Kind, Handler]:
+        pipeline = self.pipeline
         return {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.SEND_F: self._transfers.post,
-            Kind.RECV_F: self._transfers.post,
-            Kind.SEND_B: self._transfers.post,
-            Kind.RECV_B: self._transfers.post,
-            Kind.EXCHANGE: self._transfers.post,
+            **pipeline.handlers(),
+            Kind.F: self._at_its_place(pipeline.forward),
+            Kind.I: self._at_its_place(pipeline.input_half),
+            Kind.B: self._at_its_place(self._reducing(pipeline.backward)),
+            Kind.W: self._at_its_place(self._reducing(pipeline.weight_half)),
             Kind.WAIT: self._wait,
             Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
             Kind.CLIP: lambda _: self._clip(),
             Kind.STEP: lambda _: self._step(),
         }
 
-    def _forward(self, action: Action) -> None:
-        _, microbatch = action.piece
-        self.model.position.microbatch = self.number_of(microbatch)
-        self.stage.forward(microbatch)
+    def _at_its_place(self, handler: Handler) -> Handler:
+        """Tell the model first which micro-batch comes, for dropout."""
 
-    def _backward(self, action: Action) -> None:
-        _, microbatch = action.piece
-        self.model.position.microbatch = self.number_of(microbatch)
-        starts = {sub.index: sub for sub in action.reduces}
+        def handle(action: Action) -> None:
+            self.model.position.microbatch = self.number_of(action.piece[1])
+            handler(action)
 
-        def on_start(index: int) -> None:
-            if self._trace is not None:
-                self._trace.mark(starts[index])
+        return handle
 
-        self.buckets.arm([index for index in starts if index is not None], on_start)
-        self.stage.backward(microbatch)
-        self.buckets.disarm()
-        self.gradients.after_backward(microbatch, [index for index in starts if index is not None])
+    def _reducing(self, handler: Handler) -> Handler:
+        """Start the reductions that are due, in the plan's order, while the handler adds to weight gradients."""
+
+        def handle(action: Action) -> None:
+            starts = {sub.index: sub for sub in action.reduces if sub.index is not None}
+
+            def on_start(index: int) -> None:
+                if self.executor.trace is not None:
+                    self.executor.trace.mark(starts[index])
+
+            self.buckets.arm(list(starts), on_start)
+            handler(action)
+            self.buckets.disarm()
+            self.gradients.after_backward(*action.piece, reduced=starts.keys())
+
+        return handle
 
     def _wait(self, action: Action) -> None:
+        trace = self.executor.trace
         for started in action.subs:
-            if started.kind is Kind.REDUCE:
-                assert started.index is not None
-                self.buckets.wait(started.index)
-            else:
-                self._transfers.wait(started)
+            if trace is None:
+                self._wait_for(started)
+                continue
+            begin, was_complete = trace.now(), self._is_complete(started)
+            trace.waited(started, begin, was_complete, self._wait_for(started))
 
-    def _fetch(self, action: Action) -> Tensor:
-        _, microbatch = action.piece
-        if action.kind is Kind.SEND_F:
-            return self.stage.output(microbatch)
-        return self.stage.take_input_grad(microbatch)
+    def _wait_for(self, started: Action) -> int | None:
+        """Wait for a transfer or reduction; return when it was done, in perf_counter_ns, if what carried it knows."""
+        if started.kind is not Kind.REDUCE:
+            self.pipeline.wait_for(started)
+            return None
+        assert started.index is not None
+        ended_ns: Callable[[], int] | None = getattr(self.buckets.wait(started.index), "ended_ns", None)
+        return None if ended_ns is None else ended_ns()
 
-    def _deliver(self, action: Action, tensor: Tensor) -> None:
-        _, microbatch = action.piece
-        if action.kind is Kind.RECV_F:
-            self.stage.receive_input(microbatch, tensor)
-        else:
-            self.stage.receive_output_grad(microbatch, tensor)
+    def _is_complete(self, started: Action) -> bool:
+        if started.kind is not Kind.REDUCE:
+            return self.pipeline.is_complete(started)
+        assert started.index is not None
+        return self.buckets.is_complete(started.index)
 
     def _sum_tied_embeddings(self) -> None:
         for name, piece in self.model.pieces.items():
@@ -289,13 +319,13 @@ class Trainer:
         places = {
             name: first_place[piece.spec.name] + piece.holder
             for name, piece in self.model.pieces.items()
-            if piece.holder in held and not (piece.spec.name == EMBEDDING and self.mesh.at.pp > 0)
+            if piece.holder in held and not (piece.spec.name == EMBEDDING and not self.model.is_first)
         }
         return len(specs) * table_size, places
 
     def _result(self, step: int) -> StepResult:
         loss = -math.inf
-        if self.mesh.at.pp == self.mesh.shape.pp - 1:
+        if self.model.is_last:
             loss = float(self.comms.dp.all_reduce_(self.losses).sum()) * self._batch.loss_scale
         norm = float(self.grad_norm)
         # The device has been waited for: what its kernels gave up on is known.

@@ -72,7 +72,7 @@ def _block(piece: Piece, tensor: Tensor, stored: bool) -> Block:
 def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
     """Whether this rank, of those that hold the same block, is the one that stores it; they take turns by parameter."""
     at, shape = trainer.mesh.at, trainer.mesh.shape
-    if piece.spec.name == EMBEDDING and at.pp > 0:  # the tied copy of the last stage
+    if piece.spec.name == EMBEDDING and not trainer.model.is_first:  # the tied copy of the last stage
         return False
     num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
     holder = at.dp * num_tp + at.tp % num_tp

@@ -15,6 +15,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,23 +39,30 @@ def open_mailbox(plan: Plan, group: ProcessGroup, device: torch.device, timeout_
         timeout_seconds: how long a message waits for a rank that lives.
 
     Returns:
-        None on GPUs, for one rank, and where the ranks are on several hosts or the memory is refused, which is said:
-        then messages go through the process group.
+        None on GPUs, for one rank, where neighbouring chunks lie on ranks that are no neighbours, and where the ranks
+        are on several hosts or the memory is refused, which is said: then messages go through the process group.
 
     Memory: a rank's two queues of as many messages as the plan keeps live, and one.
     """
-    if device.type != "cpu" or dist.get_world_size(group) == 1:
+    if device.type != "cpu" or dist.get_world_size(group) == 1 or not _is_ring(plan):
         return None
     specs = [chunk.input for chunk in plan.chunks if chunk.input is not None]
     slot_bytes = max(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
     slots = [receive_slots(actions) for actions in plan.actions]
-    num_slots = 1 + max(max(of_rank.num_forward, of_rank.num_backward) for of_rank in slots)
+    # A sender is ahead by no more messages than its peer has posted receives for, of either kind.
+    num_slots = 1 + max(of_rank.num_forward + of_rank.num_backward for of_rank in slots)
     try:
         return Mailbox.open(group, slot_bytes, num_slots, timeout_seconds=timeout_seconds)
     except MemoryRefused as error:
         if dist.get_rank(group) == 0:
             print(f"tpengine: pipeline messages go through the process group: {error}", file=sys.stderr)
         return None
+
+
+def _is_ring(plan: Plan) -> bool:
+    """Whether all messages go to a neighbour on the ring of ranks."""
+    steps = {(b.rank - a.rank) % plan.num_ranks for a, b in pairwise(plan.chunks)}
+    return steps <= {0, 1, plan.num_ranks - 1}
 
 
 class Transfers:
@@ -134,6 +142,21 @@ class Transfers:
         work.wait()
         if transfer.kind in RECEIVES:
             self._deliver(transfer, tensor.to(self._device) if self._staged else tensor)
+
+    @property
+    def copies(self) -> bool:
+        """Whether posting a send and waiting for a receive move the data themselves: through a mailbox."""
+        return self._mailbox is not None
+
+    def is_complete(self, transfer: Action) -> bool:
+        """Whether `wait` would find the transfer done, but for the copy out of a mailbox; for a trace."""
+        if self._mailbox is None:
+            work, _ = self._pending[transfer]
+            return bool(work.is_completed())
+        if transfer.kind not in RECEIVES or transfer in self._arrived:
+            return True
+        peer = self._plan.peer(transfer)
+        return self._mailbox.has_arrived(peer, self._posted[peer].index(transfer))
 
     def _take(self, mailbox: Mailbox, transfer: Action) -> None:
         """Copy messages into their slots until that of `transfer` has come."""

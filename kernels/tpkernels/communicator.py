@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,12 +44,18 @@ class Pending(Protocol):
     def wait(self) -> Any:
         """Block until the result is there (on CUDA: until the current stream will see it)."""
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
 
 class _Done:
     """A collective that has ended, or one of a single rank."""
 
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class _Staged:
@@ -61,12 +68,22 @@ class _Staged:
         self.pending.wait()
         self.target.copy_(self.host)
 
+    def is_completed(self) -> bool:
+        return self.pending.is_completed()
+
 
 class _Submitted:
-    """An exchange that the communicator's thread does."""
+    """An exchange that the communicator's thread does; the future says when it has ended, as perf_counter_ns."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[int]) -> None:
         self._future = future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def ended_ns(self) -> int:
+        """When it ended, by time.perf_counter_ns, for a trace; waits until then."""
+        return self._future.result()
 
     def settle(self) -> None:
         """Wait until it has ended, whatever came of it."""
@@ -321,7 +338,7 @@ class Communicator:
             return self._start(x, dist.ReduceOp.SUM)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self.name}")
-        self._newest = _Submitted(self._thread.submit(_all_reduce_through, self.arena, x))
+        self._newest = _Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
         return self._newest
 
     def _start(self, x: Tensor, op: Any) -> Pending:
@@ -395,6 +412,12 @@ def communicator_named(name: str) -> Communicator:
     if communicator is None:
         raise ValueError(f"an operator needs the communicator of its group: none is named {name!r}: keep it alive")
     return communicator
+
+
+def _all_reduce_timed(arena: Arena, x: Tensor) -> int:
+    """Sum the ranks' tensors in place; return when that ended."""
+    _all_reduce_through(arena, x)
+    return time.perf_counter_ns()
 
 
 @torch.no_grad()

@@ -123,6 +123,13 @@ class Mailbox:
             self._num_received[peer] = number + 1
             self._returns.notify(peer, wrapped(number + 1))
 
+    def has_arrived(self, peer: int, num_before: int = 0) -> bool:
+        """Whether `receive` would find its message of `peer` there, after receiving `num_before` others.
+
+        Messages of one slot are counted: one that takes several is told to be there with its first part.
+        """
+        return self._arrivals.has_notified(peer, wrapped(self._num_received[peer] + num_before + 1))
+
     def _pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
         return flat.split(max(1, self.slot_bytes // flat.element_size()))
 

@@ -109,12 +109,19 @@ def test_as_many_virtual_ranks_and_blocks_as_there_can_be(
     ("layout", "settings"),
     [
         ((1, 1, 2), {"schedule": "gpipe"}),
+        ((1, 1, 2), {"schedule": "interleaved"}),
+        # Weight halves of one micro-batch run after input halves of the next; both ends on one rank.
+        ((2, 1, 2), {"schedule": "zbv"}),
+        ((1, 2, 2), {"schedule": "zb-h1", "recompute": "block"}),
+        # Dropout masks, attention's too, are drawn again.
+        ((1, 1, 2), {"schedule": "interleaved", "recompute": "full"}),
+        ((1, 2, 1), {"recompute": "attention"}),
         # Attention takes another way, the head has weights of its own, every virtual rank has a KV head.
         ((2, 2, 1), {"dropout": 0.0, "tied": False, "kv_heads": 4}),
         # 2 blocks of 3 micro-batches, one a replica.
         ((2, 2, 1), {"micro_batches": 6, "kv_heads": 1, "steps": 2}),
     ],
-    ids=["gpipe", "plain model", "blocks of 3"],
+    ids=["gpipe", "interleaved", "zbv", "zb-h1", "stages again", "attention again", "plain model", "blocks of 3"],
 )
 def test_other_settings(
     ranks: RankPool, one_process: OneProcess, layout: tuple[int, int, int], settings: dict[str, Any]

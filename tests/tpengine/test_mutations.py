@@ -48,7 +48,8 @@ def mean_of_micro_batch_means(trainer: Trainer) -> None:
         trainer._batch = batch
         return value
 
-    trainer.stage._loss = loss if trainer.stage._loss is not None else None
+    stage = trainer.stages[trainer.mesh.at.pp]
+    stage._loss = loss if stage._loss is not None else None
 
 
 def reduce_dropped(trainer: Trainer) -> None:
@@ -61,7 +62,7 @@ def reduce_dropped(trainer: Trainer) -> None:
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:
     reduce = trainer.buckets._reduce
-    layouts = trainer.layout.buckets[trainer.mesh.at.pp]
+    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
     trainer.buckets._reduce = lambda i, flat: (
         dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_tp" else reduce(i, flat)
@@ -70,7 +71,7 @@ def norms_not_summed_over_tp(trainer: Trainer) -> None:
 
 def replicated_kv_not_summed(trainer: Trainer) -> None:
     reduce = trainer.buckets._reduce
-    layouts = trainer.layout.buckets[trainer.mesh.at.pp]
+    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
     trainer.buckets._reduce = lambda i, flat: (
         dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_replica" else reduce(i, flat)
@@ -84,14 +85,14 @@ def bucket_reduced_before_its_last_contribution(trainer: Trainer) -> None:
 
 def previous_gradient_received(trainer: Trainer) -> None:
     """Micro-batch 3 receives the gradient of micro-batch 2, as with two receives in the wrong order."""
-    take = trainer.stage.take_input_grad
+    take = trainer.stages[trainer.mesh.at.pp].take_input_grad
     held: dict[int, torch.Tensor] = {}
 
     def swapped(microbatch: int) -> torch.Tensor:
         held[microbatch] = take(microbatch)
         return held[microbatch if microbatch < 3 else 2]
 
-    trainer.stage.take_input_grad = swapped  # type: ignore[method-assign]
+    trainer.stages[trainer.mesh.at.pp].take_input_grad = swapped  # type: ignore[method-assign]
 
 
 def layer_dropped(trainer: Trainer) -> None:
@@ -134,8 +135,8 @@ def data_order_ignores_the_replica(trainer: Trainer) -> None:
 
 def positions_shifted(trainer: Trainer) -> None:
     """Sequences are regrouped with the wrong length after the gather."""
-    trainer.forward = lambda x: trainer.model(x, trainer.config.train.seq_len // 2)  # type: ignore[method-assign]
-    trainer.stage._forward = trainer.forward
+    half = trainer.config.train.seq_len // 2
+    trainer.forward = lambda x, chunk: trainer.model(x, half, chunk)  # type: ignore[method-assign]
 
 
 # mutation -> the layout (dp, tp, pp) that can show it

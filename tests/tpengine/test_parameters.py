@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,24 @@ def test_buckets_hold_each_gradient_once_and_complete_in_order(model: ModelConfi
         # closed as soon as it is full: without its last parameter it was below the limit
         assert 4 * sum(layout.numels[:-1]) < limit
     assert completions == sorted(completions)
+
+
+@settings(deadline=None, derandomize=True)
+@given(MODELS, st.integers(1, 40_000_000))
+def test_tapered_buckets_halve_what_is_left(model: ModelConfig, limit: int) -> None:
+    """Each is closed before it holds more than what comes after it and one more gradient, down to 1 MB."""
+    gradients = gradients_of(stage_specs(model, 1, 0, model.num_layers), 1)
+    # Large enough that there is something to halve.
+    large = [replace(gradient, numel=gradient.numel * 1000) for gradient in gradients]
+    layouts = bucket_layouts(large, limit, 4, tapered=True)
+    assert sorted(name for layout in layouts for name in layout.names) == sorted(g.name for g in large)
+    order = [gradient.name for gradient in reversed(large)]
+    numel = {gradient.name: gradient.numel for gradient in large}
+    for layout in layouts:
+        before_last = layout.names[:-1]
+        if before_last:
+            left = sum(numel[name] for name in order[order.index(before_last[-1]) + 1 :])
+            assert 4 * sum(numel[name] for name in before_last) < min(limit, max(4 * left, 1_000_000))
 
 
 def test_counts_of_a_model_known_by_hand() -> None:

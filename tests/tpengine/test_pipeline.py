@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tpengine.collectives import Communicator
 from tpengine.data_parallel import DataParallel
 from tpengine.execute import Trace
+from tpengine.layers import RMSNorm, SwiGLU
 from tpengine.pipeline import Pipeline
 from tpengine.transfers import Transfers
 
@@ -134,15 +135,59 @@ def compare(outcomes: list[tuple[list[float], Shards, Any]], reference: tuple[li
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_stages_train_to_the_parameters_of_one_process(ranks: RankPool, name: str, schedule: str) -> None:
     (seeded,) = ranks.run(in_one_process, 1, name)
-    cuts: dict[int, list[list[int] | None]] = {1: [None], 2: [None, [1, 9 + (name == "conv")]], 3: [None], 4: [None]}
+    cuts: dict[int, list[list[int] | None]] = {1: [None], 2: [None], 3: [None], 4: [None]}
+    by_hand = [1, 5, 1, 3] if schedule == "interleaved" else [1, 9]
+    cuts[2].append([*by_hand[:-1], by_hand[-1] + (name == "conv")])
     for world, choices in cuts.items():
         for cut in choices:
             outcomes = ranks.run(train, world, name, schedule, cut)
             compare(outcomes, seeded)
             assert all(ran_as_planned for _, _, ran_as_planned in outcomes)
+
+
+class Block(nn.Module):
+    """Our layers in a block of their own: tokens pass through a norm and two matrices."""
+
+    def __init__(self, alone: Communicator) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": torch.float64}
+        self.norm = RMSNorm(8, alone, **options)
+        self.mlp = SwiGLU(8, 12, alone, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(self.norm(x))
+        return y
+
+
+def train_blocks(schedule: str, world: int) -> tuple[list[float], Shards]:
+    """Train a Sequential of our own layers, on one rank alone or in a pipeline."""
+    alone = Communicator(dist.new_subgroups(1)[0])
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block(alone) for _ in range(6)))
+    inputs, targets = (torch.randn(MICRO * 4, 8, dtype=torch.float64) for _ in range(2))
+    loss_of = nn.functional.mse_loss
+    if world == 1:
+        losses = []
+        for _ in range(2):
+            loss = sum(loss_of(model(x), y) for x, y in zip(inputs.split(4), targets.split(4), strict=True)) / MICRO
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            losses.append(loss.item())
+        return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    pipe = Pipeline(model, inputs[:4], loss_of, num_micro_batches=MICRO, schedule=schedule)
+    losses = [pipe.step(inputs, targets) for _ in range(2)]
+    return losses, {name: p.grad for name, p in pipe.stage.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_our_layers_split_their_backward(ranks: RankPool, schedule: str) -> None:
+    """Zero-bubble schedules over modules that give weight gradients to a sink; two steps' gradients add up."""
+    (reference,) = ranks.run(train_blocks, 1, schedule, 1)
+    outcomes = ranks.run(train_blocks, 2, schedule, 2)
+    compare([(losses, gradients, None) for losses, gradients in outcomes], reference)
 
 
 def test_every_mutation_turns_the_comparison_red(
@@ -340,6 +385,8 @@ def refused(what: str) -> str:
         model = nn.Sequential(nn.Linear(3, 3))
     if what == "schedule":
         keywords["schedule"] = "2f2b"
+    if what == "split":
+        model, keywords["schedule"] = nn.Sequential(*model, nn.Linear(2, 2)), "zbv"
     if what == "micro-batches":
         keywords["num_micro_batches"] = 0
     if what == "cut":
@@ -382,17 +429,18 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("too few modules", "every stage needs a module: 1 modules, 2 ranks: use at most 1 ranks"),
-        ("schedule", "schedule must be one of gpipe, 1f1b: got '2f2b': use 1f1b"),
+        ("too few modules", "every part of the model needs a module: 1 modules, 1f1b makes 2 parts for 2 ranks: use"),
+        ("schedule", "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zbv"),
+        ("split", "schedule zbv, module 0 is Linear, whose halves autograd computes at once: use modules of"),
         ("micro-batches", "num_micro_batches must be at least 1: got 0"),
-        ("cut", "a cut gives every stage at least one module and uses all: cut [1, 1], 2 stages, 3 modules"),
+        ("cut", "a cut gives every part at least one module and uses all: cut [1, 1], 2 parts, 3 modules"),
         ("other model", "all ranks must build the same model: ranks [1] differ from rank 0, rank 1 has 'Tanh()'"),
-        ("other schedule", "rank 1 has 'schedule 1f1b' where rank 0 has 'schedule gpipe'"),
+        ("other schedule", "rank 1 has 'schedule 1f1b 2' where rank 0 has 'schedule gpipe 2'"),
         ("sample", "the sample must run through the model: mat1 and mat2 shapes cannot be multiplied"),
-        ("shared", "a parameter must belong to one stage: 2.weight of stage 1 is shared with stage 0"),
-        ("integers", "what crosses a stage's end must carry a gradient: module 1 returns int64[2,3]"),
-        ("buffer", "a buffer must belong to one stage: 3.running_mean of stage 1 is shared with stage 0"),
-        ("gradients end", "only the first stage may end gradients: module 1 of stage 1 passes none to its input"),
+        ("shared", "a parameter must belong to one rank: 2.weight of rank 1 is shared with rank 0"),
+        ("integers", "what crosses the end of a part must carry a gradient: module 1 returns int64[2,3]"),
+        ("buffer", "a buffer must belong to one rank: 3.running_mean of rank 1 is shared with rank 0"),
+        ("gradients end", "only the first part may end gradients: module 1 of part 1 passes none to its input"),
         ("own forward", "a pipeline runs modules one after another: Residual has a forward of its own"),
         ("no rows", "a sample must have rows: got shape []"),
         ("no tensor", "module 1 returns tuple"),

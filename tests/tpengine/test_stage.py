@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,8 @@ from torch import Tensor
 from tpengine.stage import Stage
 
 
-def test_two_stages_in_one_process_match_the_whole_function() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_stages_in_one_process_match_the_whole_function(recompute: bool) -> None:
     torch.manual_seed(0)
     w0, w1 = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inputs = [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)]
@@ -17,11 +21,11 @@ def test_two_stages_in_one_process_match_the_whole_function() -> None:
     def first_loss(y: Tensor, microbatch: int) -> Tensor:
         return y.square().sum() * (microbatch + 1)
 
-    first = Stage(lambda x: torch.tanh(x @ w0), lambda mb: inputs[mb], None)
-    last = Stage(lambda x: torch.tanh(x @ w1), None, first_loss)
+    first = Stage(lambda x: torch.tanh(x @ w0), lambda mb: inputs[mb], None, recompute=recompute)
+    last = Stage(lambda x: torch.tanh(x @ w1), None, first_loss, recompute=recompute)
     for mb in range(3):
         first.forward(mb)
-        last.receive_input(mb, first.output(mb).clone())
+        last.receive_input(mb, first.take_output(mb).clone())
         last.forward(mb)
     for mb in (0, 2, 1):
         last.backward(mb)
@@ -49,6 +53,44 @@ def test_a_loss_that_needs_no_gradient_is_an_error() -> None:
     stage.forward(0)
     with pytest.raises(RuntimeError, match="does not require grad"):
         stage.backward(0)
+
+
+def saved_and_given(recompute: bool) -> tuple[set[int], int]:
+    """Addresses of what forward has saved for backward, and that of the output, of a stage y = exp(x) + 1."""
+    saved: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    stage = Stage(lambda x: x.exp() + 1, None, None, recompute=recompute)
+    stage.receive_input(0, torch.ones(4))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stage.forward(0)
+    return saved, stage.take_output(0).untyped_storage().data_ptr()
+
+
+def test_a_sent_output_is_let_go_of_while_its_graph_stays() -> None:
+    """y = x + exp(x): addition saves neither term, exp saves its result: y's memory is nobody's once it is sent."""
+    stage = Stage(lambda x: x + x.exp(), None, None)
+    stage.receive_input(0, torch.zeros(1000))
+    stage.forward(0)
+    sent = stage.take_output(0)
+    storage = weakref.ref(sent.untyped_storage())
+    assert storage() is not None
+    del sent
+    gc.collect()
+    assert storage() is None
+    stage.receive_output_grad(0, torch.ones(1000))
+    stage.backward(0)
+    assert torch.equal(stage.take_input_grad(0), torch.full((1000,), 2.0))
+
+
+def test_recomputation_keeps_the_input_alone() -> None:
+    saved, given = saved_and_given(recompute=False)
+    assert saved and given not in saved
+    saved, _ = saved_and_given(recompute=True)
+    assert not saved
 
 
 def test_forward_only_keeps_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -42,10 +44,10 @@ def test_only_buckets_with_several_holders_are_reduced() -> None:
         settings = config(tp, 2, dp)
         layout = layout_of(settings)
         plan = training_plan(settings, layout)
-        for stage, held in enumerate(layout.buckets):
+        for stage in range(layout.pp):
             partial = {
                 index
-                for index, bucket in held.items()
+                for index, bucket in layout.buckets_of(stage).items()
                 if dp > 1 or (tp > 1 and bucket.reduce_over in ("dp_tp", "dp_replica"))
             }
             started = [
@@ -60,8 +62,8 @@ def test_only_buckets_with_several_holders_are_reduced() -> None:
 
 def test_bucket_indices_are_unique_over_stages() -> None:
     layout = layout_of(config(2, 4, 2))
-    indices = [index for held in layout.buckets for index in held]
-    assert indices == list(range(len(indices)))
+    indices = [index for stage in range(layout.pp) for index in layout.buckets_of(stage)]
+    assert indices == list(range(len(indices))) == list(layout.buckets)
 
 
 def test_tied_embeddings_are_summed_between_first_and_last_stage_only() -> None:
@@ -91,3 +93,81 @@ def test_forward_plans_verify_and_end_without_a_step(pp: int) -> None:
     verify(plan)
     kinds = {action.kind for actions in plan.actions for action in actions}
     assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.EXCHANGE, Kind.WAIT}
+
+
+def scheduled(schedule: str, *, tied: bool, reduction: Literal["fast", "exact"]) -> Config:
+    base = config(1, 2, 2, tied=tied)
+    parallel = replace(base.parallel, schedule=schedule, bucket_bytes=20_000)
+    model = replace(base.model, num_layers=8)
+    return validate(replace(base, model=model, parallel=parallel, train=replace(base.train, reduction=reduction)), 4)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_every_gradient_lies_in_one_bucket_of_its_rank(schedule: str, reduction: Literal["fast", "exact"]) -> None:
+    for tied in (False, True):
+        settings = scheduled(schedule, tied=tied, reduction=reduction)
+        layout = layout_of(settings)
+        for rank in range(2):
+            names = [name for bucket in layout.buckets_of(rank).values() for name in bucket.names]
+            assert len(names) == len(set(names))
+            layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
+            assert layers == {i for first, last in layout.layers_of(rank) for i in range(first, last)}
+        training_plan(settings, layout)
+
+
+def test_tied_ends_on_one_rank_share_a_bucket_that_both_chunks_fill() -> None:
+    layout = layout_of(scheduled("zbv", tied=True, reduction="fast"))
+    assert layout.ranks == (0, 1, 1, 0) and layout.ends_share_a_rank
+    shared = [bucket for bucket in layout.buckets.values() if len(bucket.chunks) > 1]
+    assert [(bucket.chunks, bucket.layout.names) for bucket in shared] == [((0, 3), ("embed_tokens.weight",))]
+    plan = training_plan(scheduled("zbv", tied=True, reduction="fast"), layout)
+    assert not plan.ties
+    # In exact mode each use has buffers of its own, each filled by one chunk.
+    exact = layout_of(scheduled("zbv", tied=True, reduction="exact"))
+    assert all(len(bucket.chunks) == 1 for bucket in exact.buckets.values())
+    of_chunk = {
+        chunk: {name for b in exact.buckets.values() if b.chunks == (chunk,) for name in b.layout.names}
+        for chunk in (0, 3)
+    }
+    assert any(name.startswith("embed_tokens") and not name.endswith("head") for name in of_chunk[0])
+    assert all(name.endswith("head") for name in of_chunk[3] if name.startswith("embed_tokens"))
+
+
+def test_the_chunk_without_slack_has_small_buckets_last() -> None:
+    """On 1f1b stage 0 ends the step; its buckets taper, those of the stage that ends earlier do not."""
+    base = config(1, 2, 2)
+    model = replace(base.model, hidden_size=512, ffn_size=2048, num_layers=8)
+    parallel = replace(base.parallel, bucket_bytes=20_000_000)
+    layout = layout_of(validate(replace(base, model=model, parallel=parallel), 4))
+    sizes = [[4 * bucket.numel for bucket in layout.buckets_of(rank).values()] for rank in range(2)]
+    assert sizes[0][-1] < sizes[0][0] / 4 and len(sizes[0]) > len(sizes[1])
+    full = [sum(size >= parallel.bucket_bytes for size in held) for held in sizes]
+    assert full == [1, 2]
+
+
+def refusal(settings: Config, world_size: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        validate(settings, world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_schedules_that_cannot_run_are_refused(tmp_path: Path) -> None:
+    base = config(1, 2, 1)
+    deep = replace(base, parallel=replace(base.parallel, schedule="interleaved", chunks_per_rank=5))
+    assert "interleaved cuts the model into 10 chunks over pp 2, num_layers 8: use num_layers 10" in refusal(deep, 2)
+    again = replace(base.parallel, gathered="again")
+    exact = replace(base.train, reduction="exact")
+    assert "parallel.gathered again is for train.reduction fast" in refusal(
+        replace(base, parallel=again, train=exact), 2
+    )
+    path = tmp_path / "reversed.txt"
+    num = base.train.num_micro_batches
+    forward = [" ".join(f"{rank}F{mb}" for mb in range(num)) for rank in range(2)]
+    backward = [" ".join(f"{rank}B{mb}" for mb in reversed(range(num))) for rank in range(2)]
+    path.write_text("".join(f"rank {rank}: {forward[rank]} {backward[rank]}\n" for rank in range(2)))
+    mine = replace(base.parallel, schedule=str(path))
+    assert "in the order of the micro-batches" in refusal(replace(base, parallel=mine, train=exact), 2)
+    fast = validate(replace(base, parallel=mine), 2)
+    assert training_plan(fast, layout_of(fast)).schedule == "reversed"

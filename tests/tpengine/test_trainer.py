@@ -32,8 +32,8 @@ def traced_step(config: Config) -> tuple[list[str], list[tuple[str, int, int]], 
     trainer = Trainer(config, open_corpus(config), CPU, trace)
     trainer.train_step(0)
     verified = [str(action) for action in trainer.plan.actions[trainer.mesh.at.pp]]
-    slots = {kind.name: 0 for kind, _, _ in trainer._transfers._slots}
-    for kind, _, _ in trainer._transfers._slots:
+    slots = {kind.name: 0 for kind, _, _ in trainer.pipeline._transfers._slots}
+    for kind, _, _ in trainer.pipeline._transfers._slots:
         slots[kind.name] += 1
     return verified, [(e.action, e.begin_ns, e.end_ns) for e in trace.events], slots
 

@@ -22,7 +22,7 @@ from tpengine.certify.evidence import Difference, Evidence
 from tpengine.config import Config, ParallelConfig, validate, virtual_tp_of
 from tpengine.local_ranks import Ranks
 from tpengine.parameters import num_parameters
-from tpengine.plan import SCHEDULES
+from tpengine.plan import SCHEDULES, make_schedule
 from tpengine.presets import PRESETS
 from tpengine.virtual_ranks import virtual_dp
 
@@ -103,12 +103,15 @@ def _check(options: Options) -> None:
     for flag, value, choices in (
         ("--preset", options.preset, tuple(PRESETS)),
         ("--dtype", options.dtype, ("float32", "bfloat16", "float64")),
-        ("--schedule", options.schedule, tuple(SCHEDULES)),
         ("--tp-comm", options.tp_comm, ("fused", "plain")),
     ):
         if value not in choices:
             near = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
             raise ValueError(f"{flag} must be one of {', '.join(choices)}: got {value!r}: use {near}")
+    if options.schedule not in SCHEDULES:
+        # A file is read for the layout that it is of; what is neither name nor file is refused there as well.
+        num_micro_batches = PRESETS[options.preset]().train.num_micro_batches // options.layout.dp
+        make_schedule(options.schedule, options.layout.pp, num_micro_batches)
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2**63: got {options.seed}: use 0")
     if options.fast:
@@ -165,7 +168,8 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
             layout.tp,
             layout.pp,
             layout.dp,
-            schedule=cast(Literal["1f1b", "gpipe"], options.schedule),
+            # A file is of one number of ranks and micro-batches: the other layout takes the default.
+            schedule=options.schedule if options.schedule in SCHEDULES or layout == options.layout else "1f1b",
             tp_comm=cast(Literal["fused", "plain"], options.tp_comm),
         ),
         train=replace(

@@ -117,7 +117,7 @@ class Witness:
 
         def forward(action: Action) -> None:
             handlers[Kind.F](action)
-            if self.trainer.model.is_last:
+            if action.piece[0] == len(self.trainer.plan.chunks) - 1:
                 loss = self.trainer.losses[self.trainer.model.position.microbatch]
                 self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
 

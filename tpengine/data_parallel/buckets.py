@@ -34,6 +34,7 @@ class Reduction(Protocol):
     """A sum over ranks under way."""
 
     def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
 
 
 class GradientBuckets:
@@ -145,9 +146,15 @@ class GradientBuckets:
                 f"{late}: a parameter took no part in the backward pass"
             )
 
-    def wait(self, index: int) -> None:
-        """Wait until the sum of bucket `index` is there."""
-        self._pending.pop(index).wait()
+    def wait(self, index: int) -> Reduction:
+        """Wait until the sum of bucket `index` is there; return it, for who asks when it ended."""
+        pending = self._pending.pop(index)
+        pending.wait()
+        return pending
+
+    def is_complete(self, index: int) -> bool:
+        """Whether `wait` of bucket `index` would return at once."""
+        return self._pending[index].is_completed()
 
 
 def _strides(member: Tensor) -> tuple[int, ...]:

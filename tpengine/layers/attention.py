@@ -109,7 +109,7 @@ class Attention(nn.Module):
         replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
         rope_theta: base of the rotary frequencies.
         dropout: of the attention probabilities.
-        sink, dtype, device: as ColumnParallelLinear.
+        sink, gathers_again, dtype, device: as ColumnParallelLinear.
 
     Raises:
         ValueError: heads that do not divide.
@@ -129,6 +129,7 @@ class Attention(nn.Module):
         rope_theta: float = 10000.0,
         dropout: Dropout | None = None,
         sink: GradientSink | None = None,
+        gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -151,14 +152,11 @@ class Attention(nn.Module):
         self.head_size = hidden_size // num_heads
         self.rope_theta, self.dropout = rope_theta, dropout
         kv_size = num_kv_heads * self.head_size
-        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
-        self.k_proj = ColumnParallelLinear(
-            hidden_size, kv_size, comm, sink=sink, replicas=replicas, dtype=dtype, device=device
-        )
-        self.v_proj = ColumnParallelLinear(
-            hidden_size, kv_size, comm, sink=sink, replicas=replicas, dtype=dtype, device=device
-        )
-        self.o_proj = RowParallelLinear(hidden_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
+        options: dict[str, Any] = dict(sink=sink, gathers_again=gathers_again, dtype=dtype, device=device)
+        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, comm, **options)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_size, comm, replicas=replicas, **options)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_size, comm, replicas=replicas, **options)
+        self.o_proj = RowParallelLinear(hidden_size, hidden_size, comm, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, seq: int) -> Tensor:

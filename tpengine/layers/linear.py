@@ -55,7 +55,8 @@ class _ColumnParallel(torch.autograd.Function):
     dgrad:    dx = reduce_scatter(dy @ w)              its dual
     wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
 
-    X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward.
+    X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward; or only x, with
+    `gathers_again`, and then X is gathered where dw is due.
     """
 
     @staticmethod
@@ -70,23 +71,30 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> Tensor:
         tokens = comm.size * x.shape[0]
         matrix = prepared.forward if prepared else packed.T
-        (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=True)
-        assert full is not None, "asked for"
-        ctx.save_for_backward(full, packed)
-        ctx.layers, ctx.comm, ctx.prepared = layers, comm, prepared
+        keep = not layers[0].gathers_again
+        (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=keep)
+        assert full is not None or not keep, "asked for"
+        ctx.save_for_backward(x if full is None else full, packed)
+        ctx.layers, ctx.comm, ctx.prepared, ctx.is_whole = layers, comm, prepared, full is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        full, packed = ctx.saved_tensors
+        kept, packed = ctx.saved_tensors
+        layers, comm, is_whole = ctx.layers, ctx.comm, ctx.is_whole
         dx = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.prepared.dgrad if ctx.prepared else packed
             dx = matmul_scatter([(dy, matrix)], ctx.comm, "all_gather_matmul")
-        pieces = dy.split([layer.weight.shape[0] for layer in ctx.layers], dim=1)
-        for layer, piece in zip(ctx.layers, pieces, strict=True):
-            if layer.weight.requires_grad:
-                layer.sink.weight_grad(layer.weight, full, piece, layer.replicas)
+        pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
+
+        def contribute() -> None:
+            full = kept if is_whole else comm.all_gather(kept)
+            for layer, piece in zip(layers, pieces, strict=True):
+                if layer.weight.requires_grad:
+                    layer.sink.weight_grad(layer.weight, full, piece, layer.replicas)
+
+        layers[0].sink.later(contribute)
         return (dx, None, None, None, None) + (None,) * len(pieces)
 
 
@@ -96,14 +104,18 @@ class _RowParallel(torch.autograd.Function):
     forward:  y = reduce_scatter(x @ w.T)
     dgrad:    dx = all_gather(dy) @ w                  its dual
     wgrad:    dw = DY.T @ x, DY = all_gather(dy)       into the sink
+
+    DY serves both; where dw is due later it is kept until then, or, with `gathers_again`, gathered once more.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, comm: Communicator, sink: GradientSink
+        ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: RowParallelLinear
     ) -> Tensor:
+        comm = layer.comm
         ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, sink, weight, prepared
+        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, weight, prepared
+        ctx.gathers_again = layer.gathers_again
         matrix = prepared.forward if prepared else weight.T
         return matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
 
@@ -112,11 +124,18 @@ class _RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         matrix = ctx.prepared.dgrad if ctx.prepared else weight
         matrices = [matrix] if ctx.needs_input_grad[0] else []
-        dxs, full = gather_matmul(dy, matrices, ctx.comm, x.shape[0], "matmul_reduce_scatter", keep=True)
-        assert full is not None, "asked for"
-        if ctx.parameter.requires_grad:
-            ctx.sink.weight_grad(ctx.parameter, x, full)
-        return dxs[0] if dxs else None, None, None, None, None
+        parameter, comm, sink = ctx.parameter, ctx.comm, ctx.sink
+        keep = parameter.requires_grad and not (sink.defers and ctx.gathers_again)
+        dxs, full = gather_matmul(dy, matrices, comm, x.shape[0], "matmul_reduce_scatter", keep=keep)
+        if parameter.requires_grad:
+            # Only one of the two is to live until the weight half.
+            is_whole, kept = full is not None, dy if full is None else full
+
+            def contribute() -> None:
+                sink.weight_grad(parameter, x, kept if is_whole else comm.all_gather(kept.contiguous()))
+
+            sink.later(contribute)
+        return dxs[0] if dxs else None, None, None, None
 
 
 def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> bool:
@@ -165,6 +184,7 @@ class ColumnParallelLinear(nn.Module):
         sink: where the weight gradient goes; default `weight.grad`.
         replicas: communicator of consecutive tp ranks that hold the same shard and each only a part of its gradient
             (KV heads fewer than tp); default none. Construction is then collective: the first one's weight is used.
+        gathers_again: keep x[T/tp, D] for the weight gradient and gather it again there, instead of keeping x[T, D].
         dtype, device: of the weight, as torch.
 
     Shape: x [T/tp, D] contiguous rows of the rank, y [T, F/tp * replicas.size].
@@ -172,7 +192,8 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ValueError: F is not divisible by the number of shards.
 
-    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements received; keeps T*D elements for backward.
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements received; keeps T*D elements for backward, T/tp*D with
+        `gathers_again`, which receives them a second time.
     """
 
     def __init__(
@@ -183,13 +204,14 @@ class ColumnParallelLinear(nn.Module):
         *,
         sink: GradientSink | None = None,
         replicas: Communicator | None = None,
+        gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         shards = comm.size // (replicas.size if replicas else 1)
         rows = check_divides("column-parallel out_features", out_features, shards)
-        self.comm, self.replicas = comm, replicas
+        self.comm, self.replicas, self.gathers_again = comm, replicas, gathers_again
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -294,6 +316,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features, out_features: F and D, global.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        gathers_again: gather dy once more for a weight gradient that is due later, instead of keeping dy[T, D].
 
     Shape: x [T, F/tp], y [T/tp, D]; T must be divisible by tp.
 
@@ -311,12 +334,13 @@ class RowParallelLinear(nn.Module):
         comm: Communicator,
         *,
         sink: GradientSink | None = None,
+        gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         columns = check_divides("row-parallel in_features", in_features, comm.size)
-        self.comm = comm
+        self.comm, self.gathers_again = comm, gathers_again
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
@@ -330,7 +354,7 @@ class RowParallelLinear(nn.Module):
         if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):
             self.comm.refuse(x, problem)
         prepared = self._prepared and self._prepared.if_current((self.weight,))
-        y: Tensor = _RowParallel.apply(x, self.weight, prepared, self.comm, self.sink)
+        y: Tensor = _RowParallel.apply(x, self.weight, prepared, self)
         return y
 
     def prepare(self, num_tokens: int) -> None:

@@ -45,7 +45,7 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size, ffn_size: D and F, global; F divisible by tp.
-        comm, sink, dtype, device: as ColumnParallelLinear.
+        comm, sink, gathers_again, dtype, device: as ColumnParallelLinear.
         dropout: of silu(g) * u.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
@@ -59,14 +59,16 @@ class SwiGLU(nn.Module):
         *,
         dropout: Dropout | None = None,
         sink: GradientSink | None = None,
+        gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.dropout = dropout
-        self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, sink=sink, dtype=dtype, device=device)
-        self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, sink=sink, dtype=dtype, device=device)
-        self.down_proj = RowParallelLinear(ffn_size, hidden_size, comm, sink=sink, dtype=dtype, device=device)
+        options: dict[str, Any] = dict(sink=sink, gathers_again=gathers_again, dtype=dtype, device=device)
+        self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
+        self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
+        self.down_proj = RowParallelLinear(ffn_size, hidden_size, comm, **options)
         self._gate_up = PackedWeights(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class FastParts:
         model: sizes.
         tp: the tp ranks.
         replicas: the tp ranks that share a KV head, if kv heads < tp.
-        sink, dtype, device: as ColumnParallelLinear.
+        sink, gathers_again, dtype, device: as ColumnParallelLinear.
     """
 
     def __init__(
@@ -76,11 +76,12 @@ class FastParts:
         *,
         replicas: Communicator | None = None,
         sink: GradientSink | None = None,
+        gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self._replicas = model, tp, replicas
-        self._sink, self._dtype, self._device = sink, dtype, device
+        self._sink, self._gathers_again, self._dtype, self._device = sink, gathers_again, dtype, device
 
     @property
     def table_size(self) -> int:
@@ -111,6 +112,7 @@ class FastParts:
             rope_theta=model.rope_theta,
             dropout=dropout,
             sink=self._sink,
+            gathers_again=self._gathers_again,
             dtype=self._dtype,
             device=self._device,
         )
@@ -124,6 +126,7 @@ class FastParts:
             self.tp,
             dropout=dropout,
             sink=self._sink,
+            gathers_again=self._gathers_again,
             dtype=self._dtype,
             device=self._device,
         )
@@ -137,7 +140,13 @@ class FastParts:
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[T, V/tp]."""
         head = ColumnParallelLinear(
-            self.model.hidden_size, num_embeddings, self.tp, sink=self._sink, dtype=self._dtype, device=self._device
+            self.model.hidden_size,
+            num_embeddings,
+            self.tp,
+            sink=self._sink,
+            gathers_again=self._gathers_again,
+            dtype=self._dtype,
+            device=self._device,
         )
         if tied_to is not None:
             assert isinstance(tied_to, VocabParallelEmbedding)

@@ -48,6 +48,8 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 # The two that produce the gradient of the chunk's input.
 INPUT_GRADIENT = frozenset({Kind.B, Kind.I})
+# The two after which a micro-batch's part of the chunk's weight gradients is complete.
+WEIGHT_GRADIENT = frozenset({Kind.B, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES

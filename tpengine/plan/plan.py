@@ -1,7 +1,7 @@
 """The plan of one step: what every pipeline rank does, in order. Pure data, printable, hashable.
 
 Every rank builds the whole plan and compares digests at start, so that what was verified is what runs.
-Building it is elsewhere (schedules.py, lower.py), parsing its text (text.py) and checking it (verify.py): a Plan may
+Building it is elsewhere (schedules/, lower/), parsing its text (text.py) and checking it (verify.py): a Plan may
 be wrong.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tpengine.plan.actions import Action, format_actions, peer_chunk
 
@@ -24,6 +25,28 @@ class TensorSpec:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+class Recompute(StrEnum):
+    """What a chunk's backward computes again instead of having kept it since forward; the value is its text."""
+
+    NONE = "none"
+    # The attention half of every block, from the block's input.
+    ATTENTION = "attention"
+    # Every block, from its input.
+    BLOCK = "block"
+    # The whole chunk, from its input.
+    FULL = "full"
+
+
+class Gathered(StrEnum):
+    """What happens to x[T, D] that a column-parallel layer has gathered: kept until its weight half, or gathered again.
+
+    The same goes for the dy[T, D] that a row-parallel layer's input half has gathered, where W runs apart from I.
+    """
+
+    KEEP = "keep"
+    AGAIN = "again"
+
+
 @dataclass(frozen=True)
 class Chunk:
     """One piece of the model on one pipeline rank; a plan lists chunks in model order.
@@ -33,12 +56,15 @@ class Chunk:
         layers: half-open range of the model's layers.
         input: what arrives from the chunk before; None for the first chunk, which reads tokens.
         output: what goes to the chunk after; None for the last chunk, which ends in the loss.
+        recompute, gathered: how it trades time for memory.
     """
 
     rank: int
     layers: tuple[int, int]
     input: TensorSpec | None
     output: TensorSpec | None
+    recompute: Recompute = Recompute.NONE
+    gathered: Gathered = Gathered.KEEP
 
 
 @dataclass(frozen=True)
@@ -47,12 +73,12 @@ class Bucket:
 
     Args:
         index: unique over the whole plan, not per rank.
-        chunk: the chunk whose backward fills it. A plan lists a chunk's buckets in the order in which
-            backward completes them.
+        chunks: the chunks whose backwards fill it, all of one rank: one, or the two ends of a model that lie on one
+            rank and share a parameter. A plan lists a chunk's buckets in the order in which backward completes them.
     """
 
     index: int
-    chunk: int
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +128,10 @@ class Plan:
             raise ValueError(f"{transfer} needs a chunk {chunk}: there are {len(self.chunks)} chunks")
         return self.chunks[chunk].rank
 
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """Return the chunks that a rank holds, in model order."""
+        return tuple(index for index, chunk in enumerate(self.chunks) if chunk.rank == rank)
+
     def tie_ranks(self, tie: Tie) -> tuple[int, ...]:
         """Return the ranks that hold the tie's chunks, in the tie's order."""
         return tuple(self.chunks[chunk].rank for chunk in tie.chunks)
@@ -113,8 +143,9 @@ class Plan:
         for index, chunk in enumerate(self.chunks):
             first, last = chunk.layers
             ends = f"input {chunk.input or 'none'} output {chunk.output or 'none'}"
-            lines.append(f"chunk {index} rank {chunk.rank} layers {first}:{last} {ends}")
-        lines += [f"bucket {bucket.index} chunk {bucket.chunk}" for bucket in self.buckets]
+            memory = f"recompute {chunk.recompute} gathered {chunk.gathered}"
+            lines.append(f"chunk {index} rank {chunk.rank} layers {first}:{last} {ends} {memory}")
+        lines += [f"bucket {bucket.index} chunks {' '.join(map(str, bucket.chunks))}" for bucket in self.buckets]
         lines += [f"tie {tie.index} chunks {' '.join(map(str, tie.chunks))}" for tie in self.ties]
         lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.actions)]
         return "\n".join(lines) + "\n"

@@ -1,12 +1,13 @@
 """Receive slots: which buffer each receive of a rank writes, fixed before the step from the list alone.
 
-Two receives may share a slot when the first tensor is dead before the second receive is posted. Intervals of
-list positions, coloured greedily in list order, need as many slots as are live at once: p-r activations on
-rank r of 1F1B, plus one where a transfer comes early, not one per micro-batch.
+Two receives may share a slot when the first tensor is dead before the second receive is posted. Intervals of list
+positions, coloured greedily in the order of their beginnings, need as many slots as are live at once, the fewest
+possible: p-r activations on rank r of 1F1B, plus one where a transfer comes early, not one per micro-batch.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,15 +55,20 @@ def receive_slots(actions: Sequence[Action]) -> ReceiveSlots:
 def _colour(
     actions: Sequence[Action], kind: Kind, last_use: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
+    """Give each receive of one kind the lowest slot that is free: as many slots as are live at once, no more."""
     slots: dict[tuple[int, int], int] = {}
-    busy_until: list[int] = []
+    free: list[int] = []
+    # (last position, slot), the earliest end first.
+    busy: list[tuple[int, int]] = []
     for position, action in enumerate(actions):
         for receive in action.transfers:
             if receive.kind is not kind:
                 continue
-            free = (slot for slot, end in enumerate(busy_until) if end < position)
-            slot = next(free, len(busy_until))
-            busy_until[slot : slot + 1] = [last_use.get(receive.piece, len(actions))]
+            while busy and busy[0][0] < position:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            # Every slot there is stands in one of the two, so the next new one has their number.
+            slot = heapq.heappop(free) if free else len(busy)
+            heapq.heappush(busy, (last_use.get(receive.piece, len(actions)), slot))
             slots[receive.piece] = slot
     return slots
 

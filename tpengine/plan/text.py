@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tpengine.plan.actions import Action, format_actions, parse_actions
-from tpengine.plan.plan import Bucket, Chunk, Plan, TensorSpec, Tie
+from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorSpec, Tie
 
 T = TypeVar("T")
 
@@ -21,6 +21,7 @@ _Build = Callable[[int, tuple[str, ...]], T]
 
 _INTEGER = "(0|-?[1-9][0-9]*)"
 _ANY_INTEGER = "(?:0|-?[1-9][0-9]*)"
+_INTEGERS = f"((?:{_ANY_INTEGER}(?: {_ANY_INTEGER})*)?)"
 _SPEC = rf"(none|[^\s\[\]]+\[(?:{_ANY_INTEGER}(?:,{_ANY_INTEGER})*)?\])"
 _SHOWN_CHARACTERS = 80
 
@@ -102,9 +103,11 @@ def _head(_: int, groups: tuple[str, ...]) -> tuple[str, bool, int, int]:
 
 
 def _chunk(number: int, groups: tuple[str, ...]) -> Chunk:
-    index, rank, first, end, received, given = groups
+    index, rank, first, end, received, given, recompute, gathered = groups
     _check_number("chunk", number, index)
-    return Chunk(int(rank), (int(first), int(end)), _spec(received), _spec(given))
+    return Chunk(
+        int(rank), (int(first), int(end)), _spec(received), _spec(given), Recompute(recompute), Gathered(gathered)
+    )
 
 
 def _spec(text: str) -> TensorSpec | None:
@@ -115,8 +118,8 @@ def _spec(text: str) -> TensorSpec | None:
 
 
 def _bucket(_: int, groups: tuple[str, ...]) -> Bucket:
-    index, chunk = groups
-    return Bucket(int(index), int(chunk))
+    index, chunks = groups
+    return Bucket(int(index), tuple(map(int, chunks.split())))
 
 
 def _tie(_: int, groups: tuple[str, ...]) -> Tie:
@@ -146,14 +149,17 @@ _HEAD = _Form(
 )
 _CHUNK = _Form(
     "chunk",
-    re.compile(rf"chunk {_INTEGER} rank {_INTEGER} layers {_INTEGER}:{_INTEGER} input {_SPEC} output {_SPEC}"),
-    "chunk 0 rank 0 layers 0:6 input none output float32[128,64]",
+    re.compile(
+        rf"chunk {_INTEGER} rank {_INTEGER} layers {_INTEGER}:{_INTEGER} input {_SPEC} output {_SPEC} "
+        rf"recompute ({'|'.join(Recompute)}) gathered ({'|'.join(Gathered)})"
+    ),
+    "chunk 0 rank 0 layers 0:6 input none output float32[128,64] recompute none gathered keep",
     _chunk,
 )
-_BUCKET = _Form("bucket", re.compile(rf"bucket {_INTEGER} chunk {_INTEGER}"), "bucket 2 chunk 0", _bucket)
+_BUCKET = _Form("bucket", re.compile(rf"bucket {_INTEGER} chunks {_INTEGERS}"), "bucket 2 chunks 0", _bucket)
 _TIE = _Form(
     "tie",
-    re.compile(rf"tie {_INTEGER} chunks ((?:{_ANY_INTEGER}(?: {_ANY_INTEGER})*)?)"),
+    re.compile(rf"tie {_INTEGER} chunks {_INTEGERS}"),
     "tie 0 chunks 0 3",
     _tie,
 )

@@ -28,13 +28,14 @@ _TOLERANCE = 1e-12
 def verify(plan: Plan) -> None:
     """Check a plan completely.
 
-    In order: chunks, layers, buckets and ties; each (chunk, micro-batch) computed once each way and in order;
-    sends and receives pair up; buckets and ties reduced once, after their last contribution, before CLIP
-    STEP; everything posted is waited for in time; receive slots are not overwritten; no deadlock, blocking or
-    over in-order channels.
+    In order: chunks, layers, buckets and ties; each (chunk, micro-batch) computed once each way and in order, from
+    chunk to chunk of a rank too; sends and receives pair up; buckets and ties reduced once, inside or after their last
+    contribution, before CLIP STEP; everything posted is waited for in time; receive slots are not overwritten; no
+    deadlock, blocking or over in-order channels. In which order the micro-batches add to a weight's gradient is no rule
+    here: `Schedule.keeps_order` tells it.
 
     Raises: PlanError: the first rule that is broken, with rank, position and picture.
-    Cost: linear in the number of actions, times buckets of a rank; 0.15 s for 16 ranks and 64 micro-batches.
+    Cost: linear in the number of actions; 0.75 s for 16 ranks of 4 chunks and 64 micro-batches.
     """
     check_structure(plan)
     check_compute(plan)

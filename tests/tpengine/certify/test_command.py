@@ -31,12 +31,12 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
         "--dtype",
         "bfloat16",
         "--schedule",
-        "gpipe",
+        "zbv",
     ]
     assert main([*argv, "--seed", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
-    assert lines[1].endswith("8 heads, bfloat16, gpipe, seed 7, steps 1 of 16 micro-batches")
+    assert lines[1].endswith("8 heads, bfloat16, zbv, seed 7, steps 1 of 16 micro-batches")
     assert lines[2].startswith("step 1, loss ")
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
@@ -124,7 +124,8 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_
         (["--tp", "2", "--against", "tp=2,tp=2"], ["a layout names"]),
         (["--tp", "2", "--preset", "nosuch"], ["--preset", "certify", "'nosuch'"]),
         (["--tp", "2", "--dtype", "float16"], ["--dtype", "'float16'", "use bfloat16"]),
-        (["--tp", "2", "--schedule", "gpip"], ["--schedule", "use gpipe"]),
+        (["--tp", "2", "--schedule", "gpip"], ["schedule must be one of gpipe, 1f1b", "use gpipe"]),
+        (["--pp", "2", "--schedule", "./none.txt"], ["none.txt"]),
         (["--tp", "2", "--seed", "-1"], ["--seed", "-1", "use 0"]),
         (["--tp", "2", "--tp-comm", "arena"], ["--tp-comm", "fused, plain"]),
         (["--tp", "2", "--fast", "--preset", "llama_1b"], ["--fast", "50,000,000", "llama_1b"]),

@@ -78,9 +78,10 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
 
 
 def one_micro_batch_weighs_a_thousandth_more(trainer: Trainer) -> None:
-    weighted = trainer.stage._loss
+    stage = trainer.stages[trainer.mesh.at.pp]
+    weighted = stage._loss
     if weighted is not None:
-        trainer.stage._loss = lambda y, mb: weighted(y, mb) * (1.001 if trainer.number_of(mb) == 5 else 1)
+        stage._loss = lambda y, mb: weighted(y, mb) * (1.001 if trainer.number_of(mb) == 5 else 1)
 
 
 def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
@@ -178,13 +179,14 @@ def one_rank_does_not_clip(trainer: Trainer) -> None:
 
 
 def received_activation_off_by_one_bit(trainer: Trainer) -> None:
-    receive = trainer.stage.receive_input
+    stage = trainer.stages[trainer.mesh.at.pp]
+    receive = stage.receive_input
 
     def wrong(microbatch: int, x: Tensor) -> None:
         x[0, 0] = torch.nextafter(x[0, 0], x.new_tensor(torch.inf))
         receive(microbatch, x)
 
-    trainer.stage.receive_input = wrong  # type: ignore[method-assign]
+    stage.receive_input = wrong  # type: ignore[method-assign]
 
 
 def weights_of_one_replica_differ(trainer: Trainer) -> None:
@@ -194,9 +196,10 @@ def weights_of_one_replica_differ(trainer: Trainer) -> None:
 
 
 def another_micro_batch_read(trainer: Trainer) -> None:
-    if trainer.stage._first_input is not None:
-        first_input = trainer.stage._first_input
-        trainer.stage._first_input = lambda mb: first_input(1 if mb == 2 else mb)
+    stage = trainer.stages[trainer.mesh.at.pp]
+    if stage._first_input is not None:
+        first_input = stage._first_input
+        stage._first_input = lambda mb: first_input(1 if mb == 2 else mb)
 
 
 # mutation -> the layout that can show it, and how the verdict begins

@@ -15,6 +15,7 @@ from tpengine.plan import (
     Tie,
     forward_only,
     lower,
+    make_schedule,
     partition_layers,
 )
 
@@ -23,20 +24,30 @@ BOUNDARY = TensorSpec((128, 64), "float32")
 
 @pytest.fixture(scope="session")
 def build_plan() -> Callable[..., Plan]:
-    """Lower a schedule over a model of p+1 layers, ties between the ends, two buckets per chunk unless told."""
+    """Lower a schedule over a model of one layer more than chunks.
 
-    def build(schedule: str, num_ranks: int, num_microbatches: int, has_buckets: bool = True) -> Plan:
-        layers = partition_layers([1.0] * (num_ranks + 1), 0.5, 1.0, num_ranks)
-        last = num_ranks - 1
-        chunks = [
-            Chunk(rank, layers[rank], BOUNDARY if rank else None, BOUNDARY if rank < last else None)
-            for rank in range(num_ranks)
-        ]
-        buckets = [Bucket(2 * chunk + k, chunk) for chunk in range(num_ranks) for k in (1, 0) if has_buckets]
-        ties = [Tie(0, (0, last))] if num_ranks > 1 else []
-        ties += [Tie(1, (1, 2, last))] if num_ranks > 3 else []
+    With ties between the ends, or a bucket of both where they share a rank, and two buckets per chunk unless told.
+    """
+
+    def build(
+        schedule: str, num_ranks: int, num_microbatches: int, has_buckets: bool = True, num_chunks: int = 2
+    ) -> Plan:
         training = schedule in SCHEDULES
-        compute = SCHEDULES.get(schedule, forward_only)(num_ranks, num_microbatches)
-        return lower(schedule, compute, chunks, buckets, ties, num_microbatches, num_ranks + 1, training=training)
+        if training:
+            made = make_schedule(schedule, num_ranks, num_microbatches, num_chunks)
+        else:
+            made = forward_only(tuple(range(num_ranks)), num_microbatches)
+        ranks, last = made.ranks, len(made.ranks) - 1
+        layers = partition_layers([1.0] * (len(ranks) + 1), 0.5, 1.0, len(ranks))
+        chunks = [
+            Chunk(rank, layers[chunk], BOUNDARY if chunk else None, BOUNDARY if chunk < last else None)
+            for chunk, rank in enumerate(ranks)
+        ]
+        buckets = [Bucket(2 * chunk + k, (chunk,)) for chunk in range(len(ranks)) for k in (1, 0) if has_buckets]
+        if has_buckets and last > 0 and ranks[0] == ranks[last]:
+            buckets.append(Bucket(2 * len(ranks), (0, last)))
+        ties = [Tie(0, (0, last))] if ranks[0] != ranks[last] else []
+        ties += [Tie(1, (1, 2, last))] if len({ranks[chunk] for chunk in (1, 2, last) if chunk <= last}) == 3 else []
+        return lower(made, chunks, buckets, ties, num_microbatches, len(ranks) + 1, training=training)
 
     return build

@@ -12,22 +12,30 @@ posted. Ties and CLIP hold each member until all have come.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from tpengine.plan.actions import TRANSFERS, Action, Kind, counterpart
+from tpengine.plan.actions import SENDS, TRANSFERS, Action, Kind, peer_chunk
 from tpengine.plan.checks.fault import fault
 from tpengine.plan.plan import Plan
 
+# A transfer as both of its sides name it: kind, chunk and micro-batch of its send.
+_Crossing = tuple[Kind, int, int]
 
-@dataclass(frozen=True)
-class _Step:
-    """What one action of a list does to the machine."""
+
+class _Step(NamedTuple):
+    """What one action of a list does to the machine.
+
+    Attributes:
+        posts: by peer, the transfers that are posted together.
+        awaits: each transfer that must be complete, with the peer.
+        meets: the ranks that must stand at the same action.
+    """
 
     position: int
     action: Action
-    posts: tuple[Action, ...] = ()
-    awaits: tuple[Action, ...] = ()
+    posts: tuple[tuple[int, tuple[_Crossing, ...]], ...] = ()
+    awaits: tuple[tuple[_Crossing, int], ...] = ()
     meets: tuple[int, ...] = ()
 
 
@@ -42,7 +50,9 @@ def check_channels(plan: Plan) -> None:
 
 
 def _run(plan: Plan, rule: str, blocking: bool) -> None:
-    machine = _Machine(plan, [_program(plan, actions, blocking) for actions in plan.actions])
+    members = {Action(Kind.TIE_REDUCE, index=tie.index): plan.tie_ranks(tie) for tie in plan.ties}
+    members[Action(Kind.CLIP)] = tuple(range(plan.num_ranks))
+    machine = _Machine([_program(plan, actions, members, blocking) for actions in plan.actions])
     machine.run()
     stuck = machine.stuck_ranks()
     if stuck:
@@ -50,46 +60,62 @@ def _run(plan: Plan, rule: str, blocking: bool) -> None:
         raise fault(plan, rule, machine.explain(rank), rank, machine.step(rank).position)
 
 
-def _program(plan: Plan, actions: Sequence[Action], blocking: bool) -> list[_Step]:
+def _program(
+    plan: Plan, actions: Sequence[Action], members: Mapping[Action, tuple[int, ...]], blocking: bool
+) -> list[_Step]:
     steps = []
     for position, action in enumerate(actions):
         if action.transfers:
-            awaits = action.transfers if blocking else ()
-            steps.append(_Step(position, action, posts=action.transfers, awaits=awaits))
+            posted = tuple(_crossing(plan, transfer) for transfer in action.transfers)
+            steps.append(_Step(position, action, posts=_by_peer(posted), awaits=posted if blocking else ()))
         elif action.kind is Kind.WAIT and not blocking:
-            awaits = tuple(sub for sub in action.subs if sub.kind in TRANSFERS)
+            awaits = tuple(_crossing(plan, sub) for sub in action.subs if sub.kind in TRANSFERS)
             steps.append(_Step(position, action, awaits=awaits))
-        elif action.kind is Kind.CLIP:
-            steps.append(_Step(position, action, meets=tuple(range(plan.num_ranks))))
-        elif action.kind is Kind.TIE_REDUCE:
-            members = next(plan.tie_ranks(tie) for tie in plan.ties if tie.index == action.index)
-            steps.append(_Step(position, action, meets=members))
+        elif action.kind in (Kind.TIE_REDUCE, Kind.CLIP):
+            steps.append(_Step(position, action, meets=members[action]))
     return steps
+
+
+def _crossing(plan: Plan, transfer: Action) -> tuple[_Crossing, int]:
+    """Return what both sides call a transfer, and the rank on the other side."""
+    chunk, microbatch = transfer.piece
+    peer = peer_chunk(transfer)
+    if transfer.kind in SENDS:
+        return (transfer.kind, chunk, microbatch), plan.chunks[peer].rank
+    send = Kind.SEND_F if transfer.kind is Kind.RECV_F else Kind.SEND_B
+    return (send, peer, microbatch), plan.chunks[peer].rank
+
+
+def _by_peer(posted: Sequence[tuple[_Crossing, int]]) -> tuple[tuple[int, tuple[_Crossing, ...]], ...]:
+    groups: dict[int, list[_Crossing]] = defaultdict(list)
+    for crossing, peer in posted:
+        groups[peer].append(crossing)
+    return tuple((peer, tuple(group)) for peer, group in groups.items())
 
 
 class _Machine:
     """Plays one program per rank until nothing moves."""
 
-    def __init__(self, plan: Plan, programs: Sequence[Sequence[_Step]]) -> None:
-        self.plan = plan
+    def __init__(self, programs: Sequence[Sequence[_Step]]) -> None:
         self.programs = programs
         self.cursor = [0] * len(programs)
-        self.matched: set[tuple[int, Action]] = set()
+        self.matched: set[_Crossing] = set()
         self.arrived: dict[Action, set[int]] = defaultdict(set)
         # By (rank, peer): the rank's groups of transfers to and from the peer, oldest first.
-        self.channels: dict[tuple[int, int], deque[list[Action]]] = defaultdict(deque)
+        self.channels: dict[tuple[int, int], deque[list[_Crossing]]] = defaultdict(deque)
+        # Ranks that may be able to go on; being in it without cause does no harm.
+        self.woken: deque[int] = deque()
 
     def run(self) -> None:
+        """Advance every rank, then whoever has been woken, until nobody is: linear in the number of steps."""
         for rank in range(len(self.programs)):
             self._enter(rank)
-        progress = True
-        while progress:
-            progress = False
-            for rank in range(len(self.programs)):
-                while not self._is_finished(rank) and self._blocker(rank) is None:
-                    self.cursor[rank] += 1
-                    self._enter(rank)
-                    progress = True
+        self.woken.extend(range(len(self.programs)))
+        while self.woken:
+            rank = self.woken.popleft()
+            while not self._is_finished(rank) and not self._is_blocked(rank):
+                self.cursor[rank] += 1
+                self._enter(rank)
 
     def step(self, rank: int) -> _Step:
         return self.programs[rank][self.cursor[rank]]
@@ -123,12 +149,18 @@ class _Machine:
     def _is_finished(self, rank: int) -> bool:
         return self.cursor[rank] == len(self.programs[rank])
 
+    def _is_blocked(self, rank: int) -> bool:
+        step = self.step(rank)
+        if any(crossing not in self.matched for crossing, _ in step.awaits):
+            return True
+        return bool(step.meets) and len(self.arrived[step.action]) < len(step.meets)
+
     def _blocker(self, rank: int) -> int | None:
         """Return the first rank that the current step still waits for."""
         step = self.step(rank)
-        for transfer in step.awaits:
-            if (rank, transfer) not in self.matched:
-                return self.plan.peer(transfer)
+        for crossing, peer in step.awaits:
+            if crossing not in self.matched:
+                return peer
         return next((member for member in step.meets if member not in self.arrived[step.action]), None)
 
     def _enter(self, rank: int) -> None:
@@ -137,26 +169,22 @@ class _Machine:
         step = self.step(rank)
         if step.meets:
             self.arrived[step.action].add(rank)
-        groups: dict[int, list[Action]] = defaultdict(list)
-        for transfer in step.posts:
-            groups[self.plan.peer(transfer)].append(transfer)
-        for peer, group in groups.items():
-            self.channels[rank, peer].append(group)
+            if len(self.arrived[step.action]) == len(step.meets):
+                self.woken.extend(step.meets)
+        for peer, group in step.posts:
+            self.channels[rank, peer].append(list(group))
             self._drain(rank, peer)
 
     def _drain(self, rank: int, peer: int) -> None:
         """Match what stands at the head of both sides of a channel."""
         own, other = self.channels[rank, peer], self.channels[peer, rank]
         while own and other:
-            matches = [transfer for transfer in own[0] if counterpart(transfer) in other[0]]
+            matches = [crossing for crossing in own[0] if crossing in other[0]]
             if not matches:
                 return
-            self._complete(rank, own, matches)
-            self._complete(peer, other, [counterpart(transfer) for transfer in matches])
-
-    def _complete(self, rank: int, channel: deque[list[Action]], transfers: Iterable[Action]) -> None:
-        for transfer in transfers:
-            channel[0].remove(transfer)
-            self.matched.add((rank, transfer))
-        if not channel[0]:
-            channel.popleft()
+            self.matched.update(matches)
+            for channel in (own, other):
+                channel[0] = [crossing for crossing in channel[0] if crossing not in matches]
+                if not channel[0]:
+                    channel.popleft()
+            self.woken.append(peer)

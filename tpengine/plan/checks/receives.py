@@ -14,6 +14,7 @@ from tpengine.plan.plan import Plan
 from tpengine.plan.slots import ReceiveSlots, receive_slots
 
 _Piece = tuple[int, int]
+_Place = tuple[Kind, int]
 
 
 def check_receives(plan: Plan) -> None:
@@ -24,21 +25,26 @@ def check_receives(plan: Plan) -> None:
 
 def check_slots(plan: Plan, rank: int, slots: ReceiveSlots) -> None:
     """Replay one rank's list over its slots."""
-    holder: dict[tuple[Kind, int], _Piece] = {}
+    # What each place holds, and each piece's places.
+    holder: dict[_Place, _Piece] = {}
+    places: dict[_Piece, list[_Place]] = defaultdict(list)
     done: dict[_Piece, set[Kind]] = defaultdict(set)
     for position, action in enumerate(plan.actions[rank]):
         for receive in action.transfers:
             if receive.kind not in RECEIVES:
                 continue
             slot = slots.slot(receive)
-            chunk, microbatch = holder.setdefault((receive.kind, slot), receive.piece)
-            if (chunk, microbatch) != receive.piece:
+            if (receive.kind, slot) in holder:
+                chunk, microbatch = holder[receive.kind, slot]
                 values = f"{receive} writes slot {slot} of chunk {chunk}, micro-batch {microbatch}"
                 raise fault(plan, "a receive slot is free when written", values, rank, position)
+            holder[receive.kind, slot] = receive.piece
+            places[receive.piece].append((receive.kind, slot))
         if action.kind in COMPUTE:
             done[action.piece].add(action.kind)
             if _is_finished(done[action.piece], plan.training):
-                holder = {place: piece for place, piece in holder.items() if piece != action.piece}
+                for place in places.pop(action.piece, ()):
+                    del holder[place]
 
 
 def _is_finished(done: set[Kind], training: bool) -> bool:

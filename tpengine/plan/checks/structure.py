@@ -78,11 +78,16 @@ def _check_boundaries(plan: Plan) -> None:
 def _check_gradients(plan: Plan) -> None:
     _check_unique(plan, "bucket", [bucket.index for bucket in plan.buckets])
     _check_unique(plan, "tie", [tie.index for tie in plan.ties])
-    named = [(f"bucket {bucket.index}", bucket.chunk) for bucket in plan.buckets]
+    named = [(f"bucket {bucket.index}", chunk) for bucket in plan.buckets for chunk in bucket.chunks]
     named += [(f"tie {tie.index}", chunk) for tie in plan.ties for chunk in tie.chunks]
     for name, chunk in named:
         if not 0 <= chunk < len(plan.chunks):
             raise fault(plan, f"chunks are 0 to {len(plan.chunks) - 1}", f"{name} names chunk {chunk}")
+    for bucket in plan.buckets:
+        holders = {plan.chunks[chunk].rank for chunk in bucket.chunks}
+        if len(holders) != 1 or len(set(bucket.chunks)) < len(bucket.chunks):
+            values = f"bucket {bucket.index} names chunks {list(bucket.chunks)}"
+            raise fault(plan, "a bucket belongs to chunks of one rank, each once", values)
     for tie in plan.ties:
         ranks = plan.tie_ranks(tie)
         if len(ranks) < 2 or len(set(ranks)) < len(ranks):

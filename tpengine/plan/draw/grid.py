@@ -1,11 +1,12 @@
-"""Draw: a timeline as a grid of characters, and a plan as wrapped lists."""
+"""A timeline as a grid of characters, and a plan as wrapped lists: what a terminal shows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tpengine.plan.actions import COMPUTE
 from tpengine.plan.plan import Plan
-from tpengine.plan.simulate import Span, Timeline
+from tpengine.plan.timeline import Span, Timeline
 
 
 def grid(timeline: Timeline, unit: float = 1.0) -> str:
@@ -24,13 +25,14 @@ def grid(timeline: Timeline, unit: float = 1.0) -> str:
     """
     if not unit > 0.0:
         raise ValueError(f"a column needs a time above 0: got unit {unit}")
-    several = any(len({span.action.chunk for span in spans}) > 1 for spans in timeline.ranks)
-    labels = [[_label(span, several) for span in spans] for spans in timeline.ranks]
+    lists = [[span for span in rank.compute if span.action.kind in COMPUTE] for rank in timeline.ranks]
+    several = any(len({span.action.chunk for span in spans}) > 1 for spans in lists)
+    labels = [[_label(span, several) for span in spans] for spans in lists]
     width = 1 + max((len(label) for row in labels for label in row), default=1)
     num_columns = round(timeline.makespan / unit)
     margin = len(f"rank {len(timeline.ranks) - 1}")
     rows = []
-    for rank, (spans, row) in enumerate(zip(timeline.ranks, labels, strict=True)):
+    for rank, (spans, row) in enumerate(zip(lists, labels, strict=True)):
         cells = _cells(spans, row, unit, width, num_columns)
         rows.append(f"{f'rank {rank}':<{margin}}  {cells}".rstrip())
     return "\n".join(rows)

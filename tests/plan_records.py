@@ -1,0 +1,43 @@
+"""What ranks would have recorded of a simulated step: records whose times are known."""
+
+from __future__ import annotations
+
+from tpengine.plan import Action, Kind, Plan, Timeline
+from tpengine.plan.actions import COMPUTE
+from tpengine.plan.measured import Ran, RankRecord, Waited
+
+
+def recorded(plan: Plan, timeline: Timeline, copies: bool = False) -> tuple[RankRecord, ...]:
+    """Return the records of ranks whose actions ran as simulated; posting takes no time."""
+    return tuple(_record(plan, timeline, rank, copies) for rank in range(plan.num_ranks))
+
+
+def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankRecord:
+    lanes = timeline.ranks[rank]
+    compute = iter(lanes.compute)
+    ended = {span.action: _ns(span.end) for lane in (lanes.sends, lanes.receives, lanes.reductions) for span in lane}
+    ran: list[Ran] = []
+    starts: dict[Action, int] = {}
+    waited: dict[Action, Waited] = {}
+    now = 0
+    for action in plan.actions[rank]:
+        begin = now
+        if action.kind is Kind.WAIT:
+            for sub in action.subs:
+                there = ended[sub]
+                done = there if sub.kind is Kind.REDUCE else None
+                waited[sub] = Waited(now, max(now, there), there <= now, done)
+                now = max(now, there)
+        elif action.kind in COMPUTE or action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP):
+            span = next(compute)
+            if action.kind in COMPUTE:
+                begin = _ns(span.start)
+            now = _ns(span.end)
+            for k, sub in enumerate(action.subs):
+                starts[sub] = begin + (now - begin) * (k + 1) // len(action.subs)
+        ran.append(Ran(action, begin, now))
+    return RankRecord(tuple(ran), starts, waited, copies)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,171 @@
+"""Rung: pure. The cost model against flops written out by hand, and what each choice must change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
+from tpengine.optim import AdamW
+from tpengine.parameters import num_parameters
+from tpengine.plan import Costs, Kind, simulate
+from tpengine.plan.costs import ring_time
+from tpengine.step_bytes import activation_bytes
+from tpengine.step_costs import CPU_CORE, H200_NODE, Machine, bytes_per_rank, model_costs
+from tpengine.step_plan import layout_of, training_plan
+
+SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
+# A flop takes a second and nothing else any time.
+FLOPS_ONLY = Machine(1.0, math.inf, math.inf, 0.0, math.inf)
+TRAIN = TrainConfig(seq_len=16, micro_batch_size=2, num_micro_batches=8)
+
+
+def config_of(train: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **parallel: Any) -> Config:
+    sizes = {"tp": 1, "pp": 1, "dp": 1} | parallel
+    config = Config(
+        model=replace(SMALL, **(model or {})), parallel=ParallelConfig(**sizes), train=replace(TRAIN, **(train or {}))
+    )
+    return validate(config, sizes["tp"] * sizes["pp"] * sizes["dp"])
+
+
+def costs_of(config: Config, machine: Machine = CPU_CORE) -> Costs:
+    layout = layout_of(config)
+    return model_costs(config, layout, training_plan(config, layout), machine)
+
+
+def forward_flops(num_layers: int, is_first: bool, is_last: bool) -> int:
+    t, s, d, f, v = 2 * 16, 16, 32, 48, 64
+    heads, kv_heads, e = 4, 2, 8
+    matmuls = 2 * t * d * (heads + 2 * kv_heads) * e + 2 * t * heads * e * d + 2 * t * d * 2 * f + 2 * t * f * d
+    attention = 2 * 2 * t * s * heads * e // 2
+    rest = 4 * t * d + 5 * t * d + 3 * t * (heads + kv_heads) * e + 5 * t * f
+    head = 4 * t * d + 2 * t * d * v + 4 * t * v
+    return num_layers * (matmuls + attention + rest) + is_last * head
+
+
+def test_forward_is_its_flops() -> None:
+    whole = costs_of(config_of(), FLOPS_ONLY)
+    assert whole.compute[Kind.F, 0] == forward_flops(8, True, True)
+    config = config_of(pp=2)
+    cut = costs_of(config, FLOPS_ONLY)
+    for chunk, (first, last) in enumerate(layout_of(config).layers):
+        assert cut.compute[Kind.F, chunk] == forward_flops(last - first, chunk == 0, chunk == 1)
+    assert cut.compute[Kind.F, 0] + cut.compute[Kind.F, 1] == whole.compute[Kind.F, 0]
+
+
+def test_the_halves_are_the_backward_and_each_matmul_is_in_both() -> None:
+    costs = costs_of(config_of(), FLOPS_ONLY).compute
+    assert costs[Kind.B, 0] == costs[Kind.I, 0] + costs[Kind.W, 0]
+    t, d, f, v = 32, 32, 48, 64
+    matmuls = 8 * (2 * t * d * 64 + 2 * t * 32 * d + 2 * t * d * 3 * f) + 2 * t * d * v
+    # Besides them the weight half adds the embedding's gradient up.
+    assert costs[Kind.W, 0] == matmuls + t * d
+    assert matmuls < costs[Kind.I, 0] < 1.5 * matmuls
+
+
+def test_what_is_computed_again_is_paid_in_backward() -> None:
+    none, attention, block, full = (
+        costs_of(config_of(recompute=again), FLOPS_ONLY).compute for again in ("none", "attention", "block", "full")
+    )
+    head = forward_flops(0, True, True)
+    for kind in (Kind.B, Kind.I):
+        assert full[kind, 0] - none[kind, 0] == none[Kind.F, 0]
+        assert block[kind, 0] - none[kind, 0] == none[Kind.F, 0] - head
+        assert 0 < attention[kind, 0] - none[kind, 0] < block[kind, 0] - none[kind, 0]
+    for costs in (attention, block, full):
+        assert (costs[Kind.F, 0], costs[Kind.W, 0]) == (none[Kind.F, 0], none[Kind.W, 0])
+
+
+def test_gathering_again_is_paid_on_links() -> None:
+    """A message takes a second: a block has 4 each way; a gather of 2 inputs, and of 2 gradients for W, comes again."""
+    machine = Machine(math.inf, math.inf, math.inf, 1.0, math.inf)
+    kept = costs_of(config_of(tp=2), machine).compute
+    again = costs_of(config_of(tp=2, gathered="again"), machine).compute
+    assert kept[Kind.F, 0] == again[Kind.F, 0] == kept[Kind.I, 0] == again[Kind.I, 0] == 4 * 8 + 2
+    assert (kept[Kind.B, 0], again[Kind.B, 0]) == (34, 34 + 2 * 8 + 1)
+    assert (kept[Kind.W, 0], again[Kind.W, 0]) == (0, 4 * 8 + 1)
+
+
+def test_plain_exchanges_stand_beside_compute_and_fused_ones_behind_it() -> None:
+    machine = Machine(1e6, math.inf, 1e4, 0.0, math.inf)
+    fused, plain = (costs_of(config_of(tp=2, tp_comm=how), machine).compute[Kind.F, 0] for how in ("fused", "plain"))
+    compute = costs_of(config_of(tp=2), replace(machine, link_bytes_per_s=math.inf)).compute[Kind.F, 0]
+    links = 34 * (16 * 32 * 4) / 1e4
+    assert fused == pytest.approx(links) and links > compute
+    assert plain == pytest.approx(compute + links)
+
+
+def test_replicas_are_in_the_reductions() -> None:
+    for dp in (1, 2, 4, 64):
+        config = config_of(dp=dp, tp=2)
+        layout = layout_of(config)
+        costs = costs_of(config)
+        norms = [index for index, bucket in layout.buckets.items() if bucket.layout.reduce_over == "dp_tp"]
+        assert norms and set(norms) <= costs.reductions.keys()
+        for index, seconds in costs.reductions.items():
+            num_ranks = dp * (2 if index in norms else 1)
+            num_bytes = 4 * layout.buckets[index].layout.numel
+            assert seconds == ring_time(num_bytes, num_ranks, 0.65e9, 20e-6) > 0.0
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"pp": 4, "tp": 2, "dp": 2},
+    {"pp": 2, "schedule": "interleaved", "train": {"dtype": "bfloat16"}},
+    {"pp": 2, "schedule": "zbv", "model": {"tie_embeddings": True}},
+    {"pp": 2, "model": {"tie_embeddings": True}, "train": {"dtype": "float64"}},
+    {"pp": 2, "dp": 2, "train": {"reduction": "exact"}},
+    {"tp": 4, "model": {"num_kv_heads": 1}},
+]
+
+
+@pytest.mark.parametrize("choices", CONFIGS, ids=str)
+def test_a_rank_holds_its_share_all_the_time(choices: dict[str, Any]) -> None:
+    config = config_of(**choices)
+    shares = bytes_per_rank(config, layout_of(config))
+    assert costs_of(config).resident == tuple(held for _, held in shares)
+    pp, tp = config.parallel.pp or 1, config.parallel.tp or 1
+    # Norms, copies of a tied end and padding come on top of an equal share.
+    copies = config.model.vocab_size * config.model.hidden_size * config.model.tie_embeddings
+    whole = num_parameters(config.model)
+    assert len(shares) == pp and whole <= tp * sum(numel for numel, _ in shares) <= 1.5 * (whole + copies)
+
+
+def test_the_moments_are_adamws() -> None:
+    """Besides a parameter, by dtypes with and without a master of their own."""
+    for dtype, is_master in (("float32", True), ("bfloat16", False)):
+        config = config_of(train={"dtype": dtype})
+        ((numel, held),) = bytes_per_rank(config, layout_of(config))
+        own = numel * (4 if is_master else 2)
+        assert held == own + numel * 4 * AdamW.states_per_element(is_master)
+
+
+@pytest.mark.parametrize("machine", [CPU_CORE, H200_NODE], ids=["cpu", "h200"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+def test_every_schedule_can_be_simulated(schedule: str, machine: Machine) -> None:
+    peaks = {}
+    for recompute in ("none", "attention", "block", "full"):
+        config = config_of(pp=4, tp=2, dp=2, schedule=schedule, recompute=recompute)
+        layout = layout_of(config)
+        plan = training_plan(config, layout)
+        costs = model_costs(config, layout, plan, machine)
+        timeline = simulate(plan, costs)
+        assert 0.0 < timeline.bubble < 1.0
+        assert costs.activations == activation_bytes(config, 2, plan)
+        peaks[recompute] = max(rank.peak_bytes for rank in timeline.ranks)
+        assert peaks[recompute] > max(costs.resident)
+    if schedule not in ("zb-h1", "zbv"):
+        # Where the weight half waits, what it needs is kept all the same.
+        assert peaks["none"] > peaks["attention"] > peaks["block"]
+        assert peaks["none"] > peaks["full"]
+
+
+def test_a_faster_machine_is_faster_at_everything() -> None:
+    slow, fast = (costs_of(config_of(pp=2, tp=2, dp=2), machine) for machine in (CPU_CORE, H200_NODE))
+    assert all(fast.compute[key] < seconds for key, seconds in slow.compute.items())
+    assert all(fast.reductions[key] < seconds for key, seconds in slow.reductions.items())
+    for name in ("latency", "ties", "clip", "step"):
+        assert 0.0 < getattr(fast, name) < getattr(slow, name)

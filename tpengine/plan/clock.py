@@ -1,0 +1,105 @@
+"""The clock: when each compute action runs if communication takes no time. Dataflow only, one pass over the actions.
+
+An action starts once its rank is free and its inputs exist. Lowering places the transfers by this clock, generators are
+measured with it, and simulated and executed order agree, since both follow the lists. What communication, memory and
+reductions add is in simulate.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, Action, Kind
+from tpengine.plan.costs import unit_durations
+from tpengine.plan.timeline import RankTimeline, Span, Timeline
+
+# What a compute action makes or needs: the kind that makes it (I stands for B as well), chunk, micro-batch.
+Value = tuple[Kind, int, int]
+
+
+def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, int], float] | None = None) -> Timeline:
+    """Play one list a rank with communication that takes no time.
+
+    Args:
+        compute: the ranks' lists, of which the compute actions count.
+        durations: by (kind, chunk), above 0, any unit; None for `unit_durations`: a forward of all chunks of a rank
+            takes 1, a backward 2.
+    Returns: start and end of every compute action; the first starts at 0.
+    Raises: ValueError: a duration is missing or not positive, or the lists cannot finish.
+    Cost: linear in the number of actions.
+    """
+    lists = [[action for action in actions if action.kind in COMPUTE] for actions in compute]
+    lengths = _durations(lists) if durations is None else durations
+    _check_durations(lists, lengths)
+    last_chunk = max((action.piece[0] for actions in lists for action in actions), default=0)
+    spans: list[list[Span]] = [[] for _ in lists]
+    ready_at: dict[Value, float] = {}
+    # The rank that stands before an action whose input does not exist yet, by that input.
+    waiting: dict[Value, list[int]] = {}
+    movable = list(reversed(range(len(lists))))
+    while movable:
+        rank = movable.pop()
+        actions, done = lists[rank], spans[rank]
+        while len(done) < len(actions):
+            action = actions[len(done)]
+            needed = inputs(action, last_chunk)
+            missing = next((value for value in needed if value not in ready_at), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            start = max([ready_at[value] for value in needed], default=0.0)
+            if done:
+                start = max(start, done[-1].end)
+            done.append(Span(action, start, start + lengths[action.kind, action.piece[0]]))
+            made = output(action)
+            ready_at[made] = done[-1].end
+            movable.extend(waiting.pop(made, ()))
+    _check_finished(lists, spans, last_chunk, ready_at)
+    return Timeline(tuple(RankTimeline(compute=tuple(done)) for done in spans))
+
+
+def inputs(action: Action, last_chunk: int) -> list[Value]:
+    """Return what a compute action needs before it can start."""
+    chunk, microbatch = action.piece
+    match action.kind:
+        case Kind.F:
+            return [(Kind.F, chunk - 1, microbatch)] if chunk > 0 else []
+        case Kind.W:
+            return [(Kind.I, chunk, microbatch)]
+    from_next = [(Kind.I, chunk + 1, microbatch)] if chunk < last_chunk else []
+    return [(Kind.F, chunk, microbatch), *from_next]
+
+
+def output(action: Action) -> Value:
+    """Return what a compute action makes."""
+    return (Kind.I if action.kind in INPUT_GRADIENT else action.kind, *action.piece)
+
+
+def _durations(lists: Sequence[Sequence[Action]]) -> dict[tuple[Kind, int], float]:
+    rank_of = {action.piece[0]: rank for rank, actions in enumerate(lists) for action in actions}
+    num_chunks = Counter(rank_of.values())
+    return unit_durations({chunk: num_chunks[rank] for chunk, rank in rank_of.items()})
+
+
+def _check_durations(lists: Sequence[Sequence[Action]], durations: Mapping[tuple[Kind, int], float]) -> None:
+    for kind, chunk in {(action.kind, action.piece[0]) for actions in lists for action in actions}:
+        if not durations.get((kind, chunk), 0.0) > 0.0:
+            raise ValueError(
+                f"every compute action needs a duration above 0: {kind} of chunk {chunk} has "
+                f"{durations.get((kind, chunk))}"
+            )
+
+
+def _check_finished(
+    lists: Sequence[Sequence[Action]],
+    spans: Sequence[Sequence[Span]],
+    last_chunk: int,
+    ready_at: Mapping[Value, float],
+) -> None:
+    for rank, (actions, done) in enumerate(zip(lists, spans, strict=True)):
+        if len(done) < len(actions):
+            action = actions[len(done)]
+            kind, chunk, microbatch = next(v for v in inputs(action, last_chunk) if v not in ready_at)
+            producer = f"{chunk}{'B' if kind is Kind.I else kind.value}{microbatch}"
+            raise ValueError(f"compute lists must finish: rank {rank} waits in {action} for {producer}")

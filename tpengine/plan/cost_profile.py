@@ -1,0 +1,260 @@
+"""A profile: what the actions of a measured step cost, kept as JSON, to predict steps of other schedules from.
+
+It says which layers each chunk had and keeps the time of each kind of action by chunk, so that chunks of another size
+can be predicted (profile_costs.py); here are its form, and its file. A file is read as input from anybody: everything
+is checked, and what is wrong is said in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from tpengine.plan.actions import COMPUTE, Kind
+from tpengine.plan.plan import TensorSpec
+
+T = TypeVar("T")
+
+_FORMAT = "tpengine profile"
+_VERSION = 1
+_MAX_FILE_BYTES = 64_000_000
+_MAX_LAYERS = 2**20
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ChunkProfile:
+    """A chunk.
+
+    Args:
+        rank: of the pipeline.
+        layers: half-open range.
+        seconds: of a micro-batch's F, B, I and W, those that ran.
+    """
+
+    rank: int
+    layers: tuple[int, int]
+    seconds: Mapping[Kind, float]
+
+
+@dataclass(frozen=True)
+class BucketProfile:
+    """A gradient bucket: the chunks that fill it, the time of its sum over its ranks, and its bytes."""
+
+    chunks: tuple[int, ...]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """What the actions of a step cost, each the median over steps and ranks; the slowest rank's where ranks differ.
+
+    Args:
+        schedule, num_microbatches: what ran.
+        chunks: in model order; their layers are those of the model.
+        boundary: the tensor that crosses from chunk to chunk; None for one chunk.
+        send_seconds: the sender is busy with a transfer: posting it, or copying it into a mailbox.
+        receive_seconds: the receiver is, with one that is there already.
+        link_seconds: what a transfer takes besides, while nobody is busy with it.
+        buckets: by index.
+        ties, clip, step: seconds of a TIE_REDUCE, of CLIP and of STEP, waiting for others not counted.
+        plan_seconds: from the beginning of the plan to its end.
+        outside_seconds: what a step takes besides: reading the batch, summing the loss.
+    """
+
+    schedule: str
+    num_microbatches: int
+    chunks: tuple[ChunkProfile, ...]
+    boundary: TensorSpec | None
+    send_seconds: float
+    receive_seconds: float
+    link_seconds: float
+    buckets: Mapping[int, BucketProfile]
+    ties: float
+    clip: float
+    step: float
+    plan_seconds: float
+    outside_seconds: float
+
+    @property
+    def num_layers(self) -> int:
+        """Return the layers of the whole model."""
+        return self.chunks[-1].layers[1]
+
+    def to_json(self) -> bytes:
+        """Write the file that `read_profile` reads."""
+        seconds = {name: getattr(self, name) for name in _SECONDS}
+        boundary = None if self.boundary is None else {"shape": self.boundary.shape, "dtype": self.boundary.dtype}
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "chunks": [
+                {"rank": chunk.rank, "layers": chunk.layers, "seconds": {str(k): v for k, v in chunk.seconds.items()}}
+                for chunk in self.chunks
+            ],
+            "boundary": boundary,
+            "buckets": [
+                {"index": index, "chunks": bucket.chunks, "seconds": bucket.seconds, "bytes": bucket.num_bytes}
+                for index, bucket in self.buckets.items()
+            ],
+            "seconds": seconds,
+        }
+        return json.dumps(content, indent=1).encode() + b"\n"
+
+
+_SECONDS = (
+    "send_seconds",
+    "receive_seconds",
+    "link_seconds",
+    "ties",
+    "clip",
+    "step",
+    "plan_seconds",
+    "outside_seconds",
+)
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Read a profile.json of a run.
+
+    Raises: ValueError: it cannot be read, or is no profile; one line with the path, the rule and what was found.
+    """
+    try:
+        return _parse(_read(path))
+    except OSError as error:
+        reason = error.strerror
+    except _Wrong as error:
+        reason = str(error)
+    raise ValueError(f"a profile must be the profile.json of a run: {path}: {reason}: run with --train.profile-steps")
+
+
+class _Wrong(Exception):
+    """What is wrong with a profile's content."""
+
+
+def _read(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise _Wrong("it is no file")
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise _Wrong(f"it has more than {_MAX_FILE_BYTES} bytes")
+    try:
+        return json.loads(path.read_bytes(), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise _Wrong("it is no JSON") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _parse(content: Any) -> CostProfile:
+    if _field(content, "format", str) != _FORMAT:
+        raise _Wrong(f"its format is not {_FORMAT!r}")
+    if _field(content, "version", int) != _VERSION:
+        raise _Wrong(f"its version is {content['version']}, and this tpengine reads version {_VERSION}")
+    chunks = tuple(_each(content, "chunks", _chunk))
+    if not chunks or chunks[0].layers[0] != 0 or any(a.layers[1] != b.layers[0] for a, b in pairwise(chunks)):
+        raise _Wrong("the layers of its chunks are not those of a model, in order")
+    ranks = {chunk.rank for chunk in chunks}
+    if ranks != set(range(len(ranks))):
+        raise _Wrong("the ranks of its chunks do not count from 0")
+    buckets = dict(_each(content, "buckets", _bucket))
+    if any(chunk >= len(chunks) for bucket in buckets.values() for chunk in bucket.chunks):
+        raise _Wrong("a bucket is of a chunk that it does not have")
+    boundary = _boundary(content)
+    if boundary is None and len(chunks) > 1:
+        raise _Wrong("several chunks need a boundary")
+    seconds = _field(content, "seconds", dict)
+    return CostProfile(
+        schedule=_name(content, "schedule"),
+        num_microbatches=_count(content, "num_microbatches", least=1),
+        chunks=chunks,
+        boundary=boundary,
+        buckets=buckets,
+        **{name: _number(seconds, name) for name in _SECONDS},
+    )
+
+
+def _chunk(item: Any) -> ChunkProfile:
+    layers = _field(item, "layers", list)
+    if (
+        len(layers) != 2
+        or not all(type(bound) is int for bound in layers)
+        or not 0 <= layers[0] < layers[1] <= _MAX_LAYERS
+    ):
+        raise _Wrong(f"layers are a first one and an end: got {layers!r}")
+    seconds = _field(item, "seconds", dict)
+    known = {kind.value: kind for kind in COMPUTE}
+    if unknown := [name for name in seconds if name not in known]:
+        raise _Wrong(f"a chunk's actions are F, B, I and W: got {unknown[0]!r}")
+    found = {known[name]: _number(seconds, name) for name in seconds}
+    if Kind.F not in found or not (Kind.B in found or {Kind.I, Kind.W} <= found.keys()):
+        raise _Wrong("a chunk needs the seconds of F, and of B or of I and W")
+    if min(found.values()) <= 0.0:
+        raise _Wrong("a chunk's actions take more than 0 seconds")
+    return ChunkProfile(_count(item, "rank"), (layers[0], layers[1]), found)
+
+
+def _bucket(item: Any) -> tuple[int, BucketProfile]:
+    chunks = _field(item, "chunks", list)
+    if not chunks or not all(type(chunk) is int and chunk >= 0 for chunk in chunks):
+        raise _Wrong(f"a bucket has chunks: got {chunks!r}")
+    return _count(item, "index"), BucketProfile(tuple(chunks), _number(item, "seconds"), _count(item, "bytes"))
+
+
+def _boundary(content: Any) -> TensorSpec | None:
+    if _field(content, "boundary", (dict, type(None))) is None:
+        return None
+    shape, dtype = _field(content["boundary"], "shape", list), _field(content["boundary"], "dtype", str)
+    if not all(type(size) is int and 0 < size < 2**40 for size in shape) or dtype not in _DTYPES:
+        raise _Wrong(f"a boundary has a shape and one of the dtypes {', '.join(_DTYPES)}: got {content['boundary']!r}")
+    return TensorSpec(tuple(shape), dtype)
+
+
+def _each(content: Any, name: str, parse: Callable[[Any], T]) -> list[T]:
+    return [parse(item) for item in _field(content, name, list)]
+
+
+def _field(content: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    if not isinstance(content, dict):
+        raise _Wrong(f"{name} is looked for in {_shown(content)}, which is no object")
+    if name not in content:
+        raise _Wrong(f"it has no {name}")
+    value = content[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _Wrong(f"{name} is {_shown(value)}")
+    return value
+
+
+def _name(content: Any, name: str) -> str:
+    value: str = _field(content, name, str)
+    if not value.isprintable() or len(value) > 200:
+        raise _Wrong(f"{name} is {_shown(value)}")
+    return value
+
+
+def _count(content: Any, name: str, least: int = 0) -> int:
+    value: int = _field(content, name, int)
+    if not least <= value < 2**62:
+        raise _Wrong(f"{name} is {_shown(value)}")
+    return value
+
+
+def _number(content: Any, name: str) -> float:
+    value = _field(content, name, (int, float))
+    if not (0.0 <= value < 1e12 and math.isfinite(value)):
+        raise _Wrong(f"{name} is {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,247 @@
+"""Measured steps: what the ranks of a pipeline recorded while a plan ran, as a timeline like a simulated one.
+
+Each rank records what it can see, on its own clock (`RankRecord`). Put together on one clock they tell more: a rank
+that stands in CLIP stands there for whoever comes last, and communication is under way
+
+    transfers    where they move by themselves (a process group) from where both sides have posted until the receiver
+                 has the tensor; where the two sides copy (a mailbox), on the sender while it copies in, on the receiver
+                 while it copies out, or from the beginning of the sender's copy if it stands waiting for that
+    reductions   from where this rank began until the sum was there
+
+What nobody sees stays a bound: communication that was complete when asked for ended then, at the latest.
+The clocks of one host's ranks are one; of several hosts they are set by meetings (`clock_offsets`).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart, parse_action
+from tpengine.plan.plan import Plan
+from tpengine.plan.timeline import RankTimeline, Span, Timeline
+
+# What every member waits in for the last one.
+MEETINGS = frozenset({Kind.TIE_REDUCE, Kind.CLIP})
+_BUSY = COMPUTE | MEETINGS | {Kind.STEP}
+
+
+class Ran(NamedTuple):
+    """An action of the list, as it ran."""
+
+    action: Action
+    begin_ns: int
+    end_ns: int
+
+
+class Waited(NamedTuple):
+    """One thing that a WAIT lists: when it was asked for and when it was there, whether it was there at once, and when
+    it was complete, if that is known.
+    """
+
+    begin_ns: int
+    end_ns: int
+    was_complete: bool
+    done_ns: int | None
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's step, in nanoseconds on a clock that all ranks share.
+
+    Attributes:
+        ran: every action of the rank's list, in order.
+        starts: when each reduction began.
+        waited: by transfer or reduction.
+        copies: whether posting a send and waiting for a receive move the data (mailbox), or merely start and end that.
+    """
+
+    ran: tuple[Ran, ...]
+    starts: Mapping[Action, int]
+    waited: Mapping[Action, Waited]
+    copies: bool
+
+
+# The records of a pipeline's ranks, by stage.
+PipelineRecord: TypeAlias = Sequence[RankRecord]
+
+
+def encode_record(
+    ran: Sequence[tuple[str, int, int]],
+    waited: Sequence[tuple[str, int, int, bool, int | None]],
+    copies: bool,
+) -> bytes:
+    """Write what a rank recorded as JSON, for `decode_record`.
+
+    Args:
+        ran: text, begin and end of each action; a sub-action that was only started stands behind its action.
+        waited: text and the fields of `Waited`.
+        copies: as RankRecord.
+    """
+    return json.dumps({"ran": ran, "waited": waited, "copies": copies}, separators=(",", ":")).encode()
+
+
+def decode_record(encoded: bytes, actions: Sequence[Action], offset_ns: int = 0) -> RankRecord:
+    """Read what a rank recorded of its list of a plan.
+
+    Args:
+        encoded: of `encode_record`.
+        actions: the rank's list.
+        offset_ns: by how much its clock is ahead.
+    Raises: ValueError: what ran is not the list, which is a bug.
+    """
+    content = json.loads(encoded)
+    events = iter(content["ran"])
+    ran, starts = [], {}
+    for action in actions:
+        text, begin, end = next(events, ("the end", 0, 0))
+        _check_same(text, action)
+        ran.append(Ran(action, begin - offset_ns, end - offset_ns))
+        for sub in action.subs if action.kind in COMPUTE else ():
+            if sub.kind is Kind.REDUCE:
+                text, begin, _ = next(events, ("the end", 0, 0))
+                _check_same(text, sub)
+                starts[sub] = begin - offset_ns
+    text, _, _ = next(events, ("", 0, 0))
+    _check_same(text, None)
+    waited = {
+        parse_action(text): Waited(
+            begin - offset_ns, end - offset_ns, complete, None if done is None else done - offset_ns
+        )
+        for text, begin, end, complete, done in content["waited"]
+    }
+    return RankRecord(tuple(ran), starts, waited, content["copies"])
+
+
+def clock_offsets(hosts: Sequence[int], readings: Sequence[Sequence[int]]) -> list[int]:
+    """Return by how much each rank's clock is ahead of rank 0's.
+
+    Args:
+        hosts: the host of each rank; the ranks of one host share its clock.
+        readings: by rank, its clock as it left each of several meetings of all ranks.
+    Returns: the same for all ranks of a host: over the meetings the median of how far the first of its ranks to leave
+        is ahead of the first of rank 0's host.
+    """
+    first_of = {
+        host: [
+            min(values) for values in zip(*(r for h, r in zip(hosts, readings, strict=True) if h == host), strict=True)
+        ]
+        for host in set(hosts)
+    }
+    reference = first_of[hosts[0]]
+    ahead = {
+        host: round(statistics.median(value - zero for value, zero in zip(first, reference, strict=True)))
+        for host, first in first_of.items()
+    }
+    return [ahead[host] for host in hosts]
+
+
+def origin_of(pipelines: Sequence[PipelineRecord]) -> int:
+    """Return when the first action of any rank began."""
+    return min(record.ran[0].begin_ns for pipeline in pipelines for record in pipeline)
+
+
+def computed_until(pipeline: PipelineRecord) -> int:
+    """Return when the last forward or backward of a pipeline ended: what comes behind may wait for other pipelines."""
+    return max(ran.end_ns for record in pipeline for ran in record.ran if ran.action.kind in COMPUTE)
+
+
+def measured_timeline(plan: Plan, pipeline: PipelineRecord, origin_ns: int | None = None) -> Timeline:
+    """Put the records of a pipeline's ranks together.
+
+    Args:
+        plan: what ran.
+        pipeline: the ranks' records.
+        origin_ns: the moment that is time 0; default the beginning of the first action.
+    Returns: seconds; without memory, which follows from it (memory.py), and without a critical path.
+    """
+    return _Join(plan, pipeline, origin_of([pipeline]) if origin_ns is None else origin_ns).timeline()
+
+
+class _Join:
+    """Joins what the ranks saw."""
+
+    def __init__(self, plan: Plan, pipeline: PipelineRecord, origin_ns: int) -> None:
+        self.plan, self.pipeline, self.origin_ns = plan, pipeline, origin_ns
+        self.posts = [posts_of(record) for record in pipeline]
+        self.last_arrivals: dict[Action, int] = {}
+        for record in pipeline:
+            for ran in record.ran:
+                if ran.action.kind in MEETINGS:
+                    self.last_arrivals[ran.action] = max(self.last_arrivals.get(ran.action, 0), ran.begin_ns)
+
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(self._rank(rank) for rank in range(self.plan.num_ranks)))
+
+    def _rank(self, rank: int) -> RankTimeline:
+        record = self.pipeline[rank]
+        compute, waits = [], []
+        for action, begin, end in record.ran:
+            if action.kind is Kind.WAIT:
+                waits.append(self._span(action, begin, end))
+            elif action.kind in _BUSY:
+                all_there = min(max(self.last_arrivals.get(action, begin), begin), end)
+                if all_there > begin:
+                    waits.append(self._span(action, begin, all_there))
+                compute.append(self._span(action, all_there, end))
+        transfers = list(self._transfers(rank))
+        reductions = [self._span(action, *reduction_times(record, action)) for action in record.starts]
+        return RankTimeline(
+            compute=tuple(compute),
+            sends=_by_start(span for span in transfers if span.action.kind in SENDS),
+            receives=_by_start(span for span in transfers if span.action.kind in RECEIVES),
+            reductions=_by_start(iter(reductions)),
+            waits=tuple(waits),
+        )
+
+    def _transfers(self, rank: int) -> Iterator[Span]:
+        for action, own in self.posts[rank].items():
+            peer = self.plan.peer(action)
+            theirs = self.posts[peer][counterpart(action)]
+            if action.kind in SENDS:
+                yield self._span(action, *_transfer_times(own, theirs, self.pipeline[peer], is_send=True))
+            else:
+                yield self._span(action, *_transfer_times(theirs, own, self.pipeline[rank], is_send=False))
+
+    def _span(self, action: Action, begin_ns: int, end_ns: int) -> Span:
+        return Span(action, (begin_ns - self.origin_ns) * 1e-9, (end_ns - self.origin_ns) * 1e-9)
+
+
+def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool) -> tuple[int, int]:
+    """Return from when to when a transfer was under way, as one of its sides shows it."""
+    waited = receiver.waited[receive.action]
+    if receiver.copies:
+        if is_send:
+            return send.begin_ns, send.end_ns
+        return waited.begin_ns if waited.was_complete else max(send.begin_ns, receive.begin_ns), waited.end_ns
+    end = waited.begin_ns if waited.was_complete else waited.end_ns
+    return min(max(send.begin_ns, receive.begin_ns), end), end
+
+
+def posts_of(record: RankRecord) -> dict[Action, Ran]:
+    """Return, by transfer, when the action that posted it ran: the transfer itself or its exchange."""
+    return {
+        transfer: Ran(transfer, ran.begin_ns, ran.end_ns) for ran in record.ran for transfer in ran.action.transfers
+    }
+
+
+def reduction_times(record: RankRecord, reduction: Action) -> tuple[int, int]:
+    """Return from when to when a reduction was under way, at most."""
+    waited = record.waited[reduction]
+    end = waited.done_ns
+    if end is None:
+        end = waited.begin_ns if waited.was_complete else waited.end_ns
+    return record.starts[reduction], max(end, record.starts[reduction])
+
+
+def _by_start(spans: Iterator[Span]) -> tuple[Span, ...]:
+    return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def _check_same(text: str, action: Action | None) -> None:
+    wanted = "" if action is None else str(action)
+    if text != wanted:
+        raise ValueError(f"what ran must be the plan's list: got {text or 'nothing'}, the list has {wanted or 'ended'}")

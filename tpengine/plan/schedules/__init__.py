@@ -1,0 +1,68 @@
+"""Schedules: in which order each pipeline rank computes. Compute actions only, a generator a file.
+
+In all of them each chunk's actions of one kind run in the order of the micro-batches: gradients accumulate in the same
+order, hence to the same bits, whatever the schedule. A file of the user's (file.py) may order otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tpengine.plan.schedules.file import read_schedule
+from tpengine.plan.schedules.interleaved import interleaved
+from tpengine.plan.schedules.schedule import ComputeLists, Schedule, chunks_of_rank
+from tpengine.plan.schedules.simple import forward_only, gpipe, one_f_one_b
+from tpengine.plan.schedules.zb_h1 import zb_h1
+from tpengine.plan.schedules.zbv import zbv
+
+__all__ = ["SCHEDULES", "ComputeLists", "Form", "Schedule", "chunks_of_rank", "forward_only", "make_schedule"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of schedule that a user can name.
+
+    Args:
+        generate: (ranks p, micro-batches m, chunks of a rank v) -> schedule.
+        num_chunks: v, where the form fixes it; None where it is the user's choice.
+    """
+
+    generate: Callable[[int, int, int], Schedule]
+    num_chunks: int | None = 1
+
+
+# The schedules that train, by the name a user gives.
+SCHEDULES: Mapping[str, Form] = MappingProxyType(
+    {
+        "gpipe": Form(lambda p, m, _: gpipe(p, m)),
+        "1f1b": Form(lambda p, m, _: one_f_one_b(p, m)),
+        "interleaved": Form(interleaved, num_chunks=None),
+        "zb-h1": Form(lambda p, m, _: zb_h1(p, m)),
+        "zbv": Form(lambda p, m, _: zbv(p, m), num_chunks=2),
+    }
+)
+
+
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Generate the schedule of that name, or read it from a file.
+
+    Args:
+        name: one of `SCHEDULES`, or the path of a file (file.py): what has a "/" in it or ends in ".txt".
+        num_ranks, num_microbatches: p and m.
+        num_chunks: chunks of a rank v, where the form leaves it open; others, and files, ignore it.
+    Returns: the schedule; it is not verified here.
+    Raises: ValueError: an unknown name, a size below 1, a file that cannot be read or is wrong.
+    """
+    form = SCHEDULES.get(name)
+    if form is not None:
+        return form.generate(num_ranks, num_microbatches, form.num_chunks or num_chunks)
+    if "/" in name or name.endswith(".txt"):
+        return read_schedule(name, num_ranks, num_microbatches)
+    near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"schedule must be one of {', '.join(SCHEDULES)}, or the path of a file: got {name!r}: use {near}, "
+        f"or ./{name} for a file"
+    )

@@ -1,0 +1,117 @@
+"""A timeline: what each pipeline rank does when, predicted or measured; and what is read off it.
+
+The same data comes out of the clock (clock.py: communication takes no time), the simulator (simulate.py) and a measured
+run, so one drawing and one set of figures serve all of them. Times are in the unit of the costs: seconds where they are
+measured, else the duration of one forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tpengine.plan.actions import BACKWARD, Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action with its start and end."""
+
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """Return end - start."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One rank in time; every tuple is ordered by start.
+
+    Attributes:
+        compute: compute actions, ties, CLIP and STEP: what keeps the rank itself busy.
+        sends, receives: transfers under way, from where both sides could begin until the tensor is there.
+        reductions: gradient buckets under way (`r`), on a stream of their own.
+        waits: where the rank stood still: in a WAIT, or in an action that needs other ranks. The action is the WAIT or
+            that action; the time is exposed communication or the bubble, by what it waited for (`StepFigures`).
+        memory: (time, bytes held from then on), changes only; empty where bytes are not known.
+    """
+
+    compute: tuple[Span, ...] = ()
+    sends: tuple[Span, ...] = ()
+    receives: tuple[Span, ...] = ()
+    reductions: tuple[Span, ...] = ()
+    waits: tuple[Span, ...] = ()
+    memory: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def end(self) -> float:
+        """Return the end of whatever ends last."""
+        lanes = (self.compute, self.sends, self.receives, self.reductions, self.waits)
+        return max((span.end for lane in lanes for span in lane), default=0.0)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Return the most bytes held at once."""
+        return max((held for _, held in self.memory), default=0.0)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All ranks in time.
+
+    Attributes:
+        ranks: one a pipeline rank.
+        critical_path: the spans that decide the makespan, first to last, as (rank, span), each one of its rank's. The
+            first begins at 0, each other when the one before it ends, or earlier: by the latency behind another
+            transfer on the same link, by the rest of an action for a reduction that starts inside it. Empty where it
+            was not traced.
+    """
+
+    ranks: tuple[RankTimeline, ...]
+    critical_path: tuple[tuple[int, Span], ...] = field(default=(), compare=False)
+
+    @property
+    def makespan(self) -> float:
+        """Return the end of the last action; the first starts at 0."""
+        return max((rank.end for rank in self.ranks), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of num_ranks * makespan in which no rank computes, from 0 to 1."""
+        whole = len(self.ranks) * self.makespan
+        busy = sum(span.duration for rank in self.ranks for span in rank.compute)
+        return 1.0 - busy / whole if whole else 0.0
+
+    @property
+    def peak_live_activations(self) -> tuple[float, ...]:
+        """Return each rank's largest number of micro-batches whose activations it holds.
+
+        An activation lives from the start of F to the end of B (of the later of I and W), or of F where nothing runs
+        backward. Unit: all layers of the rank, so a chunk of a rank with v chunks counts 1/v.
+        """
+        return tuple(_peak_live(rank.compute) for rank in self.ranks)
+
+
+def _peak_live(spans: Sequence[Span]) -> float:
+    backwards_left: Counter[tuple[int, int]] = Counter(
+        span.action.piece for span in spans if span.action.kind in BACKWARD
+    )
+    live = peak = 0
+    chunks: set[int] = set()
+    for span in spans:
+        if span.action.chunk is None:
+            continue
+        chunks.add(span.action.chunk)
+        if span.action.kind is Kind.F:
+            live += 1
+            peak = max(peak, live)
+        else:
+            backwards_left[span.action.piece] -= 1
+        if not backwards_left[span.action.piece]:
+            live -= 1
+    return peak / max(len(chunks), 1)

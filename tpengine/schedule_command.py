@@ -1,0 +1,275 @@
+"""`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. Torch-free.
+
+The model is nominal: a layer a chunk, boundary tensors and buckets of a size that gives the times asked for; or with
+--profile that of a run, whose measured costs predict the schedule. What is drawn is a plan lowered, verified and
+simulated as in training; without a picture and with free links the clock alone gives the same times much sooner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tpengine.plan import (
+    SCHEDULES,
+    Bucket,
+    Chunk,
+    ChunkBytes,
+    Costs,
+    Kind,
+    Picture,
+    Plan,
+    Schedule,
+    StepFigures,
+    TensorSpec,
+    Timeline,
+    bytes_text,
+    check_num_boxes,
+    check_picture_file,
+    clock,
+    grid,
+    lower,
+    make_schedule,
+    picture_bytes,
+    simulate,
+    verify,
+    write_beside,
+)
+from tpengine.plan.actions import COMPUTE
+from tpengine.plan.cost_profile import CostProfile, read_profile
+from tpengine.plan.profile_costs import costs_for, plan_for
+
+# Printing this many takes 5 to 150 s of one core, and gives up to 60 MB of text.
+_MAX_STAGES = 1_000
+_MAX_CELLS = 1_000_000
+# Columns for a chunk's micro-batch: units need 3, unequal times more, and without a bound a short one thousands.
+_COLUMNS = 30
+
+_TIMES: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+_TAKES = {"F": "a forward takes", "B": "a backward", "I": "its input half", "W": "its weight half"}
+# Two bytes: where nothing is said about bytes, boundary tensors weigh nothing.
+_BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
+
+# What has no place beside a profile, besides --times.
+_BESIDE_PROFILE = ("link", "latency", "reduce", "bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add what `tpengine schedule` understands; `count` parses a number of at least 1."""
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("--schedule", default="1f1b", help=f"one of {names}, or the path of a file (default 1f1b)")
+    parser.add_argument("--pp", type=count, default=4, help="pipeline stages (default 4)")
+    parser.add_argument("--micro-batches", type=count, default=8, help="micro-batches of a step (default 8)")
+    parser.add_argument("--chunks", type=count, metavar="V", help="chunks of a rank, for interleaved (default 2)")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the plan to FILE: .svg, .html or .png")
+    parser.add_argument("--plan-text", type=Path, metavar="FILE", help="write the verified plan to FILE")
+    costs = parser.add_argument_group("what the actions cost", "in any one unit of time; a rank's all chunks together")
+    costs.add_argument(
+        "--times", type=_times, default=_TIMES, metavar="F=1,B=2,I=1,W=1", help="a micro-batch's (this is the default)"
+    )
+    costs.add_argument(
+        "--link", type=_time, default=0.0, metavar="T", help="a transfer keeps its link busy (default 0)"
+    )
+    costs.add_argument(
+        "--latency", type=_time, default=0.0, metavar="T", help="its first byte is under way (default 0)"
+    )
+    costs.add_argument("--reduce", type=_time, default=0.0, metavar="T", help="a chunk's gradients' sum (default 0)")
+    costs.add_argument(
+        "--bytes",
+        type=_bytes,
+        metavar="saved=2e9,...",
+        help="draw memory in bytes: saved by a micro-batch, deferred from I to W, working, resident, of a boundary",
+    )
+    costs.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="instead of all these: the profile.json of a run with --train.profile-steps, in seconds",
+    )
+
+
+def print_schedule(args: argparse.Namespace) -> None:
+    """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
+    num_chunks = _num_chunks(args.schedule, args.chunks)
+    _check_size(args.pp, args.micro_batches, num_chunks)
+    _check_files(args)
+    profile = _profile(args)
+    schedule = make_schedule(args.schedule, args.pp, args.micro_batches, num_chunks)
+    communicates = profile is not None or args.link > 0.0 or args.latency > 0.0 or args.reduce > 0.0
+    if not (args.draw or args.plan_text or communicates or args.bytes):
+        timeline = clock(schedule.compute, _durations(schedule, args.times))
+        _print_timeline(schedule, timeline, _makespan(timeline, args.times))
+        return
+    if args.draw:
+        # Early, since plans that are too large to draw take minutes to lower.
+        check_num_boxes(sum(map(len, schedule.compute)))
+    plan = _nominal_plan(schedule, args) if profile is None else plan_for(profile, schedule)
+    verify(plan)
+    timeline = simulate(plan, _costs(schedule, args) if profile is None else costs_for(profile, plan))
+    # Before anything is printed: what cannot be drawn is refused in one line.
+    title = f"{schedule.name}, {args.pp} ranks, {args.micro_batches} micro-batches"
+    picture = Picture(title, timeline, "forwards" if profile is None else "s", plan)
+    drawn = picture_bytes(args.draw, [picture]) if args.draw else b""
+    words = _makespan(timeline, args.times) if profile is None else _predicted(timeline, profile)
+    _print_timeline(schedule, timeline, words)
+    if communicates:
+        figures = StepFigures.of(plan, timeline)
+        print(f"exposed communication {figures.exposed:.3f}; {figures.sentence()}")
+    if args.bytes:
+        print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
+    if args.draw:
+        write_beside(args.draw, drawn)
+    if args.plan_text:
+        write_beside(args.plan_text, plan.text().encode())
+
+
+def _print_timeline(schedule: Schedule, timeline: Timeline, makespan: str) -> None:
+    shortest = min(s.duration for rank in timeline.ranks for s in rank.compute if s.action.kind in COMPUTE)
+    num_cells = (len(timeline.ranks) + schedule.num_microbatches) * len(schedule.ranks) / len(timeline.ranks)
+    print(grid(timeline, max(shortest, timeline.makespan / (_COLUMNS * num_cells))))
+    print(f"makespan {makespan}")
+    print(f"bubble {timeline.bubble:.3f}")
+    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_live_activations)
+    print(f"peak live activations by rank: {peaks}")
+
+
+def _makespan(timeline: Timeline, times: Mapping[str, float]) -> str:
+    used = {span.action.kind for rank in timeline.ranks for span in rank.compute}
+    takes = ", ".join(f"{words} {times[kind]:g}" for kind, words in _TAKES.items() if kind in used)
+    return f"{_decimal(timeline.makespan)} ({takes})"
+
+
+def _predicted(timeline: Timeline, profile: CostProfile) -> str:
+    step, was = timeline.makespan + profile.outside_seconds, profile.plan_seconds + profile.outside_seconds
+    return (
+        f"{timeline.makespan:.4g} s, of a step {step:.4g} s; profiled: {profile.schedule}, {profile.num_microbatches} "
+        f"micro-batches, {was:.4g} s a step"
+    )
+
+
+def _profile(args: argparse.Namespace) -> CostProfile | None:
+    """Read the profile; it says what actions cost, and nothing else may say so too."""
+    if args.profile is None:
+        return None
+    given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _BESIDE_PROFILE}}
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"--profile says what actions cost: got --{name} too: leave --{name} out")
+    return read_profile(args.profile)
+
+
+def _num_chunks(name: str, asked: int | None) -> int:
+    """Return v, which only a schedule that leaves it open takes from the user."""
+    form = SCHEDULES.get(name)
+    fixed = 1 if form is None else form.num_chunks
+    if asked is not None and fixed not in (None, asked):
+        raise ValueError(f"--chunks is for a schedule that leaves it open: {name} has its own: leave --chunks out")
+    return fixed or asked or 2
+
+
+def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
+    # The grid is as wide as stages and micro-batches together, so the product alone does not bound it.
+    if pp > _MAX_STAGES:
+        raise ValueError(f"--pp must be at most {_MAX_STAGES} to be drawn: got {pp}: use --pp {_MAX_STAGES}")
+    num_cells = pp * micro_batches * num_chunks
+    if num_cells > _MAX_CELLS:
+        # Too many chunks are refused here too, with the remedy that always helps.
+        by_chunks, times_chunks = (" times chunks", f" times {num_chunks}") if num_chunks > 1 else ("", "")
+        most = max(_MAX_CELLS // (pp * num_chunks), 1)
+        raise ValueError(
+            f"--pp times --micro-batches{by_chunks} must be at most {_MAX_CELLS} to be drawn: got {pp} times "
+            f"{micro_batches}{times_chunks}, {num_cells}: use --micro-batches {most}"
+        )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse early what cannot be written, and what would replace the schedule that was read."""
+    if args.draw:
+        check_picture_file(args.draw)
+    if args.plan_text and args.plan_text.exists() and args.schedule not in SCHEDULES:
+        source = Path(args.schedule)
+        if source.exists() and source.samefile(args.plan_text):
+            raise ValueError(f"--plan-text must not replace the schedule read: got {source}: choose another file")
+
+
+def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kind, int], float]:
+    """Return durations by (kind, chunk): `times` are those of all chunks of a rank together."""
+    ranks = schedule.ranks
+    shares = [1.0 / ranks.count(rank) for rank in ranks]
+    return {(Kind(kind), chunk): time * share for kind, time in times.items() for chunk, share in enumerate(shares)}
+
+
+def _nominal_plan(schedule: Schedule, args: argparse.Namespace) -> Plan:
+    last = len(schedule.ranks) - 1
+    boundary = _boundary(args)
+    chunks = [
+        Chunk(rank, (chunk, chunk + 1), boundary if chunk else None, boundary if chunk < last else None)
+        for chunk, rank in enumerate(schedule.ranks)
+    ]
+    buckets = [Bucket(chunk, (chunk,)) for chunk in range(last + 1) if args.reduce > 0.0]
+    return lower(schedule, chunks, buckets, [], schedule.num_microbatches, last + 1, training=True)
+
+
+def _costs(schedule: Schedule, args: argparse.Namespace) -> Costs:
+    ranks = schedule.ranks
+    held = args.bytes or {}
+    num_bytes = 2 * _boundary(args).shape[0]
+    return Costs(
+        compute=_durations(schedule, args.times),
+        latency=args.latency,
+        bytes_per_time=num_bytes / args.link if args.link else math.inf,
+        reductions=dict.fromkeys(range(len(ranks)), args.reduce),
+        activations={
+            chunk: ChunkBytes(*(held[name] / ranks.count(rank) for name in ("saved", "deferred", "working")))
+            for chunk, rank in enumerate(ranks)
+            if held
+        },
+        resident=(held["resident"],) * schedule.num_ranks if held else (),
+    )
+
+
+def _boundary(args: argparse.Namespace) -> TensorSpec:
+    num_bytes = (args.bytes or _BYTES)["boundary"]
+    return TensorSpec((max(1, math.ceil(num_bytes / 2)),), "bfloat16")
+
+
+def _decimal(value: float) -> str:
+    """Return a number with one to three decimals, as few as it has."""
+    text = f"{value:.3f}".rstrip("0")
+    return f"{text}0" if text.endswith(".") else text
+
+
+def _times(text: str) -> dict[str, float]:
+    times = _numbers(text, _TIMES)
+    for name, time in times.items():
+        if time == 0.0:
+            raise argparse.ArgumentTypeError(f"must be above 0: got {name}={time:g}: use {name}={_TIMES[name]:g}")
+    return times
+
+
+def _bytes(text: str) -> dict[str, float]:
+    return _numbers(text, _BYTES)
+
+
+def _numbers(text: str, defaults: Mapping[str, float]) -> dict[str, float]:
+    """Parse name=number,...; the names not given have their default."""
+    numbers = dict(defaults)
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        if name not in defaults:
+            example = ",".join(f"{known}=1" for known in defaults)
+            raise argparse.ArgumentTypeError(f"must be name=number,...: got {word!r}: use some of {example}")
+        numbers[name] = _time(value)
+    return numbers
+
+
+def _time(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not (math.isfinite(number) and number >= 0.0):
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more: got {text!r}: use 0.1")
+    return number
