@@ -59,6 +59,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "kernels", "each operator against torch's, compiled torch's, Liger's, or its own of any revision"
             ),
             _benchmark("overlap", "sharded matmuls fused with their communication, against matmul then collective"),
+            _benchmark(
+                "pipeline", "pipeline schedules against torch.distributed.pipelining; or measured against simulated"
+            ),
             _benchmark("rival", "settings of torch's own parallelism against each other, to compare with the best"),
             _benchmark("train", "whole training steps: tpengine against torch's own parallelism, or against itself"),
         )

@@ -77,7 +77,7 @@ def _fill_rules(num_places: dict[Kind, int]) -> Iterator[str]:
             colour = palette.shade(kind, place, count)
             yield f".{kind}.s{place} {{ fill: {colour}; }}\n"
             yield f".on{kind}{place} {{ fill: {palette.text_on(colour)}; stroke: {colour}; }}\n"
-    for kind in (*TRANSFERS, Kind.REDUCE):
+    for kind in (*sorted(TRANSFERS), Kind.REDUCE):
         yield f".{kind} {{ fill: {palette.BASE[kind]}; }}\n"
 
 
