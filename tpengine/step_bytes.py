@@ -140,17 +140,17 @@ class BlockBytes:
     def attended(self) -> int:
         """What attention keeps between its two matmuls, and the input of the second.
 
-        qkv whole, since v is a part of it; q and k rotated; the output, and, unless heads are one, its copy with heads
-        side by side, which the matmul keeps; the log-sum-exp. With dropout all of it is widened, k and v repeated to H
-        heads, and the output written side by side.
+        q and k rotated, v, each apart; the output; the log-sum-exp. Where torch attends (below float32, and with fewer
+        KV heads) it keeps an output of its own layout, unless heads are one, and the matmul a copy with heads side by
+        side. With dropout all of it is widened, and k and v repeated to H heads.
         """
         q, kv, statistics = self.queries, self.keys, self.tokens * self.heads * self.wide
         if not self.drops_attention:
-            copies = 1 if self.heads == 1 or self.seq == 1 else 2
-            return (q + 2 * kv + q + kv + copies * q) * self.item + statistics
-        v_is_part = self.item == self.wide and self.heads == self.kv_heads
+            is_ours = self.item == self.wide and self.heads == self.kv_heads
+            copies = 1 if is_ours or self.heads == 1 or self.seq == 1 else 2
+            return (q + 2 * kv + copies * q) * self.item + statistics
         narrow_output = 0 if self.item == self.wide else q * self.item
-        return (2 * q + (q + 2 * kv if v_is_part else q) + q) * self.wide + narrow_output + statistics
+        return 4 * q * self.wide + narrow_output + statistics
 
     @property
     def attention(self) -> int:

@@ -62,7 +62,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
         dropout: drop(p) = p / (1 - rate) where kept, else 0; by default, and at rate 0, nothing is dropped.
 
     Returns:
-        y, laid out as [B, S, H, E].
+        y, laid out as [B, S, H, E], unless torch computes it.
 
     Raises:
         ValueError: heads outside the layer's.
@@ -121,6 +121,8 @@ class _CausalAttention(torch.autograd.Function):
         if dropout is not None:
             # Flash attention's y is of no use here; its lse is the cheapest there is.
             y = _forward_with_dropout(q, k, v, lse, _Mask(dropout, q))
+        # Heads side by side, as the product that comes next reads and keeps it: one tensor is kept and not two.
+        y = y.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.dropout = dropout
         return y

@@ -1,8 +1,8 @@
 """Messages between neighbours of a ring of ranks on one host, through symmetric memory.
 
-Each rank has two outboxes in its memory, for rank + 1 and for rank - 1, each a ring of slots. `send` copies into the
-next slot and raises a flag; `receive` copies out of it and raises the flag that gives the slot back. Messages of a pair
-arrive in the order they were sent.
+Each rank has two outboxes in its memory, for rank + 1 and for rank - 1 (one of two ranks), each a ring of slots. `send`
+copies into the next slot and raises a flag; `receive` copies out of it and raises the flag that gives the slot back.
+Messages of a pair arrive in the order they were sent.
 
 A send waits only if every slot of the outbox still holds something: with as many slots as the receiver may be behind
 it never does, and no order of sends and receives that works with buffered messages can block.
@@ -78,7 +78,10 @@ class Mailbox:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
         """
         slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        total = 2 * control_bytes(dist.get_world_size(group)) + 2 * num_slots * (_HEADER_BYTES + slot_bytes)
+        world = dist.get_world_size(group)
+        # Of two ranks each is the other's neighbour on both sides, and has one outbox.
+        num_outboxes = min(2, world - 1)
+        total = 2 * control_bytes(world) + num_outboxes * num_slots * (_HEADER_BYTES + slot_bytes)
         memory = HostMemory.allocate(group, total)
         members = dist.get_process_group_ranks(group)
         return cls(memory, slot_bytes, num_slots, group.group_name, members, timeout_seconds)

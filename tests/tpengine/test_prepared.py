@@ -78,7 +78,8 @@ def single(config: Config) -> Config:
 def test_training_is_the_same(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     config = single(config_of(*layout, tied=False, kv_heads=2))
     for difference, num_laid_out in ranks.run(largest_difference, layout[0] * layout[1] * layout[2], config):
-        assert num_laid_out and difference < 1e-4
+        # A pipeline whose stages are alone keeps no copies.
+        assert (num_laid_out > 0) == (layout != (1, 1, 2)) and difference < 1e-4
 
 
 def check_a_stale_layout_is_noticed() -> None:

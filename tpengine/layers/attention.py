@@ -90,10 +90,13 @@ def attend(
     cos, sin = _tables(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
     if has_kernel(qkv, head_size):
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
-    # A CPU multiplies heads faster that lie apart, which a rotation writes anyhow.
+    # A CPU multiplies heads faster that lie apart, which a rotation writes anyhow; and with v apart too nothing keeps
+    # qkv until backward.
     parts = qkv.split([n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
     q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=seq, e=head_size) for part in parts)
-    mixed = causal_attention(rope(q, cos, sin), rope(k, cos, sin), v, dropout)
+    mixed = causal_attention(
+        rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format), dropout
+    )
     return rearrange(mixed, "b h s e -> (b s) (h e)")
 
 
@@ -115,7 +118,7 @@ class Attention(nn.Module):
         ValueError: heads that do not divide.
 
     Shape: x [T/tp, D] with T = batch * seq, batch first. Positions start at 0 in every sequence.
-    Cost: keeps gathered x, q, k, v and the attention output for backward.
+    Cost: keeps gathered x, rotated q and k, v and the attention output for backward.
     """
 
     def __init__(
