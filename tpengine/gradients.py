@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from tpkernels.wgrad import accumulate_wgrad
 from tpengine.collectives import Communicator
 
 
+@runtime_checkable
 class GradientSink(Protocol):
     """Takes the weight gradients of one backward pass.
 

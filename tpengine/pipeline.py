@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
-from tpengine.gradients import DeferringSink, WeightHalves
+from tpengine.gradients import DeferringSink, GradientSink, WeightHalves
 from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, make_schedule, verify
+from tpengine.plan.schedules.file import format_schedule
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.same_model import broadcast_model, check_same, describe_model, differing_members
 from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
@@ -104,8 +105,7 @@ class Pipeline:
         modules = [type(model).__qualname__, *map(str, model._modules.values())]
         check_same([*describe_model(model), *modules, *arguments], model, self._comm)
         _check_arguments(model, sample, num_micro_batches)
-        made = make_schedule(schedule, self._comm.size, num_micro_batches, chunks_per_rank)
-        _check_schedule(made, model)
+        made = self._schedule_of_all(schedule, model, chunks_per_rank)
         broadcast_model(model, self._comm)
         profiles = profile_on_rank_0(model, sample, self._comm)
         if cut is None:
@@ -136,7 +136,7 @@ class Pipeline:
         self._targets: Sequence[Tensor] = ()
         self._outputs: list[Tensor] = []
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._mailbox = open_mailbox(self.plan, self._group, self._device, _MESSAGE_SECONDS)
+        self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
 
     @property
     def is_first(self) -> bool:
@@ -256,8 +256,7 @@ class Pipeline:
             self._targets = self._split("targets", targets, self.is_last and training)
         except ValueError as error:
             problem = error
-        refused = torch.tensor([problem is not None], dtype=torch.uint8, device=self._device)
-        refusing = [rank for rank, refuses in enumerate(self._comm.all_gather(refused).tolist()) if refuses]
+        refusing = self._ranks_where(problem is not None)
         if problem is not None:
             raise problem
         if refusing:
@@ -279,6 +278,29 @@ class Pipeline:
                 f"{[self._sample_shape[0], *batch.shape[1:]]} {batch.dtype}: make another Pipeline for other shapes"
             )
         return batch.split(self._sample_shape[0])
+
+    def _schedule_of_all(self, name: str, model: nn.Sequential, chunks_per_rank: int) -> Schedule:
+        """The schedule, after a look at whether it is one on every rank, and the same: files may differ."""
+        made, problem = None, ""
+        try:
+            made = make_schedule(name, self._comm.size, self._num, chunks_per_rank)
+            _check_schedule(made, model)
+        except ValueError as error:
+            problem = str(error)
+        refusing = self._ranks_where(bool(problem))
+        if problem or refusing or made is None:
+            raise ValueError(problem or f"every rank must be able to read schedule {name}: ranks {refusing} cannot")
+        if differing := differing_members(format_schedule(made).encode(), self._device, self._comm):
+            raise ValueError(
+                f"all ranks must have the same schedule: {name} of ranks {differing} differs from that of rank 0: give "
+                "all ranks the same file"
+            )
+        return made
+
+    def _ranks_where(self, mine: bool) -> list[int]:
+        """The ranks on which something is so; collective."""
+        said = self._comm.all_gather(torch.tensor([mine], dtype=torch.uint8, device=self._device))
+        return [rank for rank, is_so in enumerate(said.tolist()) if is_so]
 
     @cached_property
     def _forward_plan(self) -> Plan:
@@ -322,7 +344,7 @@ def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
         return
     for name, module in model.named_modules():
         trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if trained and not hasattr(module, "sink"):
+        if trained and _sink_of(module) is None:
             raise ValueError(
                 "a schedule that splits backward needs modules that give weight gradients to a sink: schedule "
                 f"{schedule.name}, module {name} is {type(module).__qualname__}, whose halves autograd computes at "
@@ -332,11 +354,18 @@ def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
 
 def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:
     for module in stage.modules():
-        if isinstance(sink := getattr(module, "sink", None), DeferringSink):
+        sink = _sink_of(module)
+        if isinstance(sink, DeferringSink):
             # Of a pipeline made before from the same modules.
             sink.halves = halves
         elif sink is not None:
             module.sink = DeferringSink(sink, halves)  # type: ignore[assignment]
+
+
+def _sink_of(module: nn.Module) -> GradientSink | None:
+    sink = getattr(module, "sink", None)
+    # A parameter may have that name too.
+    return sink if isinstance(sink, GradientSink) else None
 
 
 def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:

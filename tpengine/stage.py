@@ -83,7 +83,8 @@ class Stage:
         x = self._inputs.pop(microbatch, None)
         if x is not None:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"
-            self._input_grads[microbatch] = x.grad
+            # Not both: a weight half may keep x until later.
+            self._input_grads[microbatch], x.grad = x.grad, None
 
     @torch.no_grad()
     def forward_only(self, microbatch: int) -> None:

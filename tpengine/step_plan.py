@@ -39,6 +39,7 @@ from tpengine.plan import (
     slack,
     verify,
 )
+from tpengine.plan.clock import whole_unit_durations
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -126,7 +127,7 @@ def layout_of(config: Config) -> Layout:
     gradients = chunk_gradients(config, schedule.ranks, layers)
     item = gradient_bytes(config.train.dtype)
     placed: list[PlacedBucket] = []
-    for chunk, ends_after in enumerate(slack(schedule)):
+    for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks))):
         # Nothing hides what is reduced after the step's last backward: there the last bucket is to be a small one.
         layouts = bucket_layouts(gradients[chunk,], parallel.bucket_bytes, item, tapered=ends_after == 0)
         placed += [PlacedBucket((chunk,), layout) for layout in layouts]

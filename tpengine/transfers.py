@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,11 +29,13 @@ from tpengine.plan import Action, Kind, Plan, TensorSpec, receive_slots
 from tpengine.plan.actions import RECEIVES
 
 
-def open_mailbox(plan: Plan, group: ProcessGroup, device: torch.device, timeout_seconds: float) -> Mailbox | None:
-    """Open shared memory for the messages of a plan, between CPU ranks of one host; collective.
+def open_mailbox(
+    plans: Sequence[Plan], group: ProcessGroup, device: torch.device, timeout_seconds: float
+) -> Mailbox | None:
+    """Open shared memory for the messages of plans, between CPU ranks of one host; collective.
 
     Args:
-        plan: the verified plan.
+        plans: the verified plans that will run on it, of the same chunks.
         group: the pipeline's ranks, in stage order.
         device: where tensors live.
         timeout_seconds: how long a message waits for a rank that lives.
@@ -42,21 +44,30 @@ def open_mailbox(plan: Plan, group: ProcessGroup, device: torch.device, timeout_
         None on GPUs, for one rank, where neighbouring chunks lie on ranks that are no neighbours, and where the ranks
         are on several hosts or the memory is refused, which is said: then messages go through the process group.
 
-    Memory: a rank's two queues of as many messages as the plan keeps live, and one.
+    Memory: a rank's two queues of as many messages as a plan keeps live, and one.
     """
+    plan = plans[0]
     if device.type != "cpu" or dist.get_world_size(group) == 1 or not _is_ring(plan):
         return None
     specs = [chunk.input for chunk in plan.chunks if chunk.input is not None]
     slot_bytes = max(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
-    slots = [receive_slots(actions) for actions in plan.actions]
-    # A sender is ahead by no more messages than its peer has posted receives for, of either kind.
-    num_slots = 1 + max(of_rank.num_forward + of_rank.num_backward for of_rank in slots)
+    num_slots = max(num_slots_for(plan) for plan in plans)
     try:
         return Mailbox.open(group, slot_bytes, num_slots, timeout_seconds=timeout_seconds)
     except MemoryRefused as error:
         if dist.get_rank(group) == 0:
             print(f"tpengine: pipeline messages go through the process group: {error}", file=sys.stderr)
         return None
+
+
+def num_slots_for(plan: Plan) -> int:
+    """How many messages a queue must hold so that no send of the plan waits.
+
+    A sender is ahead of what its peer has taken by no more than the receives, of either kind, that the peer has posted
+    and that are live: the verified plan runs with blocking sends too, so the others have been posted before.
+    """
+    slots = [receive_slots(actions) for actions in plan.actions]
+    return 1 + max(of_rank.num_forward + of_rank.num_backward for of_rank in slots)
 
 
 def _is_ring(plan: Plan) -> bool:
@@ -90,6 +101,7 @@ class Transfers:
         device: torch.device,
         mailbox: Mailbox | None = None,
     ) -> None:
+        assert mailbox is None or num_slots_for(plan) <= mailbox.num_slots, "the mailbox was opened for other plans"
         self._plan, self._group, self._device = plan, group, device
         self._mailbox = mailbox
         # Messages of a rank arrive in the order they were posted, whichever is waited for first.

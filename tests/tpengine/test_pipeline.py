@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,78 @@ def test_our_layers_split_their_backward(ranks: RankPool, schedule: str) -> None
     (reference,) = ranks.run(train_blocks, 1, schedule, 1)
     outcomes = ranks.run(train_blocks, 2, schedule, 2)
     compare([(losses, gradients, None) for losses, gradients in outcomes], reference)
+
+
+class Attention(nn.Module):
+    """A module that has something else under the name of our sinks, as attention with a learned sink."""
+
+    def __init__(self, sink: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.sink = sink
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def refused_for_its_sink(has_parameter: bool) -> str:
+    model = nn.Sequential(*(Attention(nn.Parameter(torch.ones(1)) if has_parameter else None) for _ in range(4)))
+    try:
+        Pipeline(model, torch.randn(2, 3), nn.functional.mse_loss, num_micro_batches=2, schedule="zbv")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("has_parameter", [False, True])
+def test_something_else_called_a_sink_is_none(ranks: RankPool, has_parameter: bool) -> None:
+    for said in ranks.run(refused_for_its_sink, 2, has_parameter):
+        assert "schedule zbv, module 0 is Attention, whose halves autograd computes at once" in said, said
+
+
+def refused_file(directory: str, second: str | None) -> str:
+    """Read a schedule file that only rank 0 has, or that is another one on rank 1."""
+    lists = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n"
+    path = Path(directory) / f"of-{dist.get_rank()}" / "mine.txt"
+    path.parent.mkdir()
+    text = lists if dist.get_rank() == 0 else second
+    if text is not None:
+        path.write_text(text)
+    os.chdir(path.parent)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        Pipeline(model, torch.randn(2, 3), nn.functional.mse_loss, num_micro_batches=2, schedule="./mine.txt")
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.chdir("/")
+    return "accepted"
+
+
+def test_a_schedule_file_that_differs_stops_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = ranks.run(refused_file, 2, str(tmp_path / "a"), None)
+    assert first == "every rank must be able to read schedule ./mine.txt: ranks [1] cannot" and "mine.txt" in second
+    other = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n"
+    for said in ranks.run(refused_file, 2, str(tmp_path / "b"), other):
+        assert "./mine.txt of ranks [1] differs from that of rank 0: give all ranks the same file" in said
+
+
+def evaluate_many(world: int) -> float:
+    """Largest error of a forward pass of far more micro-batches than a mailbox has slots."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 * world)))
+    inputs = torch.randn(64, 3)
+    pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=64, schedule="interleaved")
+    outputs = pipe.forward(inputs)
+    pipe.step(inputs, torch.randn(64, 3))
+    return 0.0 if outputs is None else float((outputs - model(inputs)).abs().max())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_micro_batches_pass_forward_through_several_chunks_a_rank(ranks: RankPool, world: int) -> None:
+    assert max(ranks.run(evaluate_many, world, world)) < 1e-6
 
 
 def test_every_mutation_turns_the_comparison_red(

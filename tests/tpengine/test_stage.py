@@ -86,6 +86,28 @@ def test_a_sent_output_is_let_go_of_while_its_graph_stays() -> None:
     assert torch.equal(stage.take_input_grad(0), torch.full((1000,), 2.0))
 
 
+def test_an_input_gradient_is_let_go_of_while_the_input_is_kept() -> None:
+    """A weight half may keep the input, which must not keep the gradient that has been sent."""
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x * 2
+
+    stage = Stage(forward, None, None)
+    stage.receive_input(0, torch.zeros(1000))
+    stage.forward(0)
+    stage.take_output(0)
+    stage.receive_output_grad(0, torch.ones(1000))
+    stage.backward(0)
+    sent = stage.take_input_grad(0)
+    assert torch.equal(sent, torch.full((1000,), 2.0)) and kept
+    storage = weakref.ref(sent.untyped_storage())
+    del sent
+    gc.collect()
+    assert storage() is None
+
+
 def test_recomputation_keeps_the_input_alone() -> None:
     saved, given = saved_and_given(recompute=False)
     assert saved and given not in saved

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.host_gemm import PreparedMatrix
 
@@ -81,11 +81,16 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, packed = ctx.saved_tensors
-        layers, comm, is_whole = ctx.layers, ctx.comm, ctx.is_whole
+        layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
+        is_trained = any(layer.weight.requires_grad for layer in layers)
         dx = None
         if ctx.needs_input_grad[0]:
-            matrix = ctx.prepared.dgrad if ctx.prepared else packed
-            dx = matmul_scatter([(dy, matrix)], ctx.comm, "all_gather_matmul")
+            terms = [(dy, ctx.prepared.dgrad if ctx.prepared else packed)]
+            if is_whole or sink.defers or not is_trained:
+                dx = matmul_scatter(terms, comm, "all_gather_matmul")
+            else:
+                dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
+                is_whole = True
         pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
 
         def contribute() -> None:
@@ -94,7 +99,8 @@ class _ColumnParallel(torch.autograd.Function):
                 if layer.weight.requires_grad:
                     layer.sink.weight_grad(layer.weight, full, piece, layer.replicas)
 
-        layers[0].sink.later(contribute)
+        if is_trained:
+            sink.later(contribute)
         return (dx, None, None, None, None) + (None,) * len(pieces)
 
 

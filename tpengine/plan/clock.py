@@ -7,6 +7,7 @@ reductions add is in simulate.py.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -57,6 +58,17 @@ def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, in
             movable.extend(waiting.pop(made, ()))
     _check_finished(lists, spans, last_chunk, ready_at)
     return Timeline(tuple(RankTimeline(compute=tuple(done)) for done in spans))
+
+
+def whole_unit_durations(ranks: Sequence[int]) -> dict[tuple[Kind, int], float]:
+    """Return unit durations in a unit that makes them whole, so that equal instants are equal floats.
+
+    Args: ranks: the rank of each chunk.
+    """
+    num_chunks = Counter(ranks)
+    whole = math.lcm(*num_chunks.values())
+    units = unit_durations({chunk: num_chunks[rank] for chunk, rank in enumerate(ranks)})
+    return {key: float(round(duration * whole)) for key, duration in units.items()}
 
 
 def inputs(action: Action, last_chunk: int) -> list[Value]:

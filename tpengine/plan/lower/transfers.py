@@ -26,13 +26,11 @@ late receive would move the buffer to the sender, whose output could not be let 
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from tpengine.plan.actions import INPUT_GRADIENT, Action, Kind, counterpart
-from tpengine.plan.clock import clock
-from tpengine.plan.costs import unit_durations
+from tpengine.plan.clock import clock, whole_unit_durations
 from tpengine.plan.schedules import ComputeLists, Schedule
 from tpengine.plan.timeline import RankTimeline, Timeline
 
@@ -51,17 +49,9 @@ def add_transfers(schedule: Schedule) -> ComputeLists:
     Returns: one list a rank.
     Raises: ValueError: the lists cannot finish.
     """
-    timeline = clock(schedule.compute, _whole_durations(schedule.ranks))
+    timeline = clock(schedule.compute, whole_unit_durations(schedule.ranks))
     events = _events(timeline, schedule.ranks)
     return tuple(_merge(rank, events[number]) for number, rank in enumerate(timeline.ranks))
-
-
-def _whole_durations(ranks: Sequence[int]) -> dict[tuple[Kind, int], float]:
-    """Return unit durations in a unit that makes them whole, so that equal instants are equal floats."""
-    num_chunks = Counter(ranks)
-    whole = math.lcm(*num_chunks.values())
-    units = unit_durations({chunk: num_chunks[rank] for chunk, rank in enumerate(ranks)})
-    return {key: float(round(duration * whole)) for key, duration in units.items()}
 
 
 def _events(timeline: Timeline, ranks: Sequence[int]) -> Mapping[int, Mapping[_Event, list[Action]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpengine.plan.actions import Action, Kind
-from tpengine.plan.schedules.schedule import Schedule, check_sizes, chunks_of_rank, looping, run
+from tpengine.plan.schedules.schedule import Schedule, check_sizes, looping, run
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -37,7 +37,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """List all forwards and nothing else, for evaluation and sampling: on each rank chunk by chunk.
+    """List all forwards and nothing else, for evaluation and sampling.
+
+    A rank with several chunks takes the deepest that has an input: so what is under way is bounded by the number of
+    chunks, however many micro-batches there are. Chunk by chunk, all micro-batches would lie between two chunks.
 
     Args: ranks: the rank of each chunk, in model order. num_microbatches: m, at least 1.
     Returns: the schedule.
@@ -45,11 +48,16 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
     """
     num_ranks = 1 + max(ranks, default=-1)
     check_sizes(num_ranks, num_microbatches)
-    lists = (
-        tuple(action for chunk in chunks_of_rank(ranks, rank) for action in run(Kind.F, chunk, 0, num_microbatches))
-        for rank in range(num_ranks)
-    )
-    return Schedule("forward_only", ranks, tuple(lists))
+    lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done = [0] * len(ranks)
+    # In steps of one forward a rank; what a step makes is there for the next one.
+    while done[-1] < num_microbatches:
+        available = [num_microbatches, *done[:-1]]
+        deepest = {rank: chunk for chunk, rank in enumerate(ranks) if done[chunk] < available[chunk]}
+        for rank, chunk in deepest.items():
+            lists[rank].append(Action(Kind.F, chunk, done[chunk]))
+            done[chunk] += 1
+    return Schedule("forward_only", ranks, tuple(map(tuple, lists)))
 
 
 def _one_f_one_b_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
