@@ -204,7 +204,6 @@ class Pipeline:
             self._device,
             self._mailbox,
             halves=self._halves,
-            apart=self._apart,
             on_receive=lambda tensor: self._received.add(tensor.untyped_storage().data_ptr()),
         )
         handlers: dict[Kind, Handler] = {
@@ -223,6 +222,7 @@ class Pipeline:
                 lambda x, chunk=chunk: self._compute(x, chunk),  # type: ignore[misc]
                 (lambda mb: self._inputs[mb]) if chunk == 0 else None,
                 (self._weighted_loss if training else self._keep) if chunk == last else None,
+                apart=self._apart,
             )
             for chunk in self._held
         }

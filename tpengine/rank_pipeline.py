@@ -33,7 +33,6 @@ class RankPipeline:
         device: where tensors live.
         mailbox: carries the messages; None for the process group.
         halves: where input halves leave what their weight halves add; None where the plan has none.
-        apart: what leaves a stage, copied if it lies in memory that will be written again; default as it is.
         on_receive: told of each received tensor.
 
     Attributes:
@@ -50,12 +49,11 @@ class RankPipeline:
         mailbox: Mailbox | None = None,
         *,
         halves: WeightHalves | None = None,
-        apart: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         on_receive: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         self.stages = stages
         self._training, self._halves = plan.training, halves
-        self._apart, self._on_receive = apart, on_receive
+        self._on_receive = on_receive
         self._live: set[tuple[int, int]] = set()
         self.most_live = 0
         self._transfers = Transfers(plan, rank, group, self._fetch, self._deliver, device, mailbox)
@@ -80,7 +78,7 @@ class RankPipeline:
         else:
             stage.forward_only(microbatch)
         if chunk + 1 in self.stages:
-            self.stages[chunk + 1].receive_input(microbatch, self._apart(stage.take_output(microbatch)))
+            self.stages[chunk + 1].receive_input(microbatch, stage.take_output(microbatch))
 
     def backward(self, action: Action) -> None:
         """Run B; a chunk of this rank that comes before gets the gradient."""
@@ -92,8 +90,7 @@ class RankPipeline:
         stage = self.stages[chunk]
         stage.backward(microbatch)
         if chunk - 1 in self.stages:
-            dy = self._apart(stage.take_input_grad(microbatch))
-            self.stages[chunk - 1].receive_output_grad(microbatch, dy)
+            self.stages[chunk - 1].receive_output_grad(microbatch, stage.take_input_grad(microbatch))
 
     def input_half(self, action: Action) -> None:
         """Run I: what layers give to weight gradients waits for W."""
@@ -129,7 +126,7 @@ class RankPipeline:
         chunk, microbatch = action.piece
         stage = self.stages[chunk]
         take = stage.take_output if action.kind is Kind.SEND_F else stage.take_input_grad
-        return self._apart(take(microbatch))
+        return take(microbatch)
 
     def _deliver(self, action: Action, tensor: Tensor) -> None:
         chunk, microbatch = action.piece

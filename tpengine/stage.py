@@ -23,6 +23,8 @@ class Stage:
         first_input: micro-batch -> model input, on the first chunk; None elsewhere.
         loss: (y, micro-batch) -> scalar that backward starts from, on the last chunk; None elsewhere.
         recompute: keep only the input between forward and backward, which runs forward, and the loss, once more.
+        apart: what leaves the stage, copied if it lies in memory that may be written again as soon as the pass that has
+            made it has ended: a receive slot, where the stage makes views. Default: as it is.
 
     Memory: inputs and graphs of the micro-batches between their F and their B.
     """
@@ -34,9 +36,10 @@ class Stage:
         loss: Callable[[Tensor, int], Tensor] | None,
         *,
         recompute: bool = False,
+        apart: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._forward, self._first_input, self._loss = forward, first_input, loss
-        self._recompute = recompute
+        self._recompute, self._apart = recompute, apart
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         # Where backward enters; None where nothing before it needs a gradient, or nothing is kept.
@@ -84,7 +87,7 @@ class Stage:
         if x is not None:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"
             # Not both: a weight half may keep x until later.
-            self._input_grads[microbatch], x.grad = x.grad, None
+            self._input_grads[microbatch], x.grad = self._apart(x.grad), None
 
     @torch.no_grad()
     def forward_only(self, microbatch: int) -> None:
@@ -92,7 +95,7 @@ class Stage:
         x = self._first_input(microbatch) if self._first_input is not None else self._inputs.pop(microbatch)
         y = self._forward(x)
         if self._loss is None:
-            self._outputs[microbatch] = y
+            self._outputs[microbatch] = self._apart(y)
         else:
             self._loss(y, microbatch)
 
@@ -107,7 +110,7 @@ class Stage:
             y = self._forward(x)
         if self._loss is not None:
             return self._loss(y, microbatch)
-        self._outputs[microbatch] = y.detach()
+        self._outputs[microbatch] = self._apart(y.detach())
         return y
 
     def _end_of(self, y: Tensor) -> Tensor | GradientEdge | None:

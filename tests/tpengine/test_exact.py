@@ -48,6 +48,7 @@ from tpengine.collectives import Communicator
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
+from tpengine.execute import Handler
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.layers.norm import rms_norm
 from tpengine.layers.virtual import VirtualRMSNorm
@@ -299,11 +300,16 @@ def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
 def local_dropout(patch: pytest.MonkeyPatch) -> None:
     """Each replica drops by its own count of micro-batches."""
 
-    def at_local_position(self: Trainer, action: Action) -> None:
-        self.model.position.microbatch = action.piece[1]
-        self.stage.forward(action.piece[1])
+    at_its_place = Trainer._at_its_place
 
-    patch.setattr(Trainer, "_forward", at_local_position)
+    def at_local_position(self: Trainer, handler: Handler) -> Handler:
+        def local(action: Action) -> None:
+            self.model.position.microbatch = action.piece[1]
+            handler(action)
+
+        return at_its_place(self, local)
+
+    patch.setattr(Trainer, "_at_its_place", at_local_position)
 
 
 MUTATIONS = (blocks_in_order, virtual_ranks_in_order, partials_in_order, norm_in_one_block, local_dropout)
