@@ -35,6 +35,7 @@ TORCH_FREE = [
     "tpengine.run_dir",
     "tpengine.cli",
     "tpengine.schedule_command",
+    "tpengine.schedule_model",
     "tpkernels",
     "tpkernels.work",
 ]

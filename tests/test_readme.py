@@ -78,6 +78,13 @@ def test_the_picture_shown_is_the_picture_drawn(tmp_path: Path, capsys: pytest.C
     assert drawn.read_text() == (ROOT / shown).read_text(), f"draw {shown} again, as the README says"
 
 
+def test_the_plan_of_a_run_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"^    tpengine (schedule --preset .*--draw) plan\.svg$", README, re.MULTILINE)
+    assert main([*command.split(), str(tmp_path / "plan.svg")]) == 0
+    assert "modelled, not measured: tp 2, pp 4, dp 1" in capsys.readouterr().out
+    assert "modelled for h200" in (tmp_path / "plan.svg").read_text()
+
+
 def test_the_schedule_of_a_users_own_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (lines,) = re.findall(r"^    # mine\.txt.*\n((?:    rank .*\n)+)", README, re.MULTILINE)
     (tmp_path / "mine.txt").write_text(textwrap.dedent(lines))

@@ -21,7 +21,7 @@ import tyro
 from tpengine.config import Config, load_toml, validate
 from tpengine.exits import USER_ERROR, one_line, say
 from tpengine.launch import Launch
-from tpengine.presets import PRESETS
+from tpengine.presets import PRESETS, preset_config
 from tpengine.resume import continued_config, saved_config, without_layout
 
 PROGRAM = "python -m tpengine.train"
@@ -58,7 +58,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     """
     try:
         preset, path, flags = _take_base(argv)
-        base = _preset(preset or "tiny")
+        base = preset_config(preset or "tiny")
         if path is not None:
             base = load_toml(path, base)
         config = _override(base, flags)
@@ -128,14 +128,6 @@ def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
             example = "tiny" if name == "--preset" else "FILE.toml"
             raise ValueError(f"{name} needs a value: got {taken[name] or 'nothing'}: use {name} {example}")
     return taken.get("--preset"), taken.get("--config"), flags
-
-
-def _preset(spelling: str) -> Config:
-    name = spelling.replace("-", "_")
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: use {near}")
-    return PRESETS[name]()
 
 
 def _override(base: Config, flags: Sequence[str]) -> Config:

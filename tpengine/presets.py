@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -68,3 +69,15 @@ def certify() -> Config:
 PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
     {"tiny": tiny, "bench": bench, "llama_1b": llama_1b, "certify": certify}
 )
+
+
+def preset_config(spelling: str) -> Config:
+    """Return the configuration of a preset; "-" may stand for "_" in its name.
+
+    Raises: ValueError: no such preset, with the nearest.
+    """
+    name = spelling.replace("-", "_")
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: use {near}")
+    return PRESETS[name]()

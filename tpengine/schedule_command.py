@@ -1,8 +1,9 @@
 """`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. Torch-free.
 
 The model is nominal: a layer a chunk, boundary tensors and buckets of a size that gives the times asked for; or with
---profile that of a run, whose measured costs predict the schedule. What is drawn is a plan lowered, verified and
-simulated as in training; without a picture and with free links the clock alone gives the same times much sooner.
+--profile that of a run, whose measured costs predict the schedule; or with --preset or --config the plan of a
+configuration, its costs modelled (schedule_model.py). What is drawn is a plan lowered, verified and simulated as in
+training; without a picture and with free links the clock alone gives the same times much sooner.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tpengine.config import Config
 from tpengine.plan import (
     SCHEDULES,
     Bucket,
@@ -40,6 +42,7 @@ from tpengine.plan import (
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.cost_profile import CostProfile, read_profile
 from tpengine.plan.profile_costs import costs_for, plan_for
+from tpengine.schedule_model import add_model_arguments, config_asked_for, modelled, provenance, title, validated
 
 # Printing this many takes 5 to 150 s of one core, and gives up to 60 MB of text.
 _MAX_STAGES = 1_000
@@ -52,16 +55,19 @@ _TAKES = {"F": "a forward takes", "B": "a backward", "I": "its input half", "W":
 # Two bytes: where nothing is said about bytes, boundary tensors weigh nothing.
 _BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
 
-# What has no place beside a profile, besides --times.
-_BESIDE_PROFILE = ("link", "latency", "reduce", "bytes")
+# Of what is left out where no configuration says it; None on the command line, where one may.
+_DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": 4, "micro_batches": 8}
+
+# What has no place beside a profile or a model, besides --times.
+_NOMINAL = ("link", "latency", "reduce", "bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     """Add what `tpengine schedule` understands; `count` parses a number of at least 1."""
     names = ", ".join(SCHEDULES)
-    parser.add_argument("--schedule", default="1f1b", help=f"one of {names}, or the path of a file (default 1f1b)")
-    parser.add_argument("--pp", type=count, default=4, help="pipeline stages (default 4)")
-    parser.add_argument("--micro-batches", type=count, default=8, help="micro-batches of a step (default 8)")
+    parser.add_argument("--schedule", help=f"one of {names}, or the path of a file (default 1f1b)")
+    parser.add_argument("--pp", type=count, help="pipeline stages (default 4)")
+    parser.add_argument("--micro-batches", type=count, help="micro-batches of a step (default 8, or the model's)")
     parser.add_argument("--chunks", type=count, metavar="V", help="chunks of a rank, for interleaved (default 2)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the plan to FILE: .svg, .html or .png")
     parser.add_argument("--plan-text", type=Path, metavar="FILE", help="write the verified plan to FILE")
@@ -88,16 +94,21 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
         metavar="FILE",
         help="instead of all these: the profile.json of a run with --train.profile-steps, in seconds",
     )
+    add_model_arguments(parser, count)
 
 
 def print_schedule(args: argparse.Namespace) -> None:
     """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
-    num_chunks = _num_chunks(args.schedule, args.chunks)
+    _check_one_source(args)
+    config = config_asked_for(args)
+    args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)
     _check_files(args)
-    profile = _profile(args)
+    profile = read_profile(args.profile) if args.profile else None
+    config = validated(config) if config else None
     schedule = make_schedule(args.schedule, args.pp, args.micro_batches, num_chunks)
-    communicates = profile is not None or args.link > 0.0 or args.latency > 0.0 or args.reduce > 0.0
+    in_seconds = bool(profile or config)
+    communicates = in_seconds or args.link > 0.0 or args.latency > 0.0 or args.reduce > 0.0
     if not (args.draw or args.plan_text or communicates or args.bytes):
         timeline = clock(schedule.compute, _durations(schedule, args.times))
         _print_timeline(schedule, timeline, _makespan(timeline, args.times))
@@ -105,20 +116,21 @@ def print_schedule(args: argparse.Namespace) -> None:
     if args.draw:
         # Early, since plans that are too large to draw take minutes to lower.
         check_num_boxes(sum(map(len, schedule.compute)))
-    plan = _nominal_plan(schedule, args) if profile is None else plan_for(profile, schedule)
-    verify(plan)
-    timeline = simulate(plan, _costs(schedule, args) if profile is None else costs_for(profile, plan))
+    plan, costs = _plan_and_costs(schedule, args, profile, config)
+    timeline = simulate(plan, costs)
     # Before anything is printed: what cannot be drawn is refused in one line.
-    title = f"{schedule.name}, {args.pp} ranks, {args.micro_batches} micro-batches"
-    picture = Picture(title, timeline, "forwards" if profile is None else "s", plan)
+    nominal = f"{schedule.name}, {args.pp} ranks, {args.micro_batches} micro-batches"
+    head = title(config, schedule.name, args.machine) if config else nominal
+    picture = Picture(head, timeline, "s" if in_seconds else "forwards", plan)
     drawn = picture_bytes(args.draw, [picture]) if args.draw else b""
-    words = _makespan(timeline, args.times) if profile is None else _predicted(timeline, profile)
-    _print_timeline(schedule, timeline, words)
+    _print_timeline(schedule, timeline, _makespan_in_words(timeline, args.times, profile, config))
     if communicates:
         figures = StepFigures.of(plan, timeline)
         print(f"exposed communication {figures.exposed:.3f}; {figures.sentence()}")
-    if args.bytes:
+    if args.bytes or config:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
+    if config:
+        print(provenance(config, args.machine))
     if args.draw:
         write_beside(args.draw, drawn)
     if args.plan_text:
@@ -141,6 +153,14 @@ def _makespan(timeline: Timeline, times: Mapping[str, float]) -> str:
     return f"{_decimal(timeline.makespan)} ({takes})"
 
 
+def _makespan_in_words(
+    timeline: Timeline, times: Mapping[str, float], profile: CostProfile | None, config: Config | None
+) -> str:
+    if config:
+        return f"{timeline.makespan:.4g} s, the whole step"
+    return _predicted(timeline, profile) if profile else _makespan(timeline, times)
+
+
 def _predicted(timeline: Timeline, profile: CostProfile) -> str:
     step, was = timeline.makespan + profile.outside_seconds, profile.plan_seconds + profile.outside_seconds
     return (
@@ -149,24 +169,37 @@ def _predicted(timeline: Timeline, profile: CostProfile) -> str:
     )
 
 
-def _profile(args: argparse.Namespace) -> CostProfile | None:
-    """Read the profile; it says what actions cost, and nothing else may say so too."""
-    if args.profile is None:
-        return None
-    given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _BESIDE_PROFILE}}
+def _check_one_source(args: argparse.Namespace) -> None:
+    """Refuse a second word on what actions cost, beside a profile or a model."""
+    source = next((name for name in ("preset", "config", "profile") if getattr(args, name) is not None), None)
+    if source is None:
+        return
+    given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _NOMINAL}}
+    if source != "profile":
+        given["profile"] = args.profile is not None
     for name, is_given in given.items():
         if is_given:
-            raise ValueError(f"--profile says what actions cost: got --{name} too: leave --{name} out")
-    return read_profile(args.profile)
+            raise ValueError(f"--{source} says what actions cost: got --{name} too: leave --{name} out")
 
 
-def _num_chunks(name: str, asked: int | None) -> int:
+def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argparse.Namespace, int]:
+    """Return the options with those left out filled in, from the configuration where there is one, and v."""
+    values = vars(args)
+    filled = {name: default if values[name] is None else values[name] for name, default in _DEFAULTS.items()}
+    if config:
+        parallel = config.parallel
+        filled = dict(schedule=parallel.schedule, pp=parallel.pp, micro_batches=config.train.num_micro_batches)
+    num_chunks = _num_chunks(str(filled["schedule"]), args.chunks, config.parallel.chunks_per_rank if config else 2)
+    return argparse.Namespace(**(values | filled)), num_chunks
+
+
+def _num_chunks(name: str, asked: int | None, default: int) -> int:
     """Return v, which only a schedule that leaves it open takes from the user."""
     form = SCHEDULES.get(name)
     fixed = 1 if form is None else form.num_chunks
     if asked is not None and fixed not in (None, asked):
         raise ValueError(f"--chunks is for a schedule that leaves it open: {name} has its own: leave --chunks out")
-    return fixed or asked or 2
+    return fixed or asked or default
 
 
 def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
@@ -199,6 +232,17 @@ def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kin
     ranks = schedule.ranks
     shares = [1.0 / ranks.count(rank) for rank in ranks]
     return {(Kind(kind), chunk): time * share for kind, time in times.items() for chunk, share in enumerate(shares)}
+
+
+def _plan_and_costs(
+    schedule: Schedule, args: argparse.Namespace, profile: CostProfile | None, config: Config | None
+) -> tuple[Plan, Costs]:
+    """Return a verified plan and its costs: modelled, measured, or nominal."""
+    if config:
+        return modelled(config, args.machine)
+    plan = plan_for(profile, schedule) if profile else _nominal_plan(schedule, args)
+    verify(plan)
+    return plan, costs_for(profile, plan) if profile else _costs(schedule, args)
 
 
 def _nominal_plan(schedule: Schedule, args: argparse.Namespace) -> Plan:

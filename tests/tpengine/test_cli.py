@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tpengine.cli import main
+from tpengine.config import validate
 from tpengine.data import open_tokens
-from tpengine.plan import Schedule, make_schedule, parse_plan, verify
+from tpengine.plan import Schedule, make_schedule, parse_plan, simulate, verify
 from tpengine.plan.costs import spec_bytes
+from tpengine.presets import certify
+from tpengine.step_costs import model_costs
+from tpengine.step_plan import layout_of, training_plan
 
 
 @pytest.mark.parametrize(
@@ -113,6 +118,119 @@ def test_a_schedule_of_the_users_is_drawn_too(tmp_path: Path, capsys: pytest.Cap
     assert mine.read_text().startswith("rank 0: ")
 
 
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[float, float, list[float]]:
+    """Return the step's seconds, the bubble, and each rank's peak bytes of what is predicted for a preset."""
+    text = "\n".join(schedule(capsys, "--preset", *argv))
+    step = re.search(r"^makespan (\S+) s, the whole step$", text, re.MULTILINE)
+    bubble = re.search(r"^bubble (\S+)$", text, re.MULTILINE)
+    peaks = re.search(r"^peak bytes by rank: (.*)$", text, re.MULTILINE)
+    assert step and bubble and peaks
+    held = [float(number) * BYTES[unit] for number, unit in map(str.split, peaks[1].split(","))]
+    return float(step[1]), float(bubble[1]), held
+
+
+def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = schedule(capsys, "--preset", "tiny", "--tp", "2", "--dp", "2")
+    assert [line.split()[:2] for line in lines[:4]] == [["rank", str(rank)] for rank in range(4)]
+    assert lines[4].endswith(" s, the whole step") and lines[5].startswith("bubble 0.")
+    assert lines[7].startswith("exposed communication 0.") and "of the step on stage" in lines[7]
+    assert lines[8].count(" MB") == 4
+    assert lines[9] == (
+        "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core a "
+        "rank, float32"
+    )
+    assert len(lines) == 10
+
+
+def test_what_is_predicted_is_the_plan_and_the_costs_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "plan.txt"
+    argv = ["certify", "--pp", "2", "--dp", "2", "--micro-batches", "4", "--recompute", "attention"]
+    step, bubble, peaks = predicted(capsys, *argv, "--plan-text", str(text))
+    base = certify()
+    parallel = replace(base.parallel, tp=1, pp=2, dp=2, recompute="attention")
+    config = validate(replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=4)), 4)
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    assert text.read_text() == plan.text()
+    assert plan.buckets and plan.ties
+    timeline = simulate(plan, model_costs(config, layout, plan))
+    assert step == pytest.approx(timeline.makespan, rel=1e-3)
+    assert bubble == pytest.approx(timeline.bubble, abs=1e-3)
+    assert peaks == pytest.approx([rank.peak_bytes for rank in timeline.ranks], rel=1e-2)
+
+
+def test_computing_again_takes_time_and_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    step, _, peaks = predicted(capsys, "bench")
+    again, _, lower = predicted(capsys, "bench", "--recompute", "block")
+    assert again > 1.2 * step
+    assert all(less < more for less, more in zip(lower, peaks, strict=True))
+
+
+def test_gathering_again_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, peaks = predicted(capsys, "bench", "--tp", "2")
+    _, _, lower = predicted(capsys, "bench", "--tp", "2", "--gathered", "again")
+    assert all(less < more for less, more in zip(lower, peaks, strict=True))
+    # One rank gathers nothing.
+    assert predicted(capsys, "bench") == predicted(capsys, "bench", "--gathered", "again")
+
+
+def test_a_v_schedule_has_the_smaller_bubble_and_evens_out_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    step, bubble, peaks = predicted(capsys, "bench", "--schedule", "1f1b")
+    shorter, smaller, even = predicted(capsys, "bench", "--schedule", "zbv")
+    assert shorter < step and smaller < bubble / 2
+    assert max(even) / min(even) < 1.1 < max(peaks) / min(peaks)
+
+
+def test_a_faster_machine_takes_less_time_and_the_same_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    core, _, peaks = predicted(capsys, "llama_1b", "--machine", "cpu")
+    gpu, _, same = predicted(capsys, "llama_1b", "--machine", "h200")
+    assert gpu < core / 100 and same == peaks
+    assert "data-sheet rates of H200s" in schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
+
+
+def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[parallel]\npp = 2\ndp = 2\nschedule = "interleaved"\n[train]\nnum_micro_batches = 6\n')
+    picture = tmp_path / "out.svg"
+    lines = schedule(capsys, "--config", str(file), "--draw", str(picture))
+    assert len(lines) == 2 + 6 and "5F1" not in lines[0] and "3F5" in lines[1]
+    drawn = picture.read_text()
+    assert "interleaved, tp 1, pp 2, dp 2, 6 micro-batches, modelled for cpu" in drawn
+    assert " MB" in drawn and "forwards" not in drawn
+    lines = schedule(
+        capsys, "--preset", "bench", "--config", str(file), "--pp", "4", "--schedule", "gpipe", "--dp", "1"
+    )
+    assert len(lines) == 4 + 6
+    assert lines[0].startswith("rank 0  F0 F1 F2 F3 F4 F5 ") and "F6" not in lines[0]
+    assert "pp 4, dp 1, a float32 model" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[parallel]\npp = -1\n", ["pp must be at least 1", "got -1", "use 1"]),
+        ("[train]\nnum_micro_batches = 0\n", ["train.num_micro_batches must be at least 1", "got 0"]),
+        ("[train]\nnum_micro_batches = 300000\n", ["--pp times --micro-batches", "4 times 300000"]),
+        ("[train]\nmicro_batches = 2\n", ["unknown key train.micro_batches"]),
+        ('[parallel]\ngathered = "again"\n[train]\nreduction = "exact"\n', ["parallel.gathered again", "use parallel"]),
+    ],
+)
+def test_mistakes_in_a_file_are_one_line_too(
+    text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert main(["schedule", "--config", str(tmp_path / "config.toml")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for part in parts:
+        assert part in err
+
+
 def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "b.py").write_bytes(b"two")
     (tmp_path / "a.py").write_bytes(b"one\xff")
@@ -162,6 +280,35 @@ def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.Cap
             ["--pp times --micro-batches must be at most 1000000", "7 times 142858, 1000006", "--micro-batches 142857"],
         ),
         (["schedule", "--stages", "4"], ["--stages", "--help"]),
+        (["schedule", "--tp", "2"], ["--tp is for a model", "neither --preset nor --config", "add --preset tiny"]),
+        (["schedule", "--machine", "h200"], ["--machine is for a model", "add --preset tiny"]),
+        (["schedule", "--preset", "tinny"], ["--preset must be one of tiny, bench", "'tinny'", "use tiny"]),
+        (["schedule", "--config", "no/x.toml"], ["--config needs a readable file", "no/x.toml", "check the path"]),
+        (["schedule", "--preset", "tiny", "--tp", "3"], ["num_heads must be divisible by tp", "tp 3", "use tp 2 or 4"]),
+        (["schedule", "--preset", "tiny", "--pp", "8"], ["every pipeline stage needs a layer", "pp 8", "use pp 4"]),
+        (
+            ["schedule", "--preset", "tiny", "--schedule", "zbv"],
+            ["every chunk of a schedule needs a layer", "8 chunks"],
+        ),
+        (["schedule", "--preset", "tiny", "--chunks", "3"], ["--chunks is for a schedule that leaves it open"]),
+        (
+            ["schedule", "--preset", "tiny", "--recompute", "all"],
+            ["--recompute", "none, attention", "'all'", "use none"],
+        ),
+        (["schedule", "--preset", "tiny", "--gathered", "no"], ["--gathered", "keep, again", "'no'", "use keep"]),
+        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, h200", "'tpu'", "use cpu"]),
+        *(
+            (["schedule", *model, f"--{name}", value], [f"{model[0]} says what actions cost", f"leave --{name} out"])
+            for model in (["--preset", "tiny"], ["--config", "x.toml"])
+            for name, value in (
+                ("times", "B=3"),
+                ("link", "1"),
+                ("latency", "1"),
+                ("reduce", "1"),
+                ("bytes", "saved=1"),
+                ("profile", "profile.json"),
+            )
+        ),
         (["data", "--out", "x"], ["--from", "--help"]),
         (["data", "--from", "/nowhere/at/all", "--out", "x"], ["--from must be a directory", "/nowhere/at/all"]),
         (["data", "--from", ".", "--pattern", "*.none", "--out", "x"], ["not empty", "'*.none'"]),

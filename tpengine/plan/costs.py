@@ -83,10 +83,6 @@ class Costs:
         """Tell whether the costs say anything about memory."""
         return bool(self.activations or self.resident)
 
-    def transfer_time(self, plan: Plan, transfer: Action) -> float:
-        """Return how long a transfer is under way once both sides have posted it and its link is free."""
-        return self.latency + transfer_bytes(plan, transfer) / self.bytes_per_time
-
 
 def tensor_of(transfer: Action) -> tuple[bool, int, int]:
     """Return what a send or receive moves, both sides alike: (is an activation, chunk that made it, micro-batch)."""
