@@ -81,7 +81,7 @@ class WaitingSteps:
         self._pauses = {key: Pause(length) for key, length in seconds.items()}
         self._halves = halves
         stages = {chunk: self._stage(chunk) for chunk in self._plan.chunks_of(self._rank)}
-        mailbox = open_mailbox(self._plan, group, torch.device("cpu"), _MESSAGE_SECONDS)
+        mailbox = open_mailbox((self._plan,), group, torch.device("cpu"), _MESSAGE_SECONDS)
         self._pipeline = RankPipeline(
             self._plan, self._rank, stages, group, torch.device("cpu"), mailbox, halves=halves
         )
