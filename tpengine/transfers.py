@@ -5,15 +5,15 @@ slots are separate tensors (slices of one would share autograd's version counter
 micro-batch needs them, which the verifier has proved. Over gloo, tensors of a GPU are staged through the host.
 
 Between CPU ranks of one host messages go through shared memory (`open_mailbox`): posting a send copies it into the
-receiver's queue, waiting for a receive copies it out. The queue holds as many messages as a receiver can be behind in
-this plan, so that a send waits for nobody, as if it were asynchronous.
+receiver's queue, waiting for a receive copies it out. The queue is bounded: it holds what the plan lets a receiver
+leave in it, and one message more, so that a send waits for a rank that is two messages behind, never for ever.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -44,7 +44,7 @@ def open_mailbox(
         None on GPUs, for one rank, where neighbouring chunks lie on ranks that are no neighbours, and where the ranks
         are on several hosts or the memory is refused, which is said: then messages go through the process group.
 
-    Memory: a rank's two queues of as many messages as a plan keeps live, and one.
+    Memory: a rank's two queues of `num_slots_for` messages.
     """
     plan = plans[0]
     if device.type != "cpu" or dist.get_world_size(group) == 1 or not _is_ring(plan):
@@ -61,13 +61,31 @@ def open_mailbox(
 
 
 def num_slots_for(plan: Plan) -> int:
-    """How many messages a queue must hold so that no send of the plan waits.
+    """How many messages a queue must hold so that no send of the plan waits for ever, and one.
 
-    A sender is ahead of what its peer has taken by no more than the receives, of either kind, that the peer has posted
-    and that are live: the verified plan runs with blocking sends too, so the others have been posted before.
+    The verified plan runs with sends that block until their receive is posted. A queue that holds as many messages as a
+    rank ever has posted for and not taken, of one peer, lets each such send through: all before those are taken. One
+    more lets a sender that is early go on.
     """
-    slots = [receive_slots(actions) for actions in plan.actions]
-    return 1 + max(of_rank.num_forward + of_rank.num_backward for of_rank in slots)
+    return 1 + max(_most_untaken(plan, actions) for actions in plan.actions)
+
+
+def _most_untaken(plan: Plan, actions: Sequence[Action]) -> int:
+    """The most receives from one peer that a rank has posted and not taken yet."""
+    posted: defaultdict[int, deque[Action]] = defaultdict(deque)
+    most = 0
+    for action in actions:
+        for transfer in action.subs or (action,):
+            if transfer.kind not in RECEIVES:
+                continue
+            of_peer = posted[plan.peer(transfer)]
+            if action.kind is not Kind.WAIT:
+                of_peer.append(transfer)
+                most = max(most, len(of_peer))
+            # Taken in the order they were posted; one may have been taken on the way to another.
+            while action.kind is Kind.WAIT and transfer in of_peer:
+                of_peer.popleft()
+    return most
 
 
 def _is_ring(plan: Plan) -> bool:

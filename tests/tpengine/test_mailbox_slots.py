@@ -1,4 +1,4 @@
-"""Rung: pure. A mailbox of `num_slots_for` messages a queue never makes a send of a verified plan wait.
+"""Rung: pure. Over a mailbox of `num_slots_for` messages a queue every verified plan finishes, on few messages.
 
 The transport that CPU ranks really use is bounded: a send copies into a queue of so many messages, and a receive is
 taken where it is waited for. Played here with the plan's own number of slots, and with fewer, where it must fail.
@@ -9,8 +9,22 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 import pytest
+from hypothesis import given, settings
+from random_schedules import schedules
 
-from tpengine.plan import SCHEDULES, Action, Chunk, Kind, Plan, Schedule, TensorSpec, forward_only, lower, make_schedule
+from tpengine.plan import (
+    SCHEDULES,
+    Action,
+    Chunk,
+    Kind,
+    Plan,
+    Schedule,
+    TensorSpec,
+    forward_only,
+    lower,
+    make_schedule,
+    receive_slots,
+)
 from tpengine.plan.actions import RECEIVES
 from tpengine.transfers import num_slots_for
 
@@ -70,27 +84,44 @@ def finishes(plan: Plan, num_slots: int) -> bool:
     return all(number == len(actions) for (number, _), actions in zip(place, plan.actions, strict=True))
 
 
+def most_received(plan: Plan) -> int:
+    """The most received tensors that a rank keeps."""
+    return max(slots.num_forward + slots.num_backward for slots in map(receive_slots, plan.actions))
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_send_waits(name: str) -> None:
+def test_every_plan_finishes(name: str) -> None:
     for p in (1, 2, 3, 4, 8):
         for m in (1, 2, 5, 8, 24):
             for v in (1, 2, 4) if name == "interleaved" else (2,):
                 schedule = make_schedule(name, p, m, v)
                 training = plan_of(schedule, training=True)
                 forward = plan_of(forward_only(schedule.ranks, 4 * m), training=False)
-                assert finishes(training, num_slots_for(training)), (p, m, v)
-                assert finishes(forward, num_slots_for(forward)), (p, m, v)
+                # One less than it says: that one is there for a sender that is early.
+                assert finishes(training, num_slots_for(training) - 1), (p, m, v)
+                assert finishes(forward, num_slots_for(forward) - 1), (p, m, v)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(schedules())
+def test_any_order_of_compute_finishes(schedule: Schedule) -> None:
+    plan = plan_of(schedule, training=True)
+    assert finishes(plan, num_slots_for(plan) - 1)
+
+
+def test_gpipe_needs_no_more_messages_for_more_micro_batches() -> None:
+    assert num_slots_for(plan_of(make_schedule("gpipe", 4, 64), training=True)) == 2
 
 
 def test_the_game_can_be_lost() -> None:
-    """One slot is too few for interleaved, whose ranks send to each other around the ring."""
-    plan = plan_of(make_schedule("interleaved", 2, 8, 2), training=True)
-    assert num_slots_for(plan) > 1 and not finishes(plan, 1)
+    """One slot is too few for zbv, whose ranks have posted for two messages of each other at once."""
+    plan = plan_of(make_schedule("zbv", 2, 8), training=True)
+    assert num_slots_for(plan) == 3 and not finishes(plan, 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_forward_pass_keeps_no_more_alive_with_more_micro_batches(name: str) -> None:
     for p in (1, 2, 4, 8):
         ranks = make_schedule(name, p, 8).ranks
-        few, many = (num_slots_for(plan_of(forward_only(ranks, m), training=False)) for m in (2 * len(ranks), 256))
-        assert few == many <= 4
+        few, many = (most_received(plan_of(forward_only(ranks, m), training=False)) for m in (2 * len(ranks), 256))
+        assert few == many <= 3

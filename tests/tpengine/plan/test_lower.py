@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_schedules import schedules
 
 from tpengine.plan import (
     SCHEDULES,
-    Action,
     Bucket,
     Chunk,
     Kind,
@@ -237,31 +237,10 @@ def test_every_plan_of_the_grid_verifies(build_plan: BuildPlan, name: str, p: in
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(st.data())
-def test_any_order_of_compute_lowers_to_a_plan_that_verifies(data: st.DataObject) -> None:
-    """Random lists: p ranks with v chunks each, looping or V-shaped, whole or split backwards in any order."""
-    num_ranks, num_chunks_each = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    num_microbatches = data.draw(st.integers(1, 4))
-    num_chunks = num_ranks * num_chunks_each
-    down = tuple(range(num_ranks))
-    turns = data.draw(st.sampled_from([(down, down), (down, down[::-1])]))
-    ranks = tuple(rank for turn in range(num_chunks_each) for rank in turns[turn % 2])
-    # One random order over all ranks in which every action comes after its inputs; each rank takes its part.
-    lists: list[list[Action]] = [[] for _ in range(num_ranks)]
-    chains = []
-    for i in range(num_microbatches):
-        chain = [Action(Kind.F, c, i) for c in range(num_chunks)]
-        halves = [Action(Kind.I, c, i) for c in reversed(range(num_chunks))]
-        is_split = data.draw(st.booleans())
-        chains.append([*chain, *(half if is_split else Action(Kind.B, *half.piece) for half in halves)])
-    while any(chains):
-        chain = data.draw(st.sampled_from([chain for chain in chains if chain]))
-        action = chain.pop(0)
-        lists[ranks[action.piece[0]]].append(action)
-        if action.kind is Kind.I:
-            # On its own it needs its I alone.
-            chains.append([Action(Kind.W, *action.piece)])
-    schedule = Schedule("random", ranks, tuple(map(tuple, lists)))
+@given(schedules())
+def test_any_order_of_compute_lowers_to_a_plan_that_verifies(schedule: Schedule) -> None:
+    ranks = schedule.ranks
+    num_chunks = len(ranks)
     buckets = [Bucket(chunk, (chunk,)) for chunk in range(num_chunks)]
     if num_chunks > 1 and ranks[0] == ranks[-1]:
         buckets.append(Bucket(num_chunks, (0, num_chunks - 1)))
