@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 
 from tpengine.plan import Action, Kind, Plan, receive_slots
-from tpengine.plan.actions import COMPUTE, SENDS
+from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS
 
 _Tensor = tuple[str, int, int]
 _Condition = Callable[[], bool]
@@ -44,8 +44,8 @@ class _World:
         self.plan = plan
         self.blocking = blocking
         self.ranks = [_Rank(self, number) for number in range(plan.num_ranks)]
-        # By (rank, peer): groups of transfers not yet executed, oldest first.
-        self.queues: dict[tuple[int, int], deque[list[Action]]] = defaultdict(deque)
+        # By (rank, peer): transfers not yet executed, oldest first.
+        self.queues: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
         self.contents: dict[tuple[int, Action], _Tensor | None] = {}
         self.executed: dict[tuple[int, Action], _Tensor | None] = {}
         self.met: Counter[Action] = Counter()
@@ -66,36 +66,20 @@ class _World:
                         conditions[number] = following
         _demand(not programs, f"ranks {list(programs)} wait for ever")
 
-    def post(self, rank: int, transfers: tuple[Action, ...]) -> None:
-        peers = dict.fromkeys(self.plan.peer(transfer) for transfer in transfers)
-        for peer in peers:
-            _demand(peer != rank, "a message to itself")
-            self.queues[rank, peer].append([t for t in transfers if self.plan.peer(t) == peer])
-        for peer in peers:
-            self._deliver(rank, peer)
+    def post(self, rank: int, transfer: Action) -> None:
+        peer = self.plan.peer(transfer)
+        _demand(peer != rank, "a message to itself")
+        self.queues[rank, peer].append(transfer)
+        self._deliver(rank, peer)
 
     def _deliver(self, one: int, other: int) -> None:
-        """Pair the first send with the first receive of the oldest groups, whatever they are called."""
-        queues = self.queues[one, other], self.queues[other, one]
-        moved = True
-        while moved and all(queues):
-            moved = False
-            for (sender, out), (receiver, into) in (
-                ((one, queues[0]), (other, queues[1])),
-                ((other, queues[1]), (one, queues[0])),
-            ):
-                send = next((t for t in out[0] if t.kind in SENDS), None) if out else None
-                receive = next((t for t in into[0] if t.kind not in SENDS), None) if into else None
-                if send is None or receive is None:
-                    continue
-                moved = True
-                self.executed[sender, send] = None
-                self.executed[receiver, receive] = self.contents[sender, send]
-                out[0].remove(send)
-                into[0].remove(receive)
-            for queue in queues:
-                if queue and not queue[0]:
-                    queue.popleft()
+        """Pair what stands first on both sides, a send with a receive, whatever they are called."""
+        mine, theirs = self.queues[one, other], self.queues[other, one]
+        while mine and theirs and (mine[0].kind in SENDS) != (theirs[0].kind in SENDS):
+            sides = (one, mine.popleft()), (other, theirs.popleft())
+            (sender, send), receive = sides if sides[0][1].kind in SENDS else sides[::-1]
+            self.executed[sender, send] = None
+            self.executed[receive] = self.contents[sender, send]
 
 
 class _Rank:
@@ -119,10 +103,10 @@ class _Rank:
             _demand(Kind.STEP not in self.ended, "something after STEP")
             if action.kind in COMPUTE:
                 self._compute(action)
-            elif action.transfers:
-                self._post(action.transfers)
+            elif action.kind in TRANSFERS:
+                self._post(action)
                 if self.world.blocking:
-                    yield lambda action=action: all(self._is_executed(t) for t in action.transfers)
+                    yield lambda action=action: self._is_executed(action)
             elif action.kind is Kind.WAIT:
                 for sub in action.subs:
                     _demand(sub in self.under_way, f"{sub} is not under way")
@@ -136,20 +120,19 @@ class _Rank:
     def _is_executed(self, transfer: Action) -> bool:
         return (self.number, transfer) in self.world.executed
 
-    def _post(self, transfers: tuple[Action, ...]) -> None:
-        for transfer in transfers:
-            chunk, microbatch = transfer.piece
-            _demand(self.plan.chunks[chunk].rank == self.number, "a transfer of another rank's chunk")
-            _demand((self.number, transfer) not in self.world.contents, "a transfer posted twice")
-            content = None
-            if transfer.kind in SENDS:
-                content = ("x" if transfer.kind is Kind.SEND_F else "dx", chunk, microbatch)
-                _demand(content in self.own, f"{transfer} sends what is not there")
-            else:
-                self.buffers[transfer.kind, self.slots.slot(transfer)] = None
-            self.world.contents[self.number, transfer] = content
-            self.under_way.add(transfer)
-        self.world.post(self.number, transfers)
+    def _post(self, transfer: Action) -> None:
+        chunk, microbatch = transfer.piece
+        _demand(self.plan.chunks[chunk].rank == self.number, "a transfer of another rank's chunk")
+        _demand((self.number, transfer) not in self.world.contents, "a transfer posted twice")
+        content = None
+        if transfer.kind in SENDS:
+            content = ("x" if transfer.kind is Kind.SEND_F else "dx", chunk, microbatch)
+            _demand(content in self.own, f"{transfer} sends what is not there")
+        else:
+            self.buffers[transfer.kind, self.slots.slot(transfer)] = None
+        self.world.contents[self.number, transfer] = content
+        self.under_way.add(transfer)
+        self.world.post(self.number, transfer)
 
     def _finish(self, sub: Action) -> None:
         self.under_way.remove(sub)

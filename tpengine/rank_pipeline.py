@@ -65,7 +65,7 @@ class RankPipeline:
             handlers[Kind.B] = self.backward
         if self._training and self._halves is not None:
             handlers |= {Kind.I: self.input_half, Kind.W: self.weight_half}
-        return handlers | dict.fromkeys((*TRANSFERS, Kind.EXCHANGE), self._transfers.post)
+        return handlers | dict.fromkeys(TRANSFERS, self._transfers.post)
 
     def forward(self, action: Action) -> None:
         """Run F; a chunk of this rank that comes next gets the output."""

@@ -5,8 +5,8 @@ slots are separate tensors (slices of one would share autograd's version counter
 micro-batch needs them, which the verifier has proved. Over gloo, tensors of a GPU are staged through the host.
 
 Between CPU ranks of one host messages go through shared memory (`open_mailbox`): posting a send copies it into the
-receiver's queue, waiting for a receive copies it out. The queue is bounded: it holds what the plan lets a receiver
-leave in it, and one message more, so that a send waits for a rank that is two messages behind, never for ever.
+receiver's queue, waiting for a receive copies it out. The queue is bounded: it holds what the plan has posted and not
+waited for, mostly two messages. So a send waits for a rank that is so far behind the plan, and never for ever.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ def open_mailbox(
 
 
 def num_slots_for(plan: Plan) -> int:
-    """How many messages a queue must hold so that no send of the plan waits for ever, and one.
+    """How many messages a queue must hold so that no send of the plan waits for ever: 1 or more.
 
     The verified plan runs with sends that block until their receive is posted. A queue that holds as many messages as a
-    rank ever has posted for and not taken, of one peer, lets each such send through: all before those are taken. One
-    more lets a sender that is early go on.
+    rank ever has posted for and not taken, of one peer, lets each such send through: all before those are taken.
     """
-    return 1 + max(_most_untaken(plan, actions) for actions in plan.actions)
+    return max(1, *(_most_untaken(plan, actions) for actions in plan.actions))
 
 
 def _most_untaken(plan: Plan, actions: Sequence[Action]) -> int:
@@ -132,34 +131,19 @@ class Transfers:
         self._pending: dict[Action, tuple[Any, Tensor]] = {}
 
     def post(self, action: Action) -> None:
-        """Start a send, a receive, or all transfers of an exchange together."""
+        """Start a send or a receive."""
+        peer, receives = self._plan.peer(action), action.kind in RECEIVES
         if self._mailbox is not None:
-            for transfer in action.transfers:
-                peer = self._plan.peer(transfer)
-                if transfer.kind in RECEIVES:
-                    self._posted.setdefault(peer, deque()).append(transfer)
-                else:
-                    self._mailbox.send(peer, self._fetch(transfer))
+            if receives:
+                self._posted.setdefault(peer, deque()).append(action)
+            else:
+                self._mailbox.send(peer, self._fetch(action))
             return
-        operations = []
-        tensors = []
-        for transfer in action.transfers:
-            receives = transfer.kind in RECEIVES
-            tensor = self._slot(transfer) if receives else self._to_link(self._fetch(transfer))
-            tensors.append(tensor)
-            operations.append(
-                dist.P2POp(
-                    dist.irecv if receives else dist.isend,
-                    tensor,
-                    group=self._group,
-                    group_peer=self._plan.peer(transfer),
-                )
-            )
-        works = dist.batch_isend_irecv(operations)
-        # NCCL returns one work for the whole batch, gloo one for each operation.
-        shared = works * len(operations) if len(works) == 1 else works
-        for transfer, work, tensor in zip(action.transfers, shared, tensors, strict=True):
-            self._pending[transfer] = (work, tensor)
+        tensor = self._slot(action) if receives else self._to_link(self._fetch(action))
+        operation = dist.irecv if receives else dist.isend
+        # A batch of one: over NCCL it goes through the group's own communicator, and none is made for each pair.
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self._group, group_peer=peer)])
+        self._pending[action] = (work, tensor)
 
     def wait(self, transfer: Action) -> None:
         """Wait for one transfer; a received tensor is delivered, a sent one let go."""

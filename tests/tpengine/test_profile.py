@@ -34,7 +34,7 @@ from tpengine.config import Config, TrainConfig, profiled_steps, validate
 from tpengine.data import open_corpus
 from tpengine.execute import Trace
 from tpengine.plan import Action, Kind, Plan
-from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, WEIGHT_GRADIENT
+from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.plan.cost_profile import read_profile
 from tpengine.plan.measured import RankRecord, decode_record, encode_record
 from tpengine.profile import Profiler, gather_bytes
@@ -80,7 +80,7 @@ def place_of(record: RankRecord, kind: Kind, member: Action) -> int:
     (found,) = (
         place
         for place, ran in enumerate(record.ran)
-        if (ran.action.kind is Kind.WAIT) == (kind is Kind.WAIT) and member in (*ran.action.subs, *ran.action.transfers)
+        if (ran.action.kind is Kind.WAIT) == (kind is Kind.WAIT) and member in (ran.action, *ran.action.subs)
     )
     return found
 
@@ -100,7 +100,7 @@ def test_everything_is_posted_early_and_waited_for_where_it_is_consumed(
         assert record.copies is has_mailbox
         kinds = [ran.action.kind for ran in record.ran]
         last_compute = max(place for place, kind in enumerate(kinds) if kind in COMPUTE)
-        transfers = [transfer for ran in record.ran for transfer in ran.action.transfers]
+        transfers = [ran.action for ran in record.ran if ran.action.kind in TRANSFERS]
         assert transfers and record.starts
         for transfer in transfers:
             post, wait = place_of(record, Kind.F, transfer), place_of(record, Kind.WAIT, transfer)
@@ -124,7 +124,7 @@ def is_consumed_by(transfer: Action, after: Action, is_last: bool) -> bool:
         return after.kind is Kind.F and after.piece == transfer.piece
     if transfer.kind is Kind.RECV_B:
         return after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece
-    is_next = any(t.kind is transfer.kind and t.piece[0] == transfer.piece[0] for t in after.transfers)
+    is_next = after.kind is transfer.kind and after.piece[0] == transfer.piece[0]
     return is_last or is_next or (after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece)
 
 
@@ -212,7 +212,7 @@ def check_trace(content: dict[str, Any], plan: Plan, dp: int, steps: list[int]) 
             assert [e["name"] for e in listed] == [str(action) for action in actions]
             for lane, kinds in (("sends", SENDS), ("receives", RECEIVES), ("reductions", {Kind.REDUCE})):
                 tids = {tid for name, tid in threads.items() if name.startswith(lane)}
-                subs = [sub for action in actions for sub in (*action.transfers, *action.reduces)]
+                subs = [posted for action in actions for posted in action.posts]
                 assert sorted(e["name"] for e in of_step if e["tid"] in tids) == sorted(
                     str(sub) for sub in subs if sub.kind in kinds
                 )

@@ -4,7 +4,6 @@
     0B7[r2 r1 r0]         a compute action with the sub-actions it starts, in this order
     1SEND_F3 2RECV_F3     activation of micro-batch 3 from chunk 1 to chunk 2
     1SEND_B3 0RECV_B3     gradient of micro-batch 3 from chunk 1 to chunk 0
-    X[0SEND_F3 0RECV_B2]  exchange: transfers posted together
     r2 g2 f2  t0          reduce, gather, free bucket 2; reduce tied parameter 0
     w[1RECV_F3 r0]        wait for the earlier asynchronous actions listed
     CLIP STEP             clip the gradient norm, step the optimizer
@@ -34,7 +33,6 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    EXCHANGE = "X"
     REDUCE = "r"
     GATHER = "g"
     FREE = "f"
@@ -78,8 +76,8 @@ class Action:
         chunk: the local chunk, for compute and transfers only.
         microbatch: the micro-batch, for compute and transfers only.
         index: the bucket (REDUCE, GATHER, FREE) or the tie (TIE_REDUCE), for these only.
-        subs: for compute the bucket actions started inside it, in order; for EXCHANGE its transfers; for WAIT
-            the actions waited for. Empty for every other kind, never empty for EXCHANGE and WAIT.
+        subs: for compute the bucket actions started inside it, in order; for WAIT the actions waited for. Empty for
+            every other kind, never empty for WAIT.
     Raises:
         ValueError: the kind does not take, or lacks, one of the fields.
     """
@@ -112,11 +110,9 @@ class Action:
         return self.chunk, self.microbatch
 
     @property
-    def transfers(self) -> tuple[Action, ...]:
-        """Return the sends and receives that this action posts, in order."""
-        if self.kind in TRANSFERS:
-            return (self,)
-        return self.subs if self.kind is Kind.EXCHANGE else ()
+    def posts(self) -> tuple[Action, ...]:
+        """Return what this action starts that goes on beside others and is waited for: itself, or its reductions."""
+        return (self,) if self.kind in TRANSFERS else self.reduces
 
     @property
     def reduces(self) -> tuple[Action, ...]:
@@ -179,15 +175,13 @@ def _check_subs(action: Action) -> None:
     allowed: frozenset[Kind] = frozenset()
     if action.kind in COMPUTE:
         allowed = BUCKET
-    elif action.kind is Kind.EXCHANGE:
-        allowed = TRANSFERS
     elif action.kind is Kind.WAIT:
         allowed = _AWAITABLE
     for sub in action.subs:
         if sub.kind not in allowed:
             rule = f"takes sub-actions {_names(allowed)} only" if allowed else "takes no sub-actions"
             raise ValueError(f"{action.kind.name} {rule}: got {sub}")
-    if action.kind in (Kind.EXCHANGE, Kind.WAIT) and not action.subs:
+    if action.kind is Kind.WAIT and not action.subs:
         raise ValueError(f"{action.kind.name} takes at least one sub-action: got none")
 
 
@@ -222,7 +216,7 @@ def _split(text: str) -> list[str]:
 def _parse_word(word: str) -> Action:
     match = _WORD.fullmatch(word)
     if match is None:
-        raise ValueError(f"an action reads like 2F0, 0B7[r1 r0], 1SEND_F3, X[...], w[...], r2, CLIP: got {word!r}")
+        raise ValueError(f"an action reads like 2F0, 0B7[r1 r0], 1SEND_F3, w[...], r2, CLIP: got {word!r}")
     chunk, located, microbatch, indexed, index, bare, inside = match.groups()
     try:
         return Action(

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart, parse_action
+from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, counterpart, parse_action
 from tpengine.plan.plan import Plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 
@@ -222,10 +222,8 @@ def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool
 
 
 def posts_of(record: RankRecord) -> dict[Action, Ran]:
-    """Return, by transfer, when the action that posted it ran: the transfer itself or its exchange."""
-    return {
-        transfer: Ran(transfer, ran.begin_ns, ran.end_ns) for ran in record.ran for transfer in ran.action.transfers
-    }
+    """Return, by transfer, when it was posted."""
+    return {ran.action: ran for ran in record.ran if ran.action.kind in TRANSFERS}
 
 
 def reduction_times(record: RankRecord, reduction: Action) -> tuple[int, int]:

@@ -110,8 +110,8 @@ def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[
         for rank, record in enumerate(pipeline):
             copies = record.copies
             for action, begin, end in record.ran:
-                num_sends = sum(transfer.kind in SENDS for transfer in action.transfers)
-                sending += [(end - begin) / num_sends] * num_sends if num_sends else []
+                if action.kind in SENDS:
+                    sending.append(float(end - begin))
             for action, waited in record.waited.items():
                 if action.kind not in RECEIVES:
                     continue

@@ -46,7 +46,7 @@ def memory_curve(plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) ->
 
 def slot_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of a rank's receive slots."""
-    receives = [transfer for action in plan.actions[rank] for transfer in action.transfers if transfer.kind in RECEIVES]
+    receives = [action for action in plan.actions[rank] if action.kind in RECEIVES]
     largest: dict[Kind, int] = {}
     for kind, chunk in {(receive.kind, receive.piece[0]) for receive in receives}:
         spec = plan.chunks[chunk].input if kind is Kind.RECV_F else plan.chunks[chunk].output

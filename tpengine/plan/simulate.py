@@ -134,9 +134,8 @@ class _Machine:
             self._compute(state, action)
         elif kind is Kind.WAIT:
             return self._wait(state, action)
-        elif kind in TRANSFERS or kind is Kind.EXCHANGE:
-            for transfer in action.transfers:
-                self._post(state, transfer)
+        elif kind in TRANSFERS:
+            self._post(state, action)
         elif kind in (Kind.TIE_REDUCE, Kind.CLIP):
             return self._meet(state, action)
         else:

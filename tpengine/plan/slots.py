@@ -61,15 +61,14 @@ def _colour(
     # (last position, slot), the earliest end first.
     busy: list[tuple[int, int]] = []
     for position, action in enumerate(actions):
-        for receive in action.transfers:
-            if receive.kind is not kind:
-                continue
-            while busy and busy[0][0] < position:
-                heapq.heappush(free, heapq.heappop(busy)[1])
-            # Every slot there is stands in one of the two, so the next new one has their number.
-            slot = heapq.heappop(free) if free else len(busy)
-            heapq.heappush(busy, (last_use.get(receive.piece, len(actions)), slot))
-            slots[receive.piece] = slot
+        if action.kind is not kind:
+            continue
+        while busy and busy[0][0] < position:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        # Every slot there is stands in one of the two, so the next new one has their number.
+        slot = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (last_use.get(action.piece, len(actions)), slot))
+        slots[action.piece] = slot
     return slots
 
 

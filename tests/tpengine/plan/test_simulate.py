@@ -29,7 +29,7 @@ from tpengine.plan import (
     parse_actions,
     simulate,
 )
-from tpengine.plan.actions import COMPUTE
+from tpengine.plan.actions import COMPUTE, TRANSFERS
 from tpengine.plan.costs import ring_time, unit_costs
 
 # A boundary tensor of 100 bytes, so that a bandwidth of 100 / t occupies a link for t.
@@ -154,15 +154,15 @@ def test_a_transfer_begins_when_both_sides_have_posted_it() -> None:
 
 
 def test_the_two_directions_of_a_link_do_not_disturb_each_other() -> None:
-    exchange = simulate(
+    timeline = simulate(
         plan_of(
-            "0F0 X[0SEND_F0 0RECV_B1] w[0SEND_F0 0RECV_B1]",
-            "1F1 X[1RECV_F0 1SEND_B1] w[1RECV_F0 1SEND_B1]",
+            "0F0 0SEND_F0 0RECV_B1 w[0SEND_F0 0RECV_B1]",
+            "1F1 1RECV_F0 1SEND_B1 w[1RECV_F0 1SEND_B1]",
             training=False,
         ),
         replace(costs_of(1.0, 1.0), latency=1.0, bytes_per_time=50.0),
     )
-    assert exchange.makespan == 1.0 + 2.0 + 1.0
+    assert timeline.makespan == 1.0 + 2.0 + 1.0
 
 
 def test_reductions_run_one_after_another_beside_compute() -> None:
@@ -307,7 +307,7 @@ def test_the_critical_path_leads_from_the_beginning_to_the_end(
         assert span in lanes.compute + lanes.sends + lanes.receives + lanes.reductions
         assert before.start <= span.start <= before.end
         early = span.start < before.end
-        assert not early or before.action.transfers or span.action.kind is Kind.REDUCE
+        assert not early or before.action.kind in TRANSFERS or span.action.kind is Kind.REDUCE
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,7 @@
 """Rung: pure. Whatever one drops, doubles, swaps or moves in a plan, the verifier goes red, or the plan is as good.
 
 Which of the accepted ones are as good is not for the verifier to say: tests/plan_oracle.py plays them with symbolic
-tensors. They come from what has no order: transfers in an exchange, waits in a wait, a post or a wait a little earlier
+tensors. They come from what has no order: waits in a wait, a post or a wait a little earlier
 or later, compute actions that do not need each other. They do not count as tried. A dropped or doubled action is never
 one.
 
@@ -64,7 +64,7 @@ def insert(actions: List, place: int, action: Action) -> List:
 
 
 def sub_mutants(action: Action) -> Iterator[tuple[str, List]]:
-    """Yield what one change inside an action makes of it; nothing is left of an exchange or wait without members."""
+    """Yield what one change inside an action makes of it; nothing is left of a wait without members."""
     subs = action.subs
     for i, sub in enumerate(subs):
         yield "drop a sub-action", with_subs(action, without(subs, i))
@@ -92,7 +92,7 @@ def moved_subs(actions: List, i: int) -> Iterator[Mutant]:
 
 
 def with_subs(action: Action, subs: List) -> List:
-    return () if action.kind in (Kind.EXCHANGE, Kind.WAIT) and not subs else (replace(action, subs=subs),)
+    return () if action.kind is Kind.WAIT and not subs else (replace(action, subs=subs),)
 
 
 def judge(plan: Plan, lists: Iterator[tuple[int, Mutant]], what: str, count_mutations: CountMutations) -> None:

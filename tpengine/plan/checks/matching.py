@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import zip_longest
 
-from tpengine.plan.actions import SENDS, Action, Kind, counterpart
+from tpengine.plan.actions import SENDS, TRANSFERS, Action, Kind, counterpart
 from tpengine.plan.checks.fault import fault
 from tpengine.plan.plan import Plan, TensorSpec
 
@@ -21,12 +21,13 @@ def check_matching(plan: Plan) -> None:
     receives: _Streams = defaultdict(list)
     for rank, actions in enumerate(plan.actions):
         for position, action in enumerate(actions):
-            for transfer in action.transfers:
-                peer = _peer(plan, rank, position, transfer)
-                if transfer.kind in SENDS:
-                    sends[rank, peer].append((position, transfer))
-                else:
-                    receives[peer, rank].append((position, transfer))
+            if action.kind not in TRANSFERS:
+                continue
+            peer = _peer(plan, rank, position, action)
+            if action.kind in SENDS:
+                sends[rank, peer].append((position, action))
+            else:
+                receives[peer, rank].append((position, action))
     for pair in sorted(sends.keys() | receives.keys()):
         for k, (send, receive) in enumerate(zip_longest(sends[pair], receives[pair])):
             _check_pair(plan, k, pair, send, receive)

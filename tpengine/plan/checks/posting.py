@@ -37,7 +37,7 @@ class _Posting:
             if action.kind in COMPUTE:
                 self._check_inputs(position, action)
                 self.computed.add((action.kind, *action.piece))
-            for posted in action.transfers + action.reduces:
+            for posted in action.posts:
                 self._post(position, posted)
         for posted, position in self.posted_at.items():
             if posted not in self.complete:

@@ -1,9 +1,7 @@
 """Progress: the plan finishes, whatever of two ways the transfers are executed.
 
-Blocking rendezvous: a send or receive ends when its counterpart is posted; an exchange posts all its
-transfers together and ends when all are matched. One in-order channel per pair of ranks, as NCCL: posts
-return at once, the transfers of a pair execute in issue order on both sides (those of one exchange in any
-order), waits block.
+Blocking rendezvous: a send or receive ends when its counterpart is posted. One in-order channel per pair of ranks, as
+NCCL: posts return at once, the transfers of a pair execute in issue order on both sides, waits block.
 
 Both are one machine that runs two programs: blocking means that every transfer is waited for where it is
 posted. Ties and CLIP hold each member until all have come.
@@ -27,14 +25,14 @@ class _Step(NamedTuple):
     """What one action of a list does to the machine.
 
     Attributes:
-        posts: by peer, the transfers that are posted together.
+        posts: the transfer that is posted, with the peer.
         awaits: each transfer that must be complete, with the peer.
         meets: the ranks that must stand at the same action.
     """
 
     position: int
     action: Action
-    posts: tuple[tuple[int, tuple[_Crossing, ...]], ...] = ()
+    posts: tuple[_Crossing, int] | None = None
     awaits: tuple[tuple[_Crossing, int], ...] = ()
     meets: tuple[int, ...] = ()
 
@@ -65,9 +63,9 @@ def _program(
 ) -> list[_Step]:
     steps = []
     for position, action in enumerate(actions):
-        if action.transfers:
-            posted = tuple(_crossing(plan, transfer) for transfer in action.transfers)
-            steps.append(_Step(position, action, posts=_by_peer(posted), awaits=posted if blocking else ()))
+        if action.kind in TRANSFERS:
+            posted = _crossing(plan, action)
+            steps.append(_Step(position, action, posts=posted, awaits=(posted,) if blocking else ()))
         elif action.kind is Kind.WAIT and not blocking:
             awaits = tuple(_crossing(plan, sub) for sub in action.subs if sub.kind in TRANSFERS)
             steps.append(_Step(position, action, awaits=awaits))
@@ -86,13 +84,6 @@ def _crossing(plan: Plan, transfer: Action) -> tuple[_Crossing, int]:
     return (send, peer, microbatch), plan.chunks[peer].rank
 
 
-def _by_peer(posted: Sequence[tuple[_Crossing, int]]) -> tuple[tuple[int, tuple[_Crossing, ...]], ...]:
-    groups: dict[int, list[_Crossing]] = defaultdict(list)
-    for crossing, peer in posted:
-        groups[peer].append(crossing)
-    return tuple((peer, tuple(group)) for peer, group in groups.items())
-
-
 class _Machine:
     """Plays one program per rank until nothing moves."""
 
@@ -101,8 +92,8 @@ class _Machine:
         self.cursor = [0] * len(programs)
         self.matched: set[_Crossing] = set()
         self.arrived: dict[Action, set[int]] = defaultdict(set)
-        # By (rank, peer): the rank's groups of transfers to and from the peer, oldest first.
-        self.channels: dict[tuple[int, int], deque[list[_Crossing]]] = defaultdict(deque)
+        # By (rank, peer): the rank's transfers to and from the peer, oldest first.
+        self.channels: dict[tuple[int, int], deque[_Crossing]] = defaultdict(deque)
         # Ranks that may be able to go on; being in it without cause does no harm.
         self.woken: deque[int] = deque()
 
@@ -171,20 +162,15 @@ class _Machine:
             self.arrived[step.action].add(rank)
             if len(self.arrived[step.action]) == len(step.meets):
                 self.woken.extend(step.meets)
-        for peer, group in step.posts:
-            self.channels[rank, peer].append(list(group))
+        if step.posts is not None:
+            crossing, peer = step.posts
+            self.channels[rank, peer].append(crossing)
             self._drain(rank, peer)
 
     def _drain(self, rank: int, peer: int) -> None:
         """Match what stands at the head of both sides of a channel."""
         own, other = self.channels[rank, peer], self.channels[peer, rank]
-        while own and other:
-            matches = [crossing for crossing in own[0] if crossing in other[0]]
-            if not matches:
-                return
-            self.matched.update(matches)
-            for channel in (own, other):
-                channel[0] = [crossing for crossing in channel[0] if crossing not in matches]
-                if not channel[0]:
-                    channel.popleft()
+        while own and other and own[0] == other[0]:
+            self.matched.add(own.popleft())
+            other.popleft()
             self.woken.append(peer)

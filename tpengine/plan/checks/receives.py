@@ -30,16 +30,14 @@ def check_slots(plan: Plan, rank: int, slots: ReceiveSlots) -> None:
     places: dict[_Piece, list[_Place]] = defaultdict(list)
     done: dict[_Piece, set[Kind]] = defaultdict(set)
     for position, action in enumerate(plan.actions[rank]):
-        for receive in action.transfers:
-            if receive.kind not in RECEIVES:
-                continue
-            slot = slots.slot(receive)
-            if (receive.kind, slot) in holder:
-                chunk, microbatch = holder[receive.kind, slot]
-                values = f"{receive} writes slot {slot} of chunk {chunk}, micro-batch {microbatch}"
+        if action.kind in RECEIVES:
+            slot = slots.slot(action)
+            if (action.kind, slot) in holder:
+                chunk, microbatch = holder[action.kind, slot]
+                values = f"{action} writes slot {slot} of chunk {chunk}, micro-batch {microbatch}"
                 raise fault(plan, "a receive slot is free when written", values, rank, position)
-            holder[receive.kind, slot] = receive.piece
-            places[receive.piece].append((receive.kind, slot))
+            holder[action.kind, slot] = action.piece
+            places[action.piece].append((action.kind, slot))
         if action.kind in COMPUTE:
             done[action.piece].add(action.kind)
             if _is_finished(done[action.piece], plan.training):

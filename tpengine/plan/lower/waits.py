@@ -13,8 +13,8 @@ def add_waits(actions: Sequence[Action]) -> tuple[Action, ...]:
 
     A receive is waited for right before the compute action that reads it, a send right before the next one in the same
     direction from the same chunk, and that of an activation no later than the backward of its micro-batch, which lets
-    go of it: so a chunk has one send a direction under way. The transfers of an exchange are waited for one by one,
-    each where its own use is. Everything still under way after the last action is waited for there, in one wait.
+    go of it: so a chunk has one send a direction under way. Everything still under way after the last action is waited
+    for there, in one wait.
 
     Args: actions: one rank's list, with transfers and reductions.
     Returns: the list with its waits; those due at one place are one action, in the order in which they were posted.
@@ -31,7 +31,7 @@ def add_waits(actions: Sequence[Action]) -> tuple[Action, ...]:
             for posted in due:
                 del under_way[posted]
         lowered.append(action)
-        for posted in action.transfers + action.reduces:
+        for posted in action.posts:
             under_way[posted] = next(place)
             if posted.kind in SENDS:
                 latest[posted.kind, posted.piece[0]] = posted
@@ -42,11 +42,11 @@ def add_waits(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 def _needed(action: Action, latest: dict[tuple[Kind, int], Action]) -> Iterator[Action]:
     """Yield what must be complete, if it was posted at all, before `action` starts."""
-    for transfer in action.transfers:
-        before = latest.get((transfer.kind, transfer.piece[0]))
-        if transfer.kind in SENDS and before is not None:
+    if action.kind in SENDS:
+        before = latest.get((action.kind, action.piece[0]))
+        if before is not None:
             yield before
-    if action.kind is Kind.F:
+    elif action.kind is Kind.F:
         yield Action(Kind.RECV_F, *action.piece)
     elif action.kind in INPUT_GRADIENT:
         yield Action(Kind.RECV_B, *action.piece)
