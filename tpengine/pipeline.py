@@ -109,7 +109,7 @@ class Pipeline:
         broadcast_model(model, self._comm)
         profiles = profile_on_rank_0(model, sample, self._comm)
         if cut is None:
-            self.layers = cut_by_cost([module.seconds for module in profiles], len(made.ranks))
+            self.layers = cut_by_cost([module.seconds for module in profiles], made.ranks)
         else:
             self.layers = cut_by_hand(cut, len(model), len(made.ranks))
         check_cut(model, self.layers, made.ranks, profiles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from tpengine.config import Config, num_blocks, virtual_tp_of
 from tpengine.parameters import num_parameters
-from tpengine.plan import Plan, clock
+from tpengine.plan import Kind, Plan, clock
 from tpengine.step_costs import bytes_per_rank
 from tpengine.step_plan import Layout
 
 _PLAIN_LINES = 40
+# Of one layer, in forwards.
+_LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 def show_plan(
@@ -44,8 +47,7 @@ def show_plan(
         what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
         size = f"{num_bytes / 1e6:.1f} MB a rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
-    bubble = f"{plan.schedule}, bubble {clock(plan.actions).bubble:.1%} of the step (backward = 2 forward)"
-    lines.append(("pipeline", bubble if layout.pp > 1 else "one stage, no bubble"))
+    lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
         virtual = f"{virtual_tp_of(config)} virtual tp ranks, {num_blocks(config)} blocks of micro-batches"
         lines.append(("sums", f"exact, the bits of every other layout: {virtual}"))
@@ -53,6 +55,16 @@ def show_plan(
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def _bubble(plan: Plan) -> str:
+    """The idle share that the plan has with the layers as they are split, which may not be evenly."""
+    durations = {
+        (kind, number): length * (chunk.layers[1] - chunk.layers[0])
+        for kind, length in _LAYER_TIMES.items()
+        for number, chunk in enumerate(plan.chunks)
+    }
+    return f"bubble {clock(plan.actions, durations).bubble:.1%} of the step (a layer's backward = 2 forward)"
 
 
 def _layers(first: int, last: int) -> str:

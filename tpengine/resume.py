@@ -43,7 +43,10 @@ def saved_config(run_dir: str) -> Config:
             f"--resume needs the directory of a run: {run_dir} has no config.toml: check --run-dir, or start the run "
             "with --preset or --config beside --resume"
         )
-    return load_toml(path, Config())
+    saved = load_toml(path, Config())
+    # The run's copy of a schedule file, wherever its directory is now.
+    kept = path.with_name(Path(saved.parallel.schedule).name)
+    return replace(saved, parallel=replace(saved.parallel, schedule=str(kept))) if kept.is_file() else saved
 
 
 def without_layout(saved: Config) -> Config:

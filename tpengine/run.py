@@ -26,6 +26,7 @@ from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
 from tpengine.peers import Peers
+from tpengine.plan import SCHEDULES
 from tpengine.profile import Profiler
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.resume import Checkpoint
@@ -45,7 +46,8 @@ class Job:
         config: validated configuration.
         corpus: its text.
         launch, device: this rank and where it computes.
-        run_dir: existing directory for config.toml, metrics.jsonl and TensorBoard events, on rank 0; None elsewhere.
+        run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
+            TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to go on; None starts at step 0.
     """
 
@@ -174,14 +176,32 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
 
 def _write_config(trainer: Trainer, run_dir: Path) -> None:
     """Write config.toml, which repeats or continues the run; another one that is there is kept aside."""
+    config, parallel = trainer.config, trainer.config.parallel
     resolved = replace(
-        trainer.config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu", resume=False
+        config,
+        parallel=replace(parallel, schedule=_keep_schedule(parallel.schedule, run_dir)),
+        run_dir=str(run_dir),
+        device="cuda" if trainer.device.type == "cuda" else "cpu",
+        resume=False,
     )
-    path, text = run_dir / "config.toml", dump_toml(resolved)
-    if trainer.config.resume and path.exists() and path.read_bytes() == text.encode():
+    _write_once(run_dir / "config.toml", dump_toml(resolved).encode(), keeps_equal=config.resume)
+
+
+def _keep_schedule(name: str, run_dir: Path) -> str:
+    """Copy the file of a user's own schedule into the run's directory; return what names the schedule from then on."""
+    if name in SCHEDULES:
+        return name
+    kept = run_dir / f"{Path(name).stem}.txt"
+    _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
+    return str(kept)
+
+
+def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
+    """Write a file of the run, after keeping aside another one that is there."""
+    if keeps_equal and path.exists() and path.read_bytes() == content:
         return
-    beside = run_dir / ".config.toml"
-    beside.write_text(text)
+    beside = path.with_name(f".{path.name}")
+    beside.write_bytes(content)
     keep_copy_aside(path)
     beside.replace(path)
 

@@ -107,13 +107,13 @@ def children_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model._modules.items() if module is not None]
 
 
-def cut_by_cost(seconds: Sequence[float], num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each part, so that the slowest one is as fast as possible.
+def cut_by_cost(seconds: Sequence[float], ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Half-open module range of each part, so that the slowest of the parts' ranks is as fast as possible.
 
     Raises:
         ValueError: fewer modules than parts.
     """
-    return partition_layers(seconds, 0, 0, num_chunks)
+    return partition_layers(seconds, 0, 0, ranks)
 
 
 def cut_by_hand(sizes: Sequence[int], num_modules: int, num_chunks: int) -> tuple[tuple[int, int], ...]:

@@ -101,8 +101,16 @@ def gradient_bytes(dtype: str) -> int:
     return max(4, dtype_bytes(dtype))
 
 
-def layer_ranges(model: ModelConfig, seq: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Split the layers over stages, balanced by forward flops of a sequence; embedding and head count."""
+def layer_ranges(
+    model: ModelConfig, seq: int, ranks: Sequence[int], recompute: Recompute = Recompute.NONE
+) -> tuple[tuple[int, int], ...]:
+    """Split the layers over chunks, so that their ranks are balanced by the flops of a sequence, forward and backward.
+
+    Embedding and head count, and what backward computes again.
+
+    Args:
+        ranks: the pipeline rank of each chunk.
+    """
     d, item = model.hidden_size, 1
     matrices = sum(
         matmul_work(seq, spec.shape[0], spec.shape[1], item).flops for spec in layer_specs(model, 1, 0) if spec.decays
@@ -110,11 +118,14 @@ def layer_ranges(model: ModelConfig, seq: int, num_stages: int) -> tuple[tuple[i
     attention = attention_work(
         1, seq, model.num_heads, model.num_kv_heads, model.head_size, item, causal_half=True
     ).flops
+    # Backward costs two forwards, and what it computes again.
+    ends_passes = 4 if recompute is Recompute.FULL else 3
+    again = {Recompute.NONE: 0, Recompute.ATTENTION: attention}.get(recompute, matrices + attention)
     return partition_layers(
-        [matrices + attention] * model.num_layers,
-        first_cost=_EMBEDDING_FLOPS_PER_ELEMENT * seq * d,
-        last_cost=matmul_work(seq, model.vocab_size, d, item).flops,
-        num_stages=num_stages,
+        [3 * (matrices + attention) + again] * model.num_layers,
+        first_cost=ends_passes * _EMBEDDING_FLOPS_PER_ELEMENT * seq * d,
+        last_cost=ends_passes * matmul_work(seq, model.vocab_size, d, item).flops,
+        ranks=ranks,
     )
 
 
@@ -123,7 +134,7 @@ def layout_of(config: Config) -> Layout:
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
     schedule = schedule_of(config)
-    layers = layer_ranges(model, config.train.seq_len, len(schedule.ranks))
+    layers = layer_ranges(model, config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
     gradients = chunk_gradients(config, schedule.ranks, layers)
     item = gradient_bytes(config.train.dtype)
     placed: list[PlacedBucket] = []

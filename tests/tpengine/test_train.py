@@ -79,6 +79,23 @@ def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path)
         assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
 
 
+def test_a_schedule_file_stays_with_the_run(tmp_path: Path) -> None:
+    """The run can be repeated and continued when the file is gone, also in another directory."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("rank 0: 0F0 0F1 0B1 0B0\n")
+    sizes = "--train.num-micro-batches", "2", "--train.micro-batch-size", "1"
+    done = run(0, *SMALL, *sizes, "--parallel.schedule", str(mine), "--run-dir", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = mine.read_bytes()
+    mine.unlink()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "mine.txt").read_bytes() == text
+    done = run(0, "--run-dir", "moved", "--resume", "--train.steps", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_toml(tmp_path / "moved" / "config.toml", Config()).parallel.schedule == "moved/mine.txt"
+    assert len(records(tmp_path / "moved")) == 5
+
+
 def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         done = run(0, *SMALL, "--train.checkpoint-every", "0", "--run-dir", ".", cwd=tmp_path)

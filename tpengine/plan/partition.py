@@ -1,4 +1,9 @@
-"""Partition: which layers each pipeline stage holds, balanced by cost. Exact, not a heuristic.
+"""Partition: which layers each chunk holds, so that the ranks, which hold one chunk or several, bear the same.
+
+With a chunk a rank the best split is found by dynamic programming. With several, where a chunk may be long if another
+of its rank is short, a split is improved by one layer at a time that goes from one chunk to another, until none does:
+where all layers cost the same that is the best one too (Frank and Murota, "Decreasing minimization on M-convex sets",
+arXiv 2007.09616, theorem 3.3).
 
 Costs are compared as integers: floats are binary fractions, so over a common denominator every sum and square
 is exact, and equal splits are equal on every machine.
@@ -7,46 +12,88 @@ is exact, and equal splits are equal on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
+from itertools import permutations
 
 Split = tuple[tuple[int, int], ...]
 
 
-def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> Split:
-    """Split the layers into contiguous stages so that the slowest stage is as fast as possible.
+def partition_layers(
+    layer_costs: Sequence[float], first_cost: float, last_cost: float, ranks: Sequence[int]
+) -> Split:
+    """Split the layers into contiguous chunks so that the slowest rank is as fast as possible.
 
-    Among the splits with the least maximum, take the least sum of squared stage costs; among these, the one
-    whose earlier stages end first (1F1B holds more activations on earlier stages).
+    Among the splits with the least maximum over ranks, take the least sum of squares, with several chunks a rank the
+    next slowest ranks as fast as possible; then the least sum of squared chunk costs; then the one whose earlier chunks
+    end first (1F1B holds more activations on earlier stages).
 
     Args:
         layer_costs: cost of each layer, in any unit.
-        first_cost: what the first stage bears besides its layers (embedding), same unit.
-        last_cost: what the last stage bears besides its layers (head and loss), same unit.
-        num_stages: number of stages, each of which holds at least one layer.
-    Returns: half-open layer ranges, one per stage, in order.
-    Raises: ValueError: no stages, more stages than layers, or a cost that is negative or not finite.
-    Cost: O(num_stages * layers^2) integer operations.
+        first_cost: what the first chunk bears besides its layers (embedding), same unit.
+        last_cost: what the last chunk bears besides its layers (head and loss), same unit.
+        ranks: the rank of each chunk, in model order; each chunk holds at least one layer.
+    Returns: half-open layer ranges, one per chunk, in order.
+    Raises: ValueError: no chunks, more chunks than layers, or a cost that is negative or not finite.
+    Cost: O(chunks * layers^2) integer operations; with several chunks a rank O(chunks^3) more for each layer that goes
+        from one to another.
     """
-    _check(layer_costs, first_cost, last_cost, num_stages)
-    stage_cost = _stage_costs(layer_costs, first_cost, last_cost)
-    num_layers = len(layer_costs)
-    maximum, _ = _best_split(num_layers, num_stages, stage_cost, max)
-
-    # More than the sum of squares of any split.
-    too_slow = stage_cost(0, num_layers) ** 2 + 1
-
-    def square_within_maximum(start: int, end: int) -> int:
-        cost = stage_cost(start, end)
-        return cost * cost if cost <= maximum else too_slow
-
-    _, ends = _best_split(num_layers, num_stages, square_within_maximum, lambda stage, rest: stage + rest)
+    _check(layer_costs, first_cost, last_cost, len(ranks))
+    chunk_cost = _chunk_costs(layer_costs, first_cost, last_cost)
+    ends = _balanced_chunks(len(layer_costs), len(ranks), chunk_cost)
+    if len(set(ranks)) < len(ranks):
+        ends = _balanced_ranks(ends, ranks, chunk_cost)
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
-def _stage_costs(layer_costs: Sequence[float], first_cost: float, last_cost: float) -> Callable[[int, int], int]:
-    """Return the cost of a stage of layers [start, end) as a function into integers."""
+def _balanced_chunks(num_layers: int, num_chunks: int, chunk_cost: Callable[[int, int], int]) -> tuple[int, ...]:
+    """Return the ends of chunks of which the slowest is as fast as possible."""
+    maximum, _ = _best_split(num_layers, num_chunks, chunk_cost, max)
+
+    # More than the sum of squares of any split.
+    too_slow = chunk_cost(0, num_layers) ** 2 + 1
+
+    def square_within_maximum(start: int, end: int) -> int:
+        cost = chunk_cost(start, end)
+        return cost * cost if cost <= maximum else too_slow
+
+    _, ends = _best_split(num_layers, num_chunks, square_within_maximum, lambda chunk, rest: chunk + rest)
+    return ends
+
+
+def _balanced_ranks(
+    ends: tuple[int, ...], ranks: Sequence[int], chunk_cost: Callable[[int, int], int]
+) -> tuple[int, ...]:
+    """Move one layer from a chunk to another as long as that makes the split better."""
+
+    def badness(ends: tuple[int, ...]) -> tuple[list[int], int, tuple[int, ...]]:
+        loads = dict.fromkeys(ranks, 0)
+        squares = 0
+        for rank, start, end in zip(ranks, (0, *ends[:-1]), ends, strict=True):
+            cost = chunk_cost(start, end)
+            loads[rank] += cost
+            squares += cost * cost
+        return sorted(loads.values(), reverse=True), squares, ends
+
+    best = badness(ends)
+    while True:
+        better = min(map(badness, _neighbours(best[2])), default=best)
+        if better >= best:
+            return best[2]
+        best = better
+
+
+def _neighbours(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the splits in which one chunk has a layer less and another has one more, and those between have moved."""
+    for giver, taker in permutations(range(len(ends)), 2):
+        if ends[giver] - (ends[giver - 1] if giver else 0) > 1:
+            first, last, step = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+            yield (*ends[:first], *(end + step for end in ends[first:last]), *ends[last:])
+
+
+def _chunk_costs(layer_costs: Sequence[float], first_cost: float, last_cost: float) -> Callable[[int, int], int]:
+    """Return the cost of a chunk of layers [start, end) as a function into integers."""
     fractions = [Fraction(cost) for cost in (*layer_costs, first_cost, last_cost)]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     *layers, first, last = (int(fraction * scale) for fraction in fractions)
@@ -54,41 +101,41 @@ def _stage_costs(layer_costs: Sequence[float], first_cost: float, last_cost: flo
     for layer in layers:
         before.append(before[-1] + layer)
 
-    def stage_cost(start: int, end: int) -> int:
+    def chunk_cost(start: int, end: int) -> int:
         ends = first * (start == 0) + last * (end == len(layers))
         return before[end] - before[start] + ends
 
-    return stage_cost
+    return chunk_cost
 
 
 def _best_split(
     num_layers: int,
-    num_stages: int,
+    num_chunks: int,
     price: Callable[[int, int], int],
     combine: Callable[[int, int], int],
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the least combined price and the stages' ends, the earliest that reach it."""
+    """Return the least combined price and the chunks' ends, the earliest that reach it."""
 
     @cache
-    def best(start: int, stages: int) -> tuple[int, tuple[int, ...]]:
-        if stages == 1:
+    def best(start: int, chunks: int) -> tuple[int, tuple[int, ...]]:
+        if chunks == 1:
             return price(start, num_layers), (num_layers,)
         candidates = []
-        for end in range(start + 1, num_layers - stages + 2):
-            rest_price, rest_ends = best(end, stages - 1)
+        for end in range(start + 1, num_layers - chunks + 2):
+            rest_price, rest_ends = best(end, chunks - 1)
             candidates.append((combine(price(start, end), rest_price), (end, *rest_ends)))
         return min(candidates)
 
-    return best(0, num_stages)
+    return best(0, num_chunks)
 
 
-def _check(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> None:
-    if num_stages < 1:
-        raise ValueError(f"a model needs at least one stage: got {num_stages}, use 1")
-    if num_stages > len(layer_costs):
+def _check(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_chunks: int) -> None:
+    if num_chunks < 1:
+        raise ValueError(f"a model needs at least one chunk: got {num_chunks}: use 1")
+    if num_chunks > len(layer_costs):
         raise ValueError(
-            f"every stage needs a layer: {len(layer_costs)} layers do not fill {num_stages} stages, "
-            f"use at most {len(layer_costs)} stages"
+            f"every chunk needs a layer: {len(layer_costs)} layers do not fill {num_chunks} chunks: "
+            f"use at most {len(layer_costs)} chunks"
         )
     for cost in (*layer_costs, first_cost, last_cost):
         if not (math.isfinite(cost) and cost >= 0):

@@ -92,7 +92,7 @@ def plan_for(profile: CostProfile, schedule: Schedule) -> Plan:
         fits = _fits(profile)
         both = [fits[Kind.F], fits[Kind.B]]
         layer, first, last = (sum(getattr(fit, name) for fit in both) for name in ("layer", "first", "last"))
-        layers = partition_layers([layer] * num_layers, first, last, num_chunks)
+        layers = partition_layers([layer] * num_layers, first, last, schedule.ranks)
     if profile.boundary is None and len(set(schedule.ranks)) > 1:
         raise ValueError(
             "a profile of one stage says nothing of transfers: it has no boundary: profile a run with pp 2 or more"

@@ -38,7 +38,7 @@ def build_plan() -> Callable[..., Plan]:
         else:
             made = forward_only(tuple(range(num_ranks)), num_microbatches)
         ranks, last = made.ranks, len(made.ranks) - 1
-        layers = partition_layers([1.0] * (len(ranks) + 1), 0.5, 1.0, len(ranks))
+        layers = partition_layers([1.0] * (len(ranks) + 1), 0.5, 1.0, ranks)
         chunks = [
             Chunk(rank, layers[chunk], BOUNDARY if chunk else None, BOUNDARY if chunk < last else None)
             for chunk, rank in enumerate(ranks)

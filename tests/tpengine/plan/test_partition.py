@@ -30,7 +30,7 @@ def test_equals_brute_force(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=9))
     num_stages = data.draw(st.integers(1, len(costs)))
     first, last = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))
-    assert partition_layers(costs, first, last, num_stages) == brute_force(costs, first, last, num_stages)
+    assert partition_layers(costs, first, last, range(num_stages)) == brute_force(costs, first, last, num_stages)
 
 
 @pytest.mark.parametrize(
@@ -44,19 +44,49 @@ def test_equals_brute_force(data: st.DataObject) -> None:
     ],
 )
 def test_four_stages(num_layers: int, first: float, last: float, stages: object) -> None:
-    assert partition_layers([1.0] * num_layers, first, last, 4) == stages
+    assert partition_layers([1.0] * num_layers, first, last, range(4)) == stages
+
+
+def most_even(num_layers: int, first: int, last: int, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The best of all splits of layers of cost 2: ranks by load, the slowest first, then chunks."""
+
+    def score(ends: tuple[int, ...]) -> tuple[list[int], int, tuple[int, ...]]:
+        chunks = [2 * (end - start) for start, end in pairwise((0, *ends))]
+        chunks[0] += first
+        chunks[-1] += last
+        loads = [sum(cost for cost, of in zip(chunks, ranks, strict=True) if of == rank) for rank in set(ranks)]
+        return sorted(loads, reverse=True), sum(cost * cost for cost in chunks), ends
+
+    cuts = combinations(range(1, num_layers), len(ranks) - 1)
+    return tuple(pairwise((0, *min(score((*cut, num_layers)) for cut in cuts)[2])))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.data())
+def test_several_chunks_a_rank_are_balanced_by_rank(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1, 0, 1), (0, 0, 1)]))
+    num_layers = data.draw(st.integers(len(ranks), 12))
+    first, last = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))
+    assert partition_layers([2.0] * num_layers, first, last, ranks) == most_even(num_layers, first, last, ranks)
+
+
+def test_a_v_of_12_layers_gives_each_rank_3() -> None:
+    """Balanced by chunk, seven of one or two layers and a head, the ranks would have 2, 3, 3 and 4."""
+    layers = partition_layers([1.0] * 12, 0.01, 0.2, (0, 1, 2, 3, 3, 2, 1, 0))
+    sizes = [end - start for start, end in layers]
+    assert [sizes[rank] + sizes[7 - rank] for rank in range(4)] == [3, 3, 3, 3]
 
 
 def test_rounding_does_not_decide() -> None:
-    assert partition_layers([0.1] * 6, 0.0, 0.0, 3) == ((0, 2), (2, 4), (4, 6))
-    assert partition_layers([1e300] * 4, 1e-300, 0.0, 2) == ((0, 2), (2, 4))
+    assert partition_layers([0.1] * 6, 0.0, 0.0, range(3)) == ((0, 2), (2, 4), (4, 6))
+    assert partition_layers([1e300] * 4, 1e-300, 0.0, range(2)) == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(
     ("costs", "first", "num_stages", "message"),
     [
-        ([1.0, 1.0], 0.0, 3, "2 layers do not fill 3 stages, use at most 2 stages"),
-        ([1.0], 0.0, 0, "at least one stage: got 0"),
+        ([1.0, 1.0], 0.0, 3, "2 layers do not fill 3 chunks: use at most 2 chunks"),
+        ([1.0], 0.0, 0, "at least one chunk: got 0"),
         ([1.0, -1.0], 0.0, 1, "not negative: got -1.0"),
         ([1.0], math.nan, 1, "finite and not negative: got nan"),
         ([math.inf], 0.0, 1, "finite and not negative: got inf"),
@@ -64,4 +94,4 @@ def test_rounding_does_not_decide() -> None:
 )
 def test_bad_arguments(costs: list[float], first: float, num_stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        partition_layers(costs, first, 0.0, num_stages)
+        partition_layers(costs, first, 0.0, range(num_stages))
