@@ -183,6 +183,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     shown = Table(
         title=f"steps predicted from {first['profiled_schedule']}, {first['profiled_micro_batches']} micro-batches, "
         f"pp {first['profiled_pp']}; medians over rounds",
+        caption="stages that wait: all times of a plan are lengthened alike until the shortest can be waited for",
         box=box.SIMPLE,
     )
     for i, column in enumerate(("stages", "schedule", "pp", "m", "predicted ms", "measured ms", "error", "p20 to p80")):

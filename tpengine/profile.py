@@ -13,8 +13,9 @@ has been taken. Records travel as JSON in a tensor: nothing that another rank se
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -115,7 +116,7 @@ class Profiler:
         }.items():
             self._write(self._run_dir / name, write)
         ahead = (max(ends) - min(ends)) * 1e-9
-        for line in self._lines(drawn, last, ahead, measured, predicted):
+        for line in self._lines(drawn, len(steps), last, ahead, measured, predicted):
             self._say(line)
 
     def _gather(self, trace: Trace) -> list[RankRecord]:
@@ -175,24 +176,45 @@ class Profiler:
             print(f"tpengine: what was profiled is not all written: {error}", file=sys.stderr, flush=True)
 
     def _lines(
-        self, drawn: MeasuredStep, pipeline: int, ahead: float, measured: Timeline, predicted: Timeline
+        self, drawn: MeasuredStep, num_steps: int, pipeline: int, ahead: float, measured: Timeline, predicted: Timeline
     ) -> Iterator[str]:
         """Yield what a person is told; `ahead`: seconds by which the first pipeline was done computing before this."""
         figures = StepFigures.of(self._trainer.plan, measured)
         num_pipelines = len(drawn.pipelines)
         where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
+        of_several = f", the median of {num_steps}" if num_steps > 1 else ""
         yield (
-            f"profiled step {drawn.step} (counted from 0){where}: bubble {figures.bubble:.1%}, exposed communication "
-            f"{figures.exposed:.1%} of the step; {figures.sentence()}"
+            f"profiled step {drawn.step} (counted from 0){of_several}{where}: bubble {figures.bubble:.1%}, "
+            f"exposed communication {figures.exposed:.1%} of the step; {figures.sentence()}"
         )
         if num_pipelines > 1:
             share = ahead / measured.makespan
             yield f"of {num_pipelines} pipelines it computed longest; the first was done {share:.1%} of the step before"
+        if self._trainer.device.type == "cpu" and (crowd := crowding(num_local_ranks(os.environ), num_cores())):
+            yield crowd
         error = predicted.makespan / measured.makespan - 1.0
         yield (
             f"its plan took {measured.makespan:.4g} s, predicted {predicted.makespan:.4g} s ({error:+.1%}), of "
             f"{drawn.seconds:.4g} s in all; see trace.json, timeline.svg and profile.json in {self._run_dir}"
         )
+
+
+def crowding(num_ranks: int, num_cores: int) -> str:
+    """Say that ranks take each other's cores, if they do: then a time says as much of the neighbours as of the plan."""
+    if num_ranks <= num_cores:
+        return ""
+    cores = f"{num_cores} cores" if num_cores > 1 else "one core"
+    return f"{num_ranks} ranks share {cores} of this host: their times are those of taking turns, and predict no others"
+
+
+def num_local_ranks(environ: Mapping[str, str]) -> int:
+    """The ranks of this host, as torchrun says; 1 without it."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gather_bytes(mine: bytes, device: torch.device) -> list[bytes]:
