@@ -6,6 +6,7 @@ Torch-free. Each subcommand is a parser and a function of its arguments; mistake
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,12 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args: argv: arguments without the program's name; default those of the process.
     Returns: the exit code: 0; 1 where `certify` found a difference; 2 after a mistake of the user, said in one line on
-        standard error; 70 where a rank failed; 130 after Ctrl-C, 143 after SIGTERM.
+        standard error; 70 where a rank failed; 130 after Ctrl-C, 141 where who read the output has left, 143 after
+        SIGTERM.
     Raises: SystemExit: `--help` was given.
     """
     try:
         args = _parser().parse_args(argv)
         code: int = args.run(args) or 0
+        # Here and not as the interpreter ends, where nobody could catch what is raised.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `| head`: who reads has enough. What is still to be flushed goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"tpengine: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USER_ERROR

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -41,8 +43,18 @@ from tpengine.plan import (
 )
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.cost_profile import CostProfile, read_profile
+from tpengine.plan.draw.file import check_file
+from tpengine.plan.draw.picture import live_text
 from tpengine.plan.profile_costs import costs_for, plan_for
-from tpengine.schedule_model import add_model_arguments, config_asked_for, modelled, provenance, title, validated
+from tpengine.schedule_model import (
+    add_model_arguments,
+    config_asked_for,
+    counted,
+    modelled,
+    provenance,
+    title,
+    validated,
+)
 
 # Printing this many takes 5 to 150 s of one core, and gives up to 60 MB of text.
 _MAX_STAGES = 1_000
@@ -52,6 +64,9 @@ _COLUMNS = 30
 
 _TIMES: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _TAKES = {"F": "a forward takes", "B": "a backward", "I": "its input half", "W": "its weight half"}
+# Of a grid on a terminal, one below the other.
+_MOST_PARTS = 4
+
 # Two bytes: where nothing is said about bytes, boundary tensors weigh nothing.
 _BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
 
@@ -116,14 +131,22 @@ def print_schedule(args: argparse.Namespace) -> None:
     if args.draw:
         # Early, since plans that are too large to draw take minutes to lower.
         check_num_boxes(sum(map(len, schedule.compute)))
+    if profile:
+        _check_layers(schedule, profile)
     plan, costs = _plan_and_costs(schedule, args, profile, config)
     timeline = simulate(plan, costs)
-    # Before anything is printed: what cannot be drawn is refused in one line.
-    nominal = f"{schedule.name}, {args.pp} ranks, {args.micro_batches} micro-batches"
+    # Before anything is printed: what cannot be drawn or written is refused in one line, and `| head` ends no drawing.
+    sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
+    nominal = ", ".join((schedule.name, *sizes))
     head = title(config, schedule.name, args.machine) if config else nominal
     picture = Picture(head, timeline, "s" if in_seconds else "forwards", plan)
     drawn = picture_bytes(args.draw, [picture]) if args.draw else b""
-    _print_timeline(schedule, timeline, _makespan_in_words(timeline, args.times, profile, config))
+    files = {args.draw: drawn, args.plan_text: plan.text().encode() if args.plan_text else b""}
+    written = [path for path in files if path]
+    for path in written:
+        write_beside(path, files[path])
+    makespan = _makespan_in_words(timeline, args.times, profile, config)
+    _print_timeline(schedule, timeline, makespan, " s" if in_seconds else "")
     if communicates:
         figures = StepFigures.of(plan, timeline)
         print(f"exposed communication {figures.exposed:.3f}; {figures.sentence()}")
@@ -131,20 +154,32 @@ def print_schedule(args: argparse.Namespace) -> None:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
     if config:
         print(provenance(config, args.machine))
-    if args.draw:
-        write_beside(args.draw, drawn)
-    if args.plan_text:
-        write_beside(args.plan_text, plan.text().encode())
+    for path in written:
+        print(f"wrote {path}")
 
 
-def _print_timeline(schedule: Schedule, timeline: Timeline, makespan: str) -> None:
+def _print_timeline(schedule: Schedule, timeline: Timeline, makespan: str, unit_of_time: str = "") -> None:
     shortest = min(s.duration for rank in timeline.ranks for s in rank.compute if s.action.kind in COMPUTE)
     num_cells = (len(timeline.ranks) + schedule.num_microbatches) * len(schedule.ranks) / len(timeline.ranks)
-    print(grid(timeline, max(shortest, timeline.makespan / (_COLUMNS * num_cells))))
+    unit = max(shortest, timeline.makespan / (_COLUMNS * num_cells))
+    _print_grid(timeline, unit, unit_of_time)
     print(f"makespan {makespan}")
     print(f"bubble {timeline.bubble:.3f}")
-    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_live_activations)
+    peaks = " ".join(live_text(peak) for peak in timeline.peak_live_activations)
     print(f"peak live activations by rank: {peaks}")
+
+
+def _print_grid(timeline: Timeline, unit: float, unit_of_time: str) -> None:
+    """Print a grid; on a terminal in parts that fit it, or if they are many say what the grid needs."""
+    has = shutil.get_terminal_size().columns
+    rows = grid(timeline, unit, has if sys.stdout.isatty() else None)
+    if rows.count("\n\n") >= _MOST_PARTS:
+        needed = max(map(len, grid(timeline, unit).splitlines()))
+        print(f"the grid needs {needed} columns, the terminal has {has}: add --draw plan.svg, or | less -S")
+        return
+    print(rows)
+    if not math.isclose(unit, 1.0, rel_tol=1e-6):
+        print(f"a column is {unit:.4g}{unit_of_time}")
 
 
 def _makespan(timeline: Timeline, times: Mapping[str, float]) -> str:
@@ -164,8 +199,8 @@ def _makespan_in_words(
 def _predicted(timeline: Timeline, profile: CostProfile) -> str:
     step, was = timeline.makespan + profile.outside_seconds, profile.plan_seconds + profile.outside_seconds
     return (
-        f"{timeline.makespan:.4g} s, of a step {step:.4g} s; profiled: {profile.schedule}, {profile.num_microbatches} "
-        f"micro-batches, {was:.4g} s a step"
+        f"{timeline.makespan:.4g} s, of a step {step:.4g} s; profiled: {profile.schedule}, "
+        f"{counted(profile.num_microbatches, 'micro-batch')}, {was:.4g} s a step"
     )
 
 
@@ -221,10 +256,30 @@ def _check_files(args: argparse.Namespace) -> None:
     """Refuse early what cannot be written, and what would replace the schedule that was read."""
     if args.draw:
         check_picture_file(args.draw)
+    if args.plan_text:
+        if args.plan_text == Path("-"):
+            raise ValueError("--plan-text needs the name of a file: got -: use --plan-text plan.txt")
+        if args.draw and args.draw.resolve() == args.plan_text.resolve():
+            raise ValueError(f"--draw and --plan-text need two files: got {args.draw} twice: use --plan-text plan.txt")
+        check_file(args.plan_text)
     if args.plan_text and args.plan_text.exists() and args.schedule not in SCHEDULES:
         source = Path(args.schedule)
         if source.exists() and source.samefile(args.plan_text):
             raise ValueError(f"--plan-text must not replace the schedule read: got {source}: choose another file")
+
+
+def _check_layers(schedule: Schedule, profile: CostProfile) -> None:
+    num_chunks, num_layers = len(schedule.ranks), profile.num_layers
+    if num_chunks > num_layers:
+        of_a_rank = num_chunks // schedule.num_ranks
+        most = num_layers // of_a_rank
+        # Neither a file nor more chunks on a rank than the model has layers are mended by fewer ranks.
+        by_ranks = most > 0 and schedule.name in SCHEDULES
+        remedy = f"use --pp {most}" if by_ranks else f"use a schedule of at most {counted(num_layers, 'chunk')}"
+        raise ValueError(
+            f"every chunk of a schedule needs a layer: got {counted(num_chunks, 'chunk')}, {of_a_rank} a rank on "
+            f"{counted(schedule.num_ranks, 'rank')}, and a profile of {counted(num_layers, 'layer')}: {remedy}"
+        )
 
 
 def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kind, int], float]:
@@ -303,17 +358,21 @@ def _numbers(text: str, defaults: Mapping[str, float]) -> dict[str, float]:
     for word in text.split(","):
         name, _, value = word.partition("=")
         if name not in defaults:
-            example = ",".join(f"{known}=1" for known in defaults)
+            example = ",".join(f"{known}={default or 1.0:g}" for known, default in defaults.items())
             raise argparse.ArgumentTypeError(f"must be name=number,...: got {word!r}: use some of {example}")
-        numbers[name] = _time(value)
+        numbers[name] = _number(value, f"{name}={defaults[name] or 1.0:g}")
     return numbers
 
 
 def _time(text: str) -> float:
+    return _number(text, "0.1")
+
+
+def _number(text: str, remedy: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
     if not (math.isfinite(number) and number >= 0.0):
-        raise argparse.ArgumentTypeError(f"must be a number of 0 or more: got {text!r}: use 0.1")
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more: got {text!r}: use {remedy}")
     return number

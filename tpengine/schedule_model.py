@@ -22,11 +22,11 @@ from tpengine.step_plan import layout_of, training_plan
 
 _T = TypeVar("_T")
 
-# By the value of --machine: the rates, and what they are.
-_MACHINES: Mapping[str, tuple[Machine, str]] = MappingProxyType(
+# By the value of --machine: the rates, what they are, and of which dtype.
+_MACHINES: Mapping[str, tuple[Machine, str, str]] = MappingProxyType(
     {
-        "cpu": (CPU_CORE, "at rates of one CPU core a rank, float32"),
-        "h200": (H200_NODE, "at data-sheet rates of H200s of one node, bfloat16"),
+        "cpu": (CPU_CORE, "rates of one CPU core a rank", "float32"),
+        "h200": (H200_NODE, "data-sheet rates of H200s of one node", "bfloat16"),
     }
 )
 _OF_A_MODEL = ("tp", "dp", "recompute", "gathered", "machine")
@@ -66,6 +66,8 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
     if args.preset is None and args.config is None:
         for name in _OF_A_MODEL:
             if getattr(args, name) is not None:
+                if args.profile is not None:
+                    raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
                 raise ValueError(f"--{name} is for a model: got neither --preset nor --config: add --preset tiny")
         return None
     base = preset_config(args.preset or "tiny")
@@ -103,17 +105,23 @@ def title(config: Config, schedule: str, machine: str | None) -> str:
     """Return what a picture is of."""
     parallel = config.parallel
     return (
-        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {config.train.num_micro_batches} "
-        f"micro-batches, modelled for {machine or 'cpu'}"
+        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, "
+        f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
     )
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things in words: 1 rank, 2 micro-batches."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def provenance(config: Config, machine: str | None) -> str:
     """Return what the figures rest on, in words."""
-    parallel = config.parallel
+    parallel, dtype = config.parallel, config.train.dtype
+    _, rates, of_rates = _MACHINES[machine or "cpu"]
     return (
         f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, a "
-        f"{config.train.dtype} model {_MACHINES[machine or 'cpu'][1]}"
+        f"{dtype} model at {'' if dtype == of_rates else f'{of_rates} '}{rates}"
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -46,6 +49,9 @@ def test_schedule_prints_grid_makespan_bubble_and_peaks(
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:pp]] == [["rank", str(rank)] for rank in range(pp)]
+    # A chunk of two on a rank takes half as long, and so lasts a column.
+    if schedule in ("interleaved", "zbv"):
+        assert lines.pop(pp) == "a column is 0.5"
     assert lines[pp].startswith(f"makespan {makespan} ")
     assert lines[pp + 1] == f"bubble {bubble}"
     found = lines[pp + 2].removeprefix("peak live activations by rank: ")
@@ -61,7 +67,18 @@ def schedule(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 def test_four_chunks_have_columns_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     lines = schedule(capsys, "--schedule", "interleaved", "--chunks", "4")
     assert lines[0].startswith("rank 0  0F0  0F1  0F2  0F3  4F0  4F1 ")
-    assert lines[4] == "makespan 26.25 (a forward takes 1, a backward 2)"
+    assert lines[4:6] == ["a column is 0.25", "makespan 26.25 (a forward takes 1, a backward 2)"]
+
+
+def test_peaks_of_thirds_have_two_decimals(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = schedule(capsys, "--schedule", "interleaved", "--chunks", "3")
+    assert lines[-1] == "peak live activations by rank: 5 4.33 3.67 3"
+
+
+@pytest.mark.parametrize("costs", [["--link", "0.5"], ["--link", "0.1"], ["--times", "F=1,B=2.5"]])
+def test_the_grid_has_every_action(costs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for line, actions in zip(schedule(capsys, *costs), make_schedule("1f1b", 4, 8).compute, strict=False):
+        assert re.findall("[FB][0-9]+", line) == [str(action)[1:] for action in actions]
 
 
 def test_times_are_those_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +86,8 @@ def test_times_are_those_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "rank 0  F0 F1 .  .  .  B0------ .  B1------"
     assert lines[2] == "makespan 12.0 (a forward takes 1, a backward 3)"
     lines = schedule(capsys, "--schedule", "zb-h1", "--pp", "1", "--micro-batches", "1", "--times", "W=0.5")
-    assert lines[1] == "makespan 2.5 (a forward takes 1, its input half 1, its weight half 0.5)"
+    assert lines[1] == "a column is 0.5"
+    assert lines[2] == "makespan 2.5 (a forward takes 1, its input half 1, its weight half 0.5)"
 
 
 def test_very_unequal_times_do_not_fill_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +110,8 @@ def test_a_picture_is_drawn_and_the_plan_is_written(tmp_path: Path, capsys: pyte
     held = "saved=2e9,resident=1e9,boundary=1e6"
     argv = ["--schedule", "zbv", "--bytes", held, "--link", "0.1", "--draw", str(picture), "--plan-text", str(text)]
     lines = schedule(capsys, *argv)
-    assert lines[-1].startswith("peak bytes by rank: ") and lines[-1].count(" GB") == 4
+    assert lines[-3].startswith("peak bytes by rank: ") and lines[-3].count(" GB") == 4
+    assert lines[-2:] == [f"wrote {picture}", f"wrote {text}"]
     root = ElementTree.parse(picture).getroot()
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text") if node.get("class") == "title"]
     assert titles == ["zbv, 4 ranks, 8 micro-batches"]
@@ -118,6 +137,54 @@ def test_a_schedule_of_the_users_is_drawn_too(tmp_path: Path, capsys: pytest.Cap
     assert mine.read_text().startswith("rank 0: ")
 
 
+def test_one_rank_and_one_micro_batch_are_named_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "out.html"
+    schedule(capsys, "--pp", "1", "--micro-batches", "1", "--draw", str(page))
+    assert "<title>1f1b, 1 rank, 1 micro-batch</title>" in page.read_text()
+
+
+@pytest.mark.parametrize(("columns", "num_parts"), [(106, 1), (105, 2), (80, 2), (40, 3)])
+def test_a_terminal_shows_a_grid_in_parts(
+    columns: int, num_parts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = [line.ljust(106) for line in schedule(capsys)[:4]]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = schedule(capsys)
+    assert len(lines) == 4 * num_parts + (num_parts - 1) + 3 and max(map(len, lines[:-3])) <= columns
+    # Joined again they are the grid.
+    width = 3 * ((columns - 7) // 3)
+    for rank in range(4):
+        parts = [line[8:].ljust(width) for line in lines[:-3] if line.startswith(f"rank {rank}")]
+        assert "".join(parts).rstrip() == whole[rank][8:].rstrip()
+
+
+def test_a_terminal_is_told_what_it_cannot_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = schedule(capsys)
+    assert lines[0] == "the grid needs 106 columns, the terminal has 30: add --draw plan.svg, or | less -S"
+    assert [line.split()[0] for line in lines[1:]] == ["makespan", "bubble", "peak"]
+
+
+@pytest.mark.parametrize("micro_batches", ["2", "4000"])
+def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) -> None:
+    """Whether what is printed fits in a buffer, which is flushed at the end, or not."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "tpengine.cli", "schedule", "--pp", "2", "--micro-batches", micro_batches]
+    try:
+        done = subprocess.run(
+            [*command, "--plan-text", "plan.txt"], cwd=tmp_path, stdout=writes, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (tmp_path / "plan.txt").read_text().startswith("plan")
+
+
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -135,12 +202,13 @@ def predicted(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[float, fl
 def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     lines = schedule(capsys, "--preset", "tiny", "--tp", "2", "--dp", "2")
     assert [line.split()[:2] for line in lines[:4]] == [["rank", str(rank)] for rank in range(4)]
+    assert re.fullmatch(r"a column is \S+ s", lines.pop(4))
     assert lines[4].endswith(" s, the whole step") and lines[5].startswith("bubble 0.")
     assert lines[7].startswith("exposed communication 0.") and "of the step on stage" in lines[7]
     assert lines[8].count(" MB") == 4
     assert lines[9] == (
         "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core a "
-        "rank, float32"
+        "rank"
     )
     assert len(lines) == 10
 
@@ -190,7 +258,11 @@ def test_a_faster_machine_takes_less_time_and_the_same_memory(capsys: pytest.Cap
     core, _, peaks = predicted(capsys, "llama_1b", "--machine", "cpu")
     gpu, _, same = predicted(capsys, "llama_1b", "--machine", "h200")
     assert gpu < core / 100 and same == peaks
-    assert "data-sheet rates of H200s" in schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
+    last = schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
+    assert last.endswith("a bfloat16 model at data-sheet rates of H200s of one node")
+    # Rates of another dtype than the model's are named.
+    last = schedule(capsys, "--preset", "bench", "--machine", "h200")[-1]
+    assert last.endswith("a float32 model at bfloat16 data-sheet rates of H200s of one node")
 
 
 def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,14 +270,14 @@ def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.
     file.write_text('[parallel]\npp = 2\ndp = 2\nschedule = "interleaved"\n[train]\nnum_micro_batches = 6\n')
     picture = tmp_path / "out.svg"
     lines = schedule(capsys, "--config", str(file), "--draw", str(picture))
-    assert len(lines) == 2 + 6 and "5F1" not in lines[0] and "3F5" in lines[1]
+    assert len(lines) == 2 + 8 and "5F1" not in lines[0] and "3F5" in lines[1]
     drawn = picture.read_text()
     assert "interleaved, tp 1, pp 2, dp 2, 6 micro-batches, modelled for cpu" in drawn
     assert " MB" in drawn and "forwards" not in drawn
     lines = schedule(
         capsys, "--preset", "bench", "--config", str(file), "--pp", "4", "--schedule", "gpipe", "--dp", "1"
     )
-    assert len(lines) == 4 + 6
+    assert len(lines) == 4 + 7
     assert lines[0].startswith("rank 0  F0 F1 F2 F3 F4 F5 ") and "F6" not in lines[0]
     assert "pp 4, dp 1, a float32 model" in lines[-1]
 
@@ -251,19 +323,25 @@ def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.Cap
         ([], ["COMMAND", "--help"]),
         (["schedul"], ["'schedul'", "schedule", "--help"]),
         (["schedule", "--schedule", "1f1"], ["schedule must be one of", "'1f1'", "use 1f1b"]),
+        (["schedule", "--schedule", "nosuch"], ["'nosuch': use one of these, or ./nosuch for a file"]),
         (["schedule", "--schedule", "no/mine.txt"], ["no/mine.txt"]),
         (
             ["schedule", "--chunks", "2"],
             ["--chunks is for a schedule that leaves it open", "1f1b", "leave --chunks out"],
         ),
         (["schedule", "--times", "F=0"], ["--times", "above 0", "F=0", "use F=1"]),
-        (["schedule", "--times", "G=1"], ["--times", "name=number", "'G=1'", "F=1,B=1,I=1,W=1"]),
-        (["schedule", "--times", "F=fast"], ["--times", "a number of 0 or more", "'fast'"]),
+        (["schedule", "--times", "G=1"], ["--times", "name=number", "'G=1'", "F=1,B=2,I=1,W=1"]),
+        (["schedule", "--times", "B=fast"], ["--times", "a number of 0 or more", "'fast'", "use B=2"]),
         (["schedule", "--link", "-1"], ["--link", "a number of 0 or more", "'-1'", "use 0.1"]),
         (["schedule", "--latency", "nan"], ["--latency", "a number of 0 or more", "'nan'"]),
         (["schedule", "--bytes", "kept=1"], ["--bytes", "'kept=1'", "saved=1,deferred=1"]),
         (["schedule", "--draw", "out.pdf"], ["must end in one of .svg, .html, .png", "out.pdf", "use out.svg"]),
         (["schedule", "--draw", "no/where/out.svg"], ["directory that exists", "no/where/out.svg"]),
+        (["schedule", "--draw", "/proc/out.svg"], ["must be writable", "/proc/out.svg", "choose another file"]),
+        (["schedule", "--plan-text", "no/where/plan.txt"], ["directory that exists", "no/where/plan.txt"]),
+        (["schedule", "--plan-text", "/proc/plan.txt"], ["must be writable", "/proc/plan.txt"]),
+        (["schedule", "--draw", "/tmp/a.svg", "--plan-text", "/tmp/./a.svg"], ["need two files: got /tmp/a.svg twice"]),
+        (["schedule", "--plan-text", "-"], ["--plan-text needs the name of a file", "use --plan-text plan.txt"]),
         (["schedule", "--pp", "500", "--micro-batches", "300", "--draw", "out.svg"], ["at most 200000 boxes"]),
         (
             ["schedule", "--schedule", "interleaved", "--chunks", "9", "--micro-batches", "100000"],

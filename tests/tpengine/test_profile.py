@@ -37,7 +37,7 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.plan.cost_profile import read_profile
 from tpengine.plan.measured import RankRecord, decode_record, encode_record
-from tpengine.profile import Profiler, gather_bytes
+from tpengine.profile import Profiler, crowding, gather_bytes, num_local_ranks
 from tpengine.step_plan import layout_of, training_plan
 from tpengine.trainer import Trainer
 
@@ -181,7 +181,7 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
     assert re.fullmatch(
         r"of 2 pipelines it computed longest; the first was done \d+\.\d% of the step before", pipelines
     )
-    assert re.search(r"step [12] \(counted from 0\) at dp [01], tp 0: ", figures)
+    assert re.search(r"step [12] \(counted from 0\), the median of 2 at dp [01], tp 0: ", figures)
     assert figures.startswith("profiled step") and "bubble" in figures and "exposed communication" in figures
     assert "waits" in figures and "predicted" in times and str(tmp_path) in times
     check_trace(json.loads((tmp_path / "trace.json").read_text()), plan, dp=2, steps=[1, 2])
@@ -194,6 +194,13 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
         bucket.index: 8 * layout.buckets[bucket.index].layout.numel for bucket in plan.buckets
     }
     assert (profile.num_microbatches, profile.boundary) == (4, plan.chunks[0].output)
+
+
+def test_ranks_that_share_cores_are_said_to() -> None:
+    assert crowding(2, 2) == "" == crowding(1, 1)
+    assert crowding(4, 2).startswith("4 ranks share 2 cores of this host: ")
+    assert num_local_ranks({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == 8
+    assert num_local_ranks({}) == 1
 
 
 def check_trace(content: dict[str, Any], plan: Plan, dp: int, steps: list[int]) -> None:
@@ -360,14 +367,22 @@ def test_the_command_predicts_another_schedule(
     assert main([*command, "--draw", str(drawn)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["rank", "0"], ["rank", "1"]]
-    assert lines[2].startswith("makespan ") and "profiled: 1f1b, 4 micro-batches" in lines[2]
-    assert lines[-1].startswith("exposed communication")
+    assert re.fullmatch(r"a column is \S+ s", lines[2])
+    assert lines[3].startswith("makespan ") and "profiled: 1f1b, 4 micro-batches" in lines[3]
+    assert lines[-2].startswith("exposed communication") and lines[-1] == f"wrote {drawn}"
     rows = [group for group in ElementTree.parse(drawn).getroot().iter() if group.get("class") == "rank"]
     boxes = Counter(rect.get("class", "")[0] for row in rows for rect in row if rect.get("data-action"))
     assert (len(rows), boxes["F"], boxes["I"], boxes["W"]) == (2, 24, 24, 24)
     for arguments, message in (
         (("--link", "1"), "--profile says what actions cost: got --link too: leave --link out"),
         (("--times", "F=2"), "--profile says what actions cost: got --times too: leave --times out"),
+        (("--tp", "2"), "--tp is for a model: got --profile, which has its own: leave --tp out"),
+        (("--machine", "cpu"), "--machine is for a model: got --profile, which has its own: leave --machine out"),
+        (("--pp", "8"), "needs a layer: got 16 chunks, 2 a rank on 8 ranks, and a profile of 8 layers: use --pp 4"),
+        (
+            ("--schedule", "interleaved", "--chunks", "9"),
+            "and a profile of 8 layers: use a schedule of at most 8 chunks",
+        ),
         (("--profile", str(drawn)), f"a profile must be the profile.json of a run: {drawn}: it is no JSON"),
     ):
         assert main([*command, *arguments]) == 2

@@ -20,9 +20,7 @@ from itertools import permutations
 Split = tuple[tuple[int, int], ...]
 
 
-def partition_layers(
-    layer_costs: Sequence[float], first_cost: float, last_cost: float, ranks: Sequence[int]
-) -> Split:
+def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, ranks: Sequence[int]) -> Split:
     """Split the layers into contiguous chunks so that the slowest rank is as fast as possible.
 
     Among the splits with the least maximum over ranks, take the least sum of squares, with several chunks a rank the

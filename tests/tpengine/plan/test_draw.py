@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tpengine.plan import Kind, Plan, clock, describe, format_actions, grid, make_schedule, parse_actions
+from tpengine.plan import (
+    Kind,
+    Plan,
+    RankTimeline,
+    Span,
+    Timeline,
+    clock,
+    describe,
+    format_actions,
+    grid,
+    make_schedule,
+    parse_action,
+    parse_actions,
+)
+
+
+def at(name: str, start: float, end: float) -> Span:
+    return Span(parse_action(name), start, end)
 
 
 def test_grid_of_1f1b() -> None:
@@ -36,6 +56,51 @@ def test_grid_rounds_to_the_unit() -> None:
     assert grid(timeline, unit=0.1) == "rank 0  F0 F1 B0--- B1---"
     with pytest.raises(ValueError, match="above 0: got unit 0"):
         grid(timeline, unit=0.0)
+
+
+def test_an_action_from_a_half_to_a_half_has_its_columns() -> None:
+    # Python's round() takes both 1.5 and 2.5 to 2.
+    timeline = Timeline((RankTimeline(compute=(at("0F0", 0.5, 1.5), at("0F1", 1.5, 2.5), at("0B0", 2.5, 4.5))),))
+    assert grid(timeline) == "rank 0  .  F0 F1 B0---"
+
+
+def test_a_short_action_has_a_column_that_idle_time_makes_up_for() -> None:
+    timeline = Timeline((RankTimeline(compute=(at("0F0", 0, 0.1), at("0F1", 0.1, 0.2), at("0B0", 4, 6))),))
+    assert grid(timeline) == "rank 0  F0 F1 .  .  B0---"
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=12), min_size=1, max_size=4
+    ),
+    st.sampled_from([1.0, 0.1, 1 / 3, 0.25]),
+    st.sampled_from([1.0, 1.0, 7.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_grid_has_every_action_in_order_at_its_time(
+    steps: list[list[tuple[int, int]]], tick: float, coarser: float
+) -> None:
+    """Rows of random pauses and actions, in ticks; a column of the shortest action, or of several of it."""
+    rows = []
+    for row in steps:
+        time, spans = 0.0, []
+        for number, (pause, length) in enumerate(row):
+            spans.append(at(f"0F{number}", time + pause * tick, time + (pause + length) * tick))
+            time = spans[-1].end
+        rows.append(spans)
+    timeline = Timeline(tuple(RankTimeline(compute=tuple(spans)) for spans in rows))
+    unit = coarser * min(span.duration for spans in rows for span in spans)
+    lines = grid(timeline, unit).splitlines()
+    width = 1 + len(f"F{max(map(len, rows)) - 1}")
+    for line, spans in zip(lines, rows, strict=True):
+        found = list(re.finditer(r"F([0-9]+)", line))
+        assert [int(match[1]) for match in found] == list(range(len(spans)))
+        places = [divmod(match.start() - len("rank 0  "), width) for match in found]
+        assert all(rest == 0 for _, rest in places)
+        if coarser == 1.0:
+            for (column, _), span in zip(places, spans, strict=True):
+                assert abs(column - span.start / unit) < 0.5 + 1e-5
+        assert len(line) <= len("rank 0  ") + width * (timeline.makespan / unit + max(map(len, rows)) + 1)
 
 
 def test_describe_breaks_between_actions(build_plan: Callable[..., Plan]) -> None:

@@ -262,6 +262,25 @@ def test_two_pictures_stand_on_one_time_axis() -> None:
     assert float(first[0].attrib["y"]) < float(second[0].attrib["y"])
 
 
+@pytest.mark.parametrize("draw", [draw_svg, draw_html])
+def test_pictures_on_one_axis_show_one_unit(draw: Callable[[list[Picture]], str]) -> None:
+    measured, predicted = (
+        Picture(name, one_rank(compute=f"0F0 0 {end}"), "s") for name, end in (("m", 1.1), ("p", 0.9))
+    )
+    for pictures in ([measured, predicted], [predicted, measured]):
+        drawn = draw(pictures)
+        assert drawn.count("time, s<") == 2 and "makespan 0.9 s" in drawn and "makespan 1.1 s" in drawn
+        assert not re.search(r"\d ms", drawn)
+    # Another unit beside it is another matter.
+    assert "time, ms<" in draw([predicted, Picture("f", one_rank(compute="0F0 0 5"))])
+
+
+def test_what_is_rounding_is_shown_as_nothing() -> None:
+    shown = Picture("x", one_rank(compute="0F0 0 1.5"))
+    assert [shown.time_text(time) for time in (8.9e-16, -1e-16, 1e-6)] == ["0 forwards", "0 forwards", "1e-06 forwards"]
+    assert [shown.memory_text(live) for live in (13 / 3, 0.1 + 0.2, 4.0, 1234.5)] == ["4.33", "0.3", "4", "1234.5"]
+
+
 def test_text_is_escaped() -> None:
     title = """<script>"a" & 'b'</script>"""
     shown = Picture(title, one_rank(compute="0F0 0 1"), unit="<i>")
@@ -389,7 +408,20 @@ def test_files_that_cannot_be_are_refused_in_one_line(name: str, parts: list[str
     message = str(refused.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+    if name.endswith(".svg"):
+        with pytest.raises(ValueError) as early:
+            check_picture_file(tmp_path / name)
+        assert str(early.value) == message
     assert {path.name for path in tmp_path.iterdir()} == {"folder.svg", "pipe.svg"}
+
+
+def test_a_place_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "old.svg").write_text("old")
+    for name in ("old.svg", "new.svg"):
+        check_picture_file(tmp_path / name)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.svg", "old")]
+    with pytest.raises(ValueError, match=r"^a file must be writable: /proc/x\.svg: .*: choose another file$"):
+        check_picture_file(Path("/proc/x.svg"))
 
 
 class _Reader(HTMLParser):

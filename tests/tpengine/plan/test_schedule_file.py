@@ -157,8 +157,21 @@ def test_names_fit_one_line(tmp_path: Path, name: str, expected: str) -> None:
             "chunk 0, micro-batch 0 has none: add B, F",
         ),
         (
-            "rank 0: 0F0 0B0 # before its gradient is there\nrank 1: 1B0 1F0",
+            "rank 0: 0F0 0B0 0F1 0B1 # before its gradient is there\nrank 1: 1F1 1B1 1F0 1B0",
             "lines 1 to 2: compute lists must finish: rank 0 waits in 0B0 for 1B0: list what it waits for earlier",
+        ),
+        *(
+            (
+                f"rank 0: 0F0 0B0\nrank 1: {words}",
+                "line 2: of a chunk and micro-batch F is listed before B or I, and I before W: "
+                f"got {got} before {first}: list {first} first",
+            )
+            for words, got, first in (
+                ("1B0 1F0", "1B0", "1F0"),
+                ("1F0 1W0 1I0", "1W0", "1I0"),
+                ("1I0 1F0 1W0", "1I0", "1F0"),
+                ("1W0 1F0 1I0", "1W0", "1I0"),
+            )
         ),
     ],
 )

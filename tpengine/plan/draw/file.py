@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,12 +27,21 @@ def check_picture_file(path: Path) -> None:
 
     Raises: ValueError: another ending, a place where no file can be, or no renderer for a .png.
     """
-    if path.suffix not in _FORMS:
-        endings = ", ".join(_FORMS)
-        raise ValueError(f"a picture's name must end in one of {endings}: got {path}: use {path.stem or 'out'}.svg")
-    _check_place(path)
+    _check_form(path)
+    check_file(path)
     if path.suffix == ".png":
         check_png()
+
+
+def check_file(path: Path) -> None:
+    """Refuse early what `write_beside` would refuse after the work.
+
+    Raises: ValueError: the file cannot be written; one line with path and reason.
+    """
+    _check_place(path)
+    # Tried and not asked: what the permissions allow, a file system may still refuse.
+    with _beside(path) as beside:
+        beside.touch()
 
 
 def picture_bytes(path: Path, pictures: Sequence[Picture]) -> bytes:
@@ -40,7 +49,7 @@ def picture_bytes(path: Path, pictures: Sequence[Picture]) -> bytes:
 
     Raises: ValueError: an ending that is none of .svg, .html, .png, or as `draw_svg` and `render_png`.
     """
-    check_picture_file(path)
+    _check_form(path)
     return _FORMS[path.suffix](pictures)
 
 
@@ -58,16 +67,29 @@ def write_beside(path: Path, content: bytes) -> None:
     Raises: ValueError: it cannot be written; one line with path and reason.
     """
     _check_place(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _beside(path) as beside:
         beside.write_bytes(content)
         os.replace(beside, path)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Give the name to write to before the rename; whatever fails there is refused as of the file itself."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
     except OSError as error:
         raise ValueError(f"a file must be writable: {path}: {error.strerror}: choose another file") from None
     finally:
         # Gone after the rename; where it could not be made, it cannot be removed either.
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def _check_form(path: Path) -> None:
+    if path.suffix not in _FORMS:
+        endings = ", ".join(_FORMS)
+        raise ValueError(f"a picture's name must end in one of {endings}: got {path}: use {path.stem or 'out'}.svg")
 
 
 def _check_place(path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.plan import Plan
 from tpengine.plan.timeline import Span, Timeline
 
 
-def grid(timeline: Timeline, unit: float = 1.0) -> str:
+def grid(timeline: Timeline, unit: float = 1.0, line_width: int | None = None) -> str:
     """Draw one row per rank and one column per unit of time.
 
         rank 0  F0 F1 .  .  B0--- B1---
@@ -17,8 +18,10 @@ def grid(timeline: Timeline, unit: float = 1.0) -> str:
 
     Args:
         timeline: from `simulate`, or measured.
-        unit: time per column, in the timeline's unit. Times are rounded to columns; an action shorter than
-            half a unit may vanish.
+        unit: time per column, in the timeline's unit. Times are rounded to columns, halves up. Every action has
+            one at least; where that takes more room than its time, what follows moves right until idle time ends it.
+        line_width: characters of a line; what is wider is broken between columns and goes on in rows below. None for
+            rows of any width.
     Returns: the lines, without a newline at the end. Longer actions are filled with dashes, idle time is a
         dot. Labels carry the chunk (`1F0`) where a rank has several.
     Raises: ValueError: unit is not above 0.
@@ -28,14 +31,18 @@ def grid(timeline: Timeline, unit: float = 1.0) -> str:
     lists = [[span for span in rank.compute if span.action.kind in COMPUTE] for rank in timeline.ranks]
     several = any(len({span.action.chunk for span in spans}) > 1 for spans in lists)
     labels = [[_label(span, several) for span in spans] for spans in lists]
+    places = [_places(spans, unit) for spans in lists]
     width = 1 + max((len(label) for row in labels for label in row), default=1)
-    num_columns = round(timeline.makespan / unit)
+    num_columns = max([_column(timeline.makespan, unit), *(end for row in places for _, end in row)])
     margin = len(f"rank {len(timeline.ranks) - 1}")
-    rows = []
-    for rank, (spans, row) in enumerate(zip(lists, labels, strict=True)):
-        cells = _cells(spans, row, unit, width, num_columns)
-        rows.append(f"{f'rank {rank}':<{margin}}  {cells}".rstrip())
-    return "\n".join(rows)
+    rows = [_cells(row, of_rank, width, num_columns) for row, of_rank in zip(labels, places, strict=True)]
+    columns_a_line = num_columns if line_width is None else max(1, (line_width - margin - 1) // width)
+    lines: list[str] = []
+    for first in range(0, max(1, num_columns), max(1, columns_a_line)):
+        part = slice(first * width, (first + columns_a_line) * width)
+        lines += [""] if lines else []
+        lines += [f"{f'rank {rank}':<{margin}}  {cells[part]}".rstrip() for rank, cells in enumerate(rows)]
+    return "\n".join(lines)
 
 
 def describe(plan: Plan, width: int = 100) -> str:
@@ -57,15 +64,27 @@ def _label(span: Span, with_chunk: bool) -> str:
     return f"{chunk if with_chunk else ''}{span.action.kind}{microbatch}"
 
 
-def _cells(spans: Iterable[Span], labels: Iterable[str], unit: float, width: int, num_columns: int) -> str:
+def _column(time: float, unit: float) -> int:
+    # Halves all to one side: else what lasts from 1.5 to 2.5 has no width. The hair keeps sums of fractions there.
+    return math.floor(time / unit + 0.5 + 1e-6)
+
+
+def _places(spans: Sequence[Span], unit: float) -> list[tuple[int, int]]:
+    """Return the columns of each action, from and to."""
+    places: list[tuple[int, int]] = []
+    for span in spans:
+        start = max(_column(span.start, unit), places[-1][1] if places else 0)
+        places.append((start, max(_column(span.end, unit), start + 1)))
+    return places
+
+
+def _cells(labels: Iterable[str], places: Iterable[tuple[int, int]], width: int, num_columns: int) -> str:
     idle = ".".ljust(width)
     text, column = "", 0
-    for span, label in zip(spans, labels, strict=True):
-        start, end = round(span.start / unit), round(span.end / unit)
-        if end > start:
-            filling = "-" if end - start > 1 else " "
-            text += idle * (start - column) + label.ljust((end - start) * width - 1, filling) + " "
-            column = end
+    for label, (start, end) in zip(labels, places, strict=True):
+        filling = "-" if end - start > 1 else " "
+        text += idle * (start - column) + label.ljust((end - start) * width - 1, filling) + " "
+        column = end
     return text + idle * (num_columns - column)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from tpengine.plan.draw.picture import Picture
+from tpengine.plan.draw.picture import Picture, on_one_axis
 from tpengine.plan.draw.svg import draw_svg
 
 _STYLE = """
@@ -65,6 +65,7 @@ def draw_html(pictures: Sequence[Picture]) -> str:
     Returns: a complete HTML document that loads nothing.
     Raises: ValueError: as `draw_svg`.
     """
+    pictures = on_one_axis(pictures)
     title = escape("; ".join(picture.title for picture in pictures))
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>',

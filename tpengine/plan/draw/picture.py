@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tpengine.plan.actions import BACKWARD, Kind
@@ -30,12 +30,14 @@ class Picture:
         unit: of its times; "s" is shown as ms or µs where the whole is short.
         plan: what the timeline plays, complete; with it there are figures of who waits, and hover texts of transfers
             name the peer.
+        longest: the makespan of the longest picture on the same axis, if longer than its own: all show one unit.
     """
 
     title: str
     timeline: Timeline
     unit: str = "forwards"
     plan: Plan | None = None
+    longest: float = 0.0
 
     @property
     def num_boxes(self) -> int:
@@ -68,9 +70,9 @@ class Picture:
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     def time_text(self, time: float, with_unit: bool = True) -> str:
-        """Return a time in the unit that suits the whole picture."""
+        """Return a time in the unit that suits the whole picture; what is rounding beside its makespan is 0."""
         factor, unit = self.time_scale
-        number = f"{time * factor:.5g}"
+        number = f"{0.0 if abs(time) < 1e-9 * self.timeline.makespan else time * factor:.5g}"
         return f"{number} {unit}" if with_unit else number
 
     @cached_property
@@ -78,13 +80,28 @@ class Picture:
         """Return what a time is multiplied by to be shown, and the unit shown."""
         if self.unit == _SECONDS:
             for below, unit, factor in _SMALLER_SECONDS:
-                if self.timeline.makespan < below:
+                if max(self.timeline.makespan, self.longest) < below:
                     return factor, unit
         return 1.0, self.unit
 
     def memory_text(self, held: float) -> str:
         """Return an amount of memory as a person writes it."""
-        return bytes_text(held) if self.knows_bytes else f"{held:g}"
+        return bytes_text(held) if self.knows_bytes else live_text(held)
+
+
+def on_one_axis(pictures: Sequence[Picture]) -> list[Picture]:
+    """Return the pictures such that those of one unit of time show their times alike: as suits the longest."""
+    longest = {
+        unit: max(other.timeline.makespan for other in pictures if other.unit == unit)
+        for unit in {picture.unit for picture in pictures}
+    }
+    # As they are where nothing changes: what they have worked out is kept.
+    return [
+        picture
+        if picture.timeline.makespan == longest[picture.unit]
+        else replace(picture, longest=longest[picture.unit])
+        for picture in pictures
+    ]
 
 
 def check_size(pictures: Sequence[Picture]) -> None:
@@ -120,6 +137,11 @@ def live_activations(rank: RankTimeline) -> tuple[tuple[float, float], ...]:
         live += change
         curve[time] = live * share
     return tuple(curve.items())
+
+
+def live_text(held: float) -> str:
+    """Return micro-batches whose activations live, of which a chunk may be a third."""
+    return f"{round(held, 2):g}"
 
 
 def bytes_text(held: float) -> str:

@@ -14,7 +14,7 @@ from tpengine.plan.actions import COMPUTE, TRANSFERS, Action, Kind
 from tpengine.plan.costs import transfer_bytes
 from tpengine.plan.draw import palette
 from tpengine.plan.draw.legend import draw_legend
-from tpengine.plan.draw.picture import Picture, bytes_text, check_size, drawn, shown_kinds
+from tpengine.plan.draw.picture import Picture, bytes_text, check_size, drawn, on_one_axis, shown_kinds
 from tpengine.plan.draw.scene import CHUNK_FONT_SIZE, Lane, Panel, Scene, make_scene, places, tracks
 from tpengine.plan.timeline import RankTimeline, Span
 
@@ -50,6 +50,7 @@ def draw_svg(pictures: Sequence[Picture]) -> str:
     Cost: linear in the number of spans; 10 s and 35 MB at the limit.
     """
     check_size(pictures)
+    pictures = on_one_axis(pictures)
     scene = make_scene(pictures)
     num_places = {kind: scene.num_places if kind in COMPUTE else 1 for kind in shown_kinds(pictures)}
     legend, height = draw_legend(scene)

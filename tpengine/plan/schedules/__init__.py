@@ -61,7 +61,7 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
         return form.generate(num_ranks, num_microbatches, form.num_chunks or num_chunks)
     if "/" in name or name.endswith(".txt"):
         return read_schedule(name, num_ranks, num_microbatches)
-    near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.0)[0]
+    near = next(iter(difflib.get_close_matches(name, SCHEDULES, n=1)), "one of these")
     raise ValueError(
         f"schedule must be one of {', '.join(SCHEDULES)}, or the path of a file: got {name!r}: use {near}, "
         f"or ./{name} for a file"

@@ -6,7 +6,8 @@
 
 One line a rank, in order; `#` begins a comment, blank lines do not count. F, B, I and W only, since communication is
 added to all schedules alike (lower/). Who computes a chunk holds it. What is checked here is what makes a schedule of
-the lists: that they have every action once and can finish. The order of weight gradients is the user's choice.
+the lists: that they have every action once, F before B or I before W, and can finish. The order of weight gradients is
+the user's choice.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def _short(text: str) -> str:
 def _schedule(lists: _Lists, name: str) -> Schedule:
     _check_chunks(lists)
     _check_complete(lists)
+    _check_order(lists)
     placement = tuple(lists.rank_of_chunk[chunk] for chunk in range(len(lists.rank_of_chunk)))
     schedule = Schedule(name, placement, tuple(tuple(rank.actions) for rank in lists.ranks))
     try:
@@ -216,6 +218,20 @@ def _check_complete(lists: _Lists) -> None:
                 rule = f"every chunk and micro-batch from 0 to {last} has one F and one B, or F, I and W"
                 got = f"chunk {chunk}, micro-batch {microbatch} has {', '.join(sorted(kinds)) or 'none'}"
                 lists.fail(lists.ranks[rank].line, f"{rule}: {got}: {_remedy(kinds)}")
+
+
+def _check_order(lists: _Lists) -> None:
+    """Refuse an action listed before one whose result it takes on its own rank; of other ranks the clock knows."""
+    rule = "of a chunk and micro-batch F is listed before B or I, and I before W"
+    listed: dict[tuple[int, int], set[Kind]] = {}
+    for at in lists.ranks:
+        for action in at.actions:
+            before = listed.setdefault(action.piece, set())
+            needed = Kind.I if action.kind is Kind.W else Kind.F
+            if action.kind is not Kind.F and needed not in before:
+                first = Action(needed, *action.piece)
+                lists.fail(at.line, f"{rule}: got {action} before {first}: list {first} first")
+            before.add(action.kind)
 
 
 def _remedy(kinds: set[Kind]) -> str:
