@@ -143,7 +143,7 @@ def test_one_rank_and_one_micro_batch_are_named_so(tmp_path: Path, capsys: pytes
     assert "<title>1f1b, 1 rank, 1 micro-batch</title>" in page.read_text()
 
 
-@pytest.mark.parametrize(("columns", "num_parts"), [(106, 1), (105, 2), (80, 2), (40, 3)])
+@pytest.mark.parametrize(("columns", "num_parts"), [(106, 1), (105, 2), (80, 2), (41, 3), (40, 4)])
 def test_a_terminal_shows_a_grid_in_parts(
     columns: int, num_parts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_terminal_shows_a_grid_in_parts(
     lines = schedule(capsys)
     assert len(lines) == 4 * num_parts + (num_parts - 1) + 3 and max(map(len, lines[:-3])) <= columns
     # Joined again they are the grid.
-    width = 3 * ((columns - 7) // 3)
+    width = 3 * ((columns - 8) // 3)
     for rank in range(4):
         parts = [line[8:].ljust(width) for line in lines[:-3] if line.startswith(f"rank {rank}")]
         assert "".join(parts).rstrip() == whole[rank][8:].rstrip()
