@@ -1,4 +1,4 @@
-"""Schedules that no generator makes: any order of compute actions in which each comes after what it needs."""
+"""Schedules that no generator makes: any order of compute actions in which each comes after what it needs, anywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from tpengine.plan import Action, Kind, Schedule
 
 @st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 4, max_chunks: int = 3, max_microbatches: int = 4) -> Schedule:
-    """Draw p ranks with up to `max_chunks` chunks each, looping or V-shaped, whole or split backwards in any order."""
+    """Draw p ranks with up to `max_chunks` chunks each, looping, V-shaped or shuffled, and backwards whole or split."""
     num_ranks, num_chunks_each = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_chunks))
     num_microbatches = draw(st.integers(1, max_microbatches))
     num_chunks = num_ranks * num_chunks_each
     down = tuple(range(num_ranks))
     turns = draw(st.sampled_from([(down, down), (down, down[::-1])]))
-    ranks = tuple(rank for turn in range(num_chunks_each) for rank in turns[turn % 2])
+    looped = tuple(rank for turn in range(num_chunks_each) for rank in turns[turn % 2])
+    ranks = draw(st.sampled_from([looped, tuple(draw(st.permutations(looped)))]))
     # One random order over all ranks in which every action comes after its inputs; each rank takes its part.
     lists: list[list[Action]] = [[] for _ in range(num_ranks)]
     chains = []

@@ -14,7 +14,7 @@ from tpengine.execute import Executor
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.plan import Kind
 from tpengine.rank_pipeline import RankPipeline
-from tpengine.step_plan import forward_plan
+from tpengine.step_plan import evaluation_micro_batches, forward_plan
 from tpengine.trainer import Trainer, to_device
 
 
@@ -61,8 +61,8 @@ def held_out_loss(trainer: Trainer) -> float | None:
     """
     config, mesh = trainer.config, trainer.mesh
     samples, size = trainer.corpus.held_out, config.train.micro_batch_size
-    # Every replica runs equally many micro-batches; samples beyond the last one count nothing.
-    each = -(-config.train.eval_micro_batches // mesh.shape.dp)
+    # Samples beyond the last one count nothing.
+    each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
     arrays = samples.batch(first, each * size)
     last = min(config.train.eval_micro_batches * size, samples.num_windows)

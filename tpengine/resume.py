@@ -16,6 +16,7 @@ from typing import Any
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, read_index
 from tpengine.config import Config, ModelConfig, load_toml, resolve_layout
+from tpengine.plan import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def saved_config(run_dir: str) -> Config:
     saved = load_toml(path, Config())
     # The run's copy of a schedule file, wherever its directory is now.
     kept = path.with_name(Path(saved.parallel.schedule).name)
-    return replace(saved, parallel=replace(saved.parallel, schedule=str(kept))) if kept.is_file() else saved
+    if saved.parallel.schedule in SCHEDULES or not kept.is_file():
+        return saved
+    return replace(saved, parallel=replace(saved.parallel, schedule=str(kept)))
 
 
 def without_layout(saved: Config) -> Config:

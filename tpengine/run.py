@@ -198,7 +198,8 @@ def _keep_schedule(name: str, run_dir: Path) -> str:
 
 def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
     """Write a file of the run, after keeping aside another one that is there."""
-    if keeps_equal and path.exists() and path.read_bytes() == content:
+    # A link to somebody else's file is no copy.
+    if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
         return
     beside = path.with_name(f".{path.name}")
     beside.write_bytes(content)

@@ -132,7 +132,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         # Early, since plans that are too large to draw take minutes to lower.
         check_num_boxes(sum(map(len, schedule.compute)))
     if profile:
-        _check_layers(schedule, profile)
+        _check_layers(args.schedule, schedule, profile)
     plan, costs = _plan_and_costs(schedule, args, profile, config)
     timeline = simulate(plan, costs)
     # Before anything is printed: what cannot be drawn or written is refused in one line, and `| head` ends no drawing.
@@ -253,7 +253,7 @@ def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuse early what cannot be written, and what would replace the schedule that was read."""
+    """Refuse early what cannot be written, and what would replace a file that was read."""
     if args.draw:
         check_picture_file(args.draw)
     if args.plan_text:
@@ -262,22 +262,21 @@ def _check_files(args: argparse.Namespace) -> None:
         if args.draw and args.draw.resolve() == args.plan_text.resolve():
             raise ValueError(f"--draw and --plan-text need two files: got {args.draw} twice: use --plan-text plan.txt")
         check_file(args.plan_text)
-    if args.plan_text and args.plan_text.exists() and args.schedule not in SCHEDULES:
-        source = Path(args.schedule)
-        if source.exists() and source.samefile(args.plan_text):
-            raise ValueError(f"--plan-text must not replace the schedule read: got {source}: choose another file")
+    schedule = None if args.schedule in SCHEDULES else Path(args.schedule)
+    for what, source in (("schedule", schedule), ("profile", args.profile), ("configuration", args.config)):
+        for option, written in (("draw", args.draw), ("plan-text", args.plan_text)):
+            if source and written and source.exists() and written.exists() and source.samefile(written):
+                raise ValueError(f"--{option} must not replace the {what} read: got {source}: choose another file")
 
 
-def _check_layers(schedule: Schedule, profile: CostProfile) -> None:
+def _check_layers(name: str, schedule: Schedule, profile: CostProfile) -> None:
     num_chunks, num_layers = len(schedule.ranks), profile.num_layers
     if num_chunks > num_layers:
-        of_a_rank = num_chunks // schedule.num_ranks
-        most = num_layers // of_a_rank
         # Neither a file nor more chunks on a rank than the model has layers are mended by fewer ranks.
-        by_ranks = most > 0 and schedule.name in SCHEDULES
-        remedy = f"use --pp {most}" if by_ranks else f"use a schedule of at most {counted(num_layers, 'chunk')}"
+        most = num_layers * schedule.num_ranks // num_chunks if name in SCHEDULES else 0
+        remedy = f"use --pp {most}" if most else f"use a schedule of at most {counted(num_layers, 'chunk')}"
         raise ValueError(
-            f"every chunk of a schedule needs a layer: got {counted(num_chunks, 'chunk')}, {of_a_rank} a rank on "
+            f"every chunk of a schedule needs a layer: got {counted(num_chunks, 'chunk')} on "
             f"{counted(schedule.num_ranks, 'rank')}, and a profile of {counted(num_layers, 'layer')}: {remedy}"
         )
 

@@ -108,7 +108,7 @@ def children_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 
 def cut_by_cost(seconds: Sequence[float], ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each part, so that the slowest of the parts' ranks is as fast as possible.
+    """Half-open module range of each part, so that the slowest of the parts' ranks is fast: see `partition_layers`.
 
     Raises:
         ValueError: fewer modules than parts.

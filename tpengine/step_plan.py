@@ -112,15 +112,24 @@ def layer_ranges(
         ranks: the pipeline rank of each chunk.
     """
     d, item = model.hidden_size, 1
-    matrices = sum(
-        matmul_work(seq, spec.shape[0], spec.shape[1], item).flops for spec in layer_specs(model, 1, 0) if spec.decays
-    )
+    products = {
+        spec.name: matmul_work(seq, spec.shape[0], spec.shape[1], item).flops
+        for spec in layer_specs(model, 1, 0)
+        if spec.decays
+    }
+    matrices = sum(products.values())
+    projections = sum(flops for name, flops in products.items() if ".self_attn." in name)
     attention = attention_work(
         1, seq, model.num_heads, model.num_kv_heads, model.head_size, item, causal_half=True
     ).flops
     # Backward costs two forwards, and what it computes again.
     ends_passes = 4 if recompute is Recompute.FULL else 3
-    again = {Recompute.NONE: 0, Recompute.ATTENTION: attention}.get(recompute, matrices + attention)
+    again = {
+        Recompute.NONE: 0,
+        Recompute.ATTENTION: attention + projections,
+        Recompute.BLOCK: attention + matrices,
+        Recompute.FULL: attention + matrices,
+    }[recompute]
     return partition_layers(
         [3 * (matrices + attention) + again] * model.num_layers,
         first_cost=ends_passes * _EMBEDDING_FLOPS_PER_ELEMENT * seq * d,
@@ -221,6 +230,12 @@ def training_plan(config: Config, layout: Layout) -> Plan:
     )
     verify(plan)
     return plan
+
+
+def evaluation_micro_batches(config: Config) -> int:
+    """How many micro-batches each replica runs for the held-out loss: equally many, so that they may be more in all."""
+    assert config.parallel.dp, "resolve the layout first: config.validate"
+    return -(-config.train.eval_micro_batches // config.parallel.dp)
 
 
 def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_batch_size: int) -> Plan:

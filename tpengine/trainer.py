@@ -30,7 +30,7 @@ from tpengine.parameters import EMBEDDING, kv_replicas, stage_specs
 from tpengine.plan import Action, Kind, Recompute, verify_loss_weights
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.stage import Stage
-from tpengine.step_plan import Layout, forward_plan, layout_of, training_plan
+from tpengine.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
 from tpengine.transfers import open_mailbox
 
 
@@ -120,9 +120,12 @@ class Trainer:
         self._lr = 0.0
         at = self.mesh.at.pp
         self.stages = self.make_stages(lambda mb: self._batch.tokens[mb], self._weighted_loss)
-        # Evaluation and sampling run on it too; what they keep live does not grow with their micro-batches.
-        evaluation = forward_plan(config, self.layout, 2 * len(self.layout.ranks), config.train.micro_batch_size)
-        self.mailbox = open_mailbox((self.plan, evaluation), self.mesh.pp, device, exchange_seconds(config))
+        # Evaluation and sampling run on it too.
+        passes = (
+            forward_plan(config, self.layout, num_micro_batches, config.train.micro_batch_size)
+            for num_micro_batches in {1, max(1, evaluation_micro_batches(config))}
+        )
+        self.mailbox = open_mailbox((self.plan, *passes), self.mesh.pp, device, exchange_seconds(config))
         self.pipeline = RankPipeline(self.plan, at, self.stages, self.mesh.pp, device, self.mailbox, halves=halves)
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])

@@ -5,8 +5,9 @@ slots are separate tensors (slices of one would share autograd's version counter
 micro-batch needs them, which the verifier has proved. Over gloo, tensors of a GPU are staged through the host.
 
 Between CPU ranks of one host messages go through shared memory (`open_mailbox`): posting a send copies it into the
-receiver's queue, waiting for a receive copies it out. The queue is bounded: it holds what the plan has posted and not
-waited for, mostly two messages. So a send waits for a rank that is so far behind the plan, and never for ever.
+receiver's queue, waiting for a receive copies it out, waiting for a send until the queue has room for another. It is
+bounded: by what the plan ever has posted and not waited for, and one, mostly three messages. So a rank waits for one
+that is so far behind, where the plan waits for the send, and never for ever.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def open_mailbox(
 
 
 def num_slots_for(plan: Plan) -> int:
-    """How many messages a queue must hold so that no send of the plan waits for ever: 1 or more.
+    """How many messages a queue must hold so that nothing in the plan waits for ever.
 
-    The verified plan runs with sends that block until their receive is posted. A queue that holds as many messages as a
-    rank ever has posted for and not taken, of one peer, lets each such send through: all before those are taken.
+    The verified plan finishes where a send, or the wait for it, blocks until its receive is posted. When a receive is
+    posted, all that came from that peer is taken but what a rank ever has posted for and not taken. A queue of so many
+    messages lets the send through, and with one more there is room again behind it.
     """
-    return max(1, *(_most_untaken(plan, actions) for actions in plan.actions))
+    return 1 + max(_most_untaken(plan, actions) for actions in plan.actions)
 
 
 def _most_untaken(plan: Plan, actions: Sequence[Action]) -> int:
@@ -146,11 +148,13 @@ class Transfers:
         self._pending[action] = (work, tensor)
 
     def wait(self, transfer: Action) -> None:
-        """Wait for one transfer; a received tensor is delivered, a sent one let go."""
+        """Wait for one transfer; a received tensor is delivered, a sent one let go, and room made for another."""
         if self._mailbox is not None:
             if transfer.kind in RECEIVES:
                 self._take(self._mailbox, transfer)
                 self._deliver(transfer, self._slot(transfer))
+            else:
+                self._mailbox.wait_for_room(self._plan.peer(transfer))
             return
         work, tensor = self._pending.pop(transfer)
         work.wait()
@@ -167,10 +171,10 @@ class Transfers:
         if self._mailbox is None:
             work, _ = self._pending[transfer]
             return bool(work.is_completed())
-        if transfer.kind not in RECEIVES or transfer in self._arrived:
-            return True
         peer = self._plan.peer(transfer)
-        return self._mailbox.has_arrived(peer, self._posted[peer].index(transfer))
+        if transfer.kind not in RECEIVES:
+            return self._mailbox.has_room(peer)
+        return transfer in self._arrived or self._mailbox.has_arrived(peer, self._posted[peer].index(transfer))
 
     def _take(self, mailbox: Mailbox, transfer: Action) -> None:
         """Copy messages into their slots until that of `transfer` has come."""

@@ -94,14 +94,30 @@ class Mailbox:
             PeerError: the outbox is full and the peer takes nothing.
         """
         for piece in self._pieces(x.detach().reshape(-1)):
+            self.wait_for_room(peer)
             number = self._num_sent[peer]
-            if number >= self.num_slots:
-                self._returns.wait(peer, wrapped(number + 1 - self.num_slots), _SEND)
             header, data = self._slot(self._rank, peer, number, piece)
             header.copy_(torch.tensor([len(piece), piece.element_size()]))
             data.copy_(piece)
             self._num_sent[peer] = number + 1
             self._arrivals.notify(peer, wrapped(number + 1))
+
+    def wait_for_room(self, peer: int) -> None:
+        """Wait until the outbox for `peer`, a neighbour, has a free slot.
+
+        Raises:
+            PeerError: it is full and the peer takes nothing.
+        """
+        if not self.has_room(peer):
+            self._returns.wait(peer, self._return_of_next(peer), _SEND)
+
+    def has_room(self, peer: int) -> bool:
+        """Whether a message of one slot for `peer` would be sent at once."""
+        return self._num_sent[peer] < self.num_slots or self._returns.has_notified(peer, self._return_of_next(peer))
+
+    def _return_of_next(self, peer: int) -> int:
+        """Which slot that the peer gives back is the one that the next message takes."""
+        return wrapped(self._num_sent[peer] + 1 - self.num_slots)
 
     @torch.no_grad()
     def receive(self, peer: int, out: Tensor) -> None:

@@ -64,6 +64,25 @@ def test_a_sender_runs_ahead_by_the_number_of_slots(ranks: RankPool) -> None:
     assert ranks.run(run_ahead, 2)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+def room() -> list[bool]:
+    box = Mailbox.open(dist.group.WORLD, 1024, 2, timeout_seconds=20)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        box.receive(0, torch.empty(1))
+        return []
+    said = [box.has_room(1)]
+    for i in range(2):
+        box.send(1, torch.full((1,), float(i)))
+        said.append(box.has_room(1))
+    dist.barrier()
+    box.wait_for_room(1)
+    return [*said, box.has_room(1)]
+
+
+def test_there_is_room_until_every_slot_is_taken_and_once_one_is_given_back(ranks: RankPool) -> None:
+    assert ranks.run(room, 2)[0] == [True, True, False, True]
+
+
 def kinds() -> None:
     box = Mailbox.open(dist.group.WORLD, 1024, 2, timeout_seconds=20)
     for dtype in (torch.bfloat16, torch.float64, torch.int64, torch.bool):

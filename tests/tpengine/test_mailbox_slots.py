@@ -49,6 +49,8 @@ def finishes(plan: Plan, num_slots: int) -> bool:
 
     def play(rank: int, transfer: Action, waits: bool) -> bool:
         peer = plan.peer(transfer)
+        if waits and transfer.kind not in RECEIVES:
+            return queued[rank, peer] < num_slots
         if waits:
             while transfer not in arrived[rank] and queued[peer, rank]:
                 queued[peer, rank] -= 1
@@ -64,7 +66,7 @@ def finishes(plan: Plan, num_slots: int) -> bool:
 
     def steps(action: Action) -> list[tuple[Action, bool]]:
         if action.kind is Kind.WAIT:
-            return [(sub, True) for sub in action.subs if sub.kind in RECEIVES]
+            return [(sub, True) for sub in action.subs if sub.kind in TRANSFERS]
         return [(action, False)] if action.kind in TRANSFERS else []
 
     moved = True
@@ -108,14 +110,22 @@ def test_any_order_of_compute_finishes(schedule: Schedule) -> None:
     assert finishes(plan, num_slots_for(plan))
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 1, 1, 0), (0, 1, 2, 1), (0, 0, 1), (0, 1, 0, 0, 1)])
+def test_a_forward_pass_over_chunks_that_lie_unevenly_finishes(ranks: tuple[int, ...]) -> None:
+    """What its queue holds may grow with its micro-batches there: a mailbox is opened for as many as there are."""
+    for m in (1, 4, 40):
+        plan = plan_of(forward_only(ranks, m), training=False)
+        assert finishes(plan, num_slots_for(plan)), m
+
+
 def test_gpipe_needs_no_more_messages_for_more_micro_batches() -> None:
-    assert num_slots_for(plan_of(make_schedule("gpipe", 4, 64), training=True)) == 2
+    assert num_slots_for(plan_of(make_schedule("gpipe", 4, 64), training=True)) == 3
 
 
 def test_the_game_can_be_lost() -> None:
-    """One slot is too few for zbv, whose ranks have posted for two messages of each other at once."""
+    """Room for one is too little for zbv, whose ranks have posted for two messages of each other at once."""
     plan = plan_of(make_schedule("zbv", 2, 8), training=True)
-    assert num_slots_for(plan) == 2 and not finishes(plan, 1)
+    assert num_slots_for(plan) == 3 and not finishes(plan, 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -6,6 +6,7 @@ rank holds live is counted while it runs and compared with the plan's figure.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.forward_pass import held_out_loss
 from tpengine.plan import clock
 from tpengine.trainer import Trainer
 
@@ -87,3 +89,27 @@ def test_a_schedule_of_a_users_own(ranks: RankPool, references: dict[bool, Outco
     )
     config = config_of(1, 1, 2, tied=True, kv_heads=1, schedule=str(path), num_layers=8)
     compare(ranks.run(train_counted, 2, config), references[True])
+
+
+def train_and_evaluate(config: Config) -> list[float | None]:
+    """Losses of a step, of 40 held-out micro-batches, of another step and of them again: four plans, one mailbox."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    return [trainer.train_step(0).loss, held_out_loss(trainer), trainer.train_step(1).loss, held_out_loss(trainer)]
+
+
+def test_evaluation_over_chunks_that_lie_unevenly(ranks: RankPool, tmp_path: Path) -> None:
+    """One rank receives for every micro-batch long before it can go on with any."""
+    path = tmp_path / "uneven.txt"
+    path.write_text(
+        "rank 0: 0F0 0F1 0F2 0F3 4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3 0B0 0B1 0B2 0B3\n"
+        "rank 1: 1F0 2F0 3F0 1F1 2F1 3F1 1F2 2F2 3F2 1F3 2F3 3F3 "
+        "3B0 2B0 1B0 3B1 2B1 1B1 3B2 2B2 1B2 3B3 2B3 1B3\n"
+    )
+    alone, uneven = (
+        config_of(1, 1, pp, tied=False, kv_heads=1, schedule=name, num_layers=8)
+        for pp, name in ((1, "1f1b"), (2, str(path)))
+    )
+    alone, uneven = (replace(config, train=replace(config.train, eval_micro_batches=40)) for config in (alone, uneven))
+    (expected,) = ranks.run(train_and_evaluate, 1, alone)
+    for losses in ranks.run(train_and_evaluate, 2, uneven):
+        assert losses == pytest.approx(expected, rel=1e-9)

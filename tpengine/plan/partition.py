@@ -3,7 +3,8 @@
 With a chunk a rank the best split is found by dynamic programming. With several, where a chunk may be long if another
 of its rank is short, a split is improved by one layer at a time that goes from one chunk to another, until none does:
 where all layers cost the same that is the best one too (Frank and Murota, "Decreasing minimization on M-convex sets",
-arXiv 2007.09616, theorem 3.3).
+arXiv 2007.09616, theorem 3.3). Where they do not, and there are few splits, all are tried; of many the one found may
+not be the best.
 
 Costs are compared as integers: floats are binary fractions, so over a common denominator every sum and square
 is exact, and equal splits are equal on every machine.
@@ -15,14 +16,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import permutations
+from itertools import combinations, permutations
 
 Split = tuple[tuple[int, int], ...]
+
+_MOST_TRIED = 10_000
 
 
 def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, ranks: Sequence[int]) -> Split:
     """Split the layers into contiguous chunks so that the slowest rank is as fast as possible.
 
+    That is exact with a chunk a rank, with layers of equal cost, and where no more than 10,000 splits are possible.
     Among the splits with the least maximum over ranks, take the least sum of squares, with several chunks a rank the
     next slowest ranks as fast as possible; then the least sum of squared chunk costs; then the one whose earlier chunks
     end first (1F1B holds more activations on earlier stages).
@@ -41,7 +45,7 @@ def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost:
     chunk_cost = _chunk_costs(layer_costs, first_cost, last_cost)
     ends = _balanced_chunks(len(layer_costs), len(ranks), chunk_cost)
     if len(set(ranks)) < len(ranks):
-        ends = _balanced_ranks(ends, ranks, chunk_cost)
+        ends = _balanced_ranks(ends, ranks, chunk_cost, are_equal=len(set(layer_costs)) == 1)
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
@@ -61,9 +65,9 @@ def _balanced_chunks(num_layers: int, num_chunks: int, chunk_cost: Callable[[int
 
 
 def _balanced_ranks(
-    ends: tuple[int, ...], ranks: Sequence[int], chunk_cost: Callable[[int, int], int]
+    ends: tuple[int, ...], ranks: Sequence[int], chunk_cost: Callable[[int, int], int], *, are_equal: bool
 ) -> tuple[int, ...]:
-    """Move one layer from a chunk to another as long as that makes the split better."""
+    """Take the best of all splits, or move one layer from a chunk to another as long as that makes this one better."""
 
     def badness(ends: tuple[int, ...]) -> tuple[list[int], int, tuple[int, ...]]:
         loads = dict.fromkeys(ranks, 0)
@@ -74,6 +78,10 @@ def _balanced_ranks(
             squares += cost * cost
         return sorted(loads.values(), reverse=True), squares, ends
 
+    num_layers, num_cuts = ends[-1], len(ends) - 1
+    if not are_equal and math.comb(num_layers - 1, num_cuts) <= _MOST_TRIED:
+        cuts = combinations(range(1, num_layers), num_cuts)
+        return min(badness((*cut, num_layers)) for cut in cuts)[2]
     best = badness(ends)
     while True:
         better = min(map(badness, _neighbours(best[2])), default=best)

@@ -189,17 +189,21 @@ def test_all_ranks_post_in_one_order(name: str, num_chunks: int) -> None:
     assert len(list(TopologicalSorter(after).static_order())) == len(set(after).union(*after.values()))
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16), (8, 32)])
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_early_receives_hide_the_latency_of_links(name: str, p: int, m: int) -> None:
+def test_early_receives_hide_the_latency_of_links(name: str, p: int) -> None:
     """Beside ranks that have posted all receives before they begin: what these lose too, nothing hides."""
-    plan = lower_plainly(make_schedule(name, p, m))
-    costs = replace(unit_costs(plan), latency=0.1)
-    lost = simulate(plan, costs).makespan - simulate(plan).makespan
-    inevitable = makespan_of_eager_ranks(plan, costs) - simulate(plan).makespan
-    # Where two ranks end actions for each other at once, one of them posts its receive only then.
-    allowed = {"1f1b": 1.15, "interleaved": 1.35, "zbv": 1.07 if m == p else 1.0}.get(name, 1.0)
-    assert inevitable - 1e-9 <= lost <= allowed * inevitable + 1e-9
+    for m in (1, 2, p, p + 1, 2 * p, 3 * p + 1, 24):
+        plan = lower_plainly(make_schedule(name, p, m, 3))
+        costs = replace(unit_costs(plan), latency=0.1)
+        undelayed = simulate(plan).makespan
+        lost = simulate(plan, costs).makespan - undelayed
+        inevitable = makespan_of_eager_ranks(plan, costs) - undelayed
+        # Where two ranks end actions for each other at once, one of them posts its receive only then.
+        allowed = inevitable * (1.25 if name == "1f1b" or (name == "zbv" and m <= p) else 1.0)
+        if name == "interleaved" and m > p:
+            allowed = 0.11 * undelayed
+        assert inevitable - 1e-9 <= lost <= allowed + 1e-9, m
 
 
 def makespan_of_eager_ranks(plan: Plan, costs: Costs) -> float:

@@ -1,7 +1,8 @@
 """Progress: the plan finishes, whatever of two ways the transfers are executed.
 
-Blocking rendezvous: a send or receive ends when its counterpart is posted. One in-order channel per pair of ranks, as
-NCCL: posts return at once, the transfers of a pair execute in issue order on both sides, waits block.
+Blocking rendezvous: a send or receive ends when its counterpart is posted. One in-order channel per pair of ranks:
+posts return at once, the transfers of a pair execute in issue order on both sides, waits block. A plan that passes the
+first finishes also where all transfers of a rank run one after another, as over one communicator of NCCL.
 
 Both are one machine that runs two programs: blocking means that every transfer is waited for where it is
 posted. Ties and CLIP hold each member until all have come.

@@ -9,18 +9,22 @@ The decision a reader will question: of actions that end together, which comes f
 posted early by the rank of the other, and not the other way round. Input gradients come first, from the last chunk to
 the first, then forwards from the first to the last, each in the direction in which tensors flow; weight halves, which
 send nothing, come last. So in a pipeline whose latency has made each rank lag behind the one it receives from, the
-receive is there before the tensor. With a latency of a tenth of a forward, gpipe, zb-h1 and zbv (m > p) then end when
-they would if all receives were posted before the first action; 1f1b loses an eighth more, interleaved up to a third:
-where two ranks end actions for each other at once, one of them posts its receive only then.
+receive is there before the tensor.
+
+What is gained, where each direction of a pair of ranks is a channel of its own (shared memory, gloo): with a latency of
+a tenth of a forward, gpipe, zb-h1 and zbv (m > p) end when they would if all receives were posted before the first
+action. 1f1b loses up to a quarter more than that. Interleaved may lose a tenth of the step where that would lose some
+per cent: around its ring some rank always posts just in time (p to 8, m to 32, v to 4). A communicator that runs all
+transfers of a rank one after another, as NCCL's does, gains with gpipe and interleaved and loses with zb-h1, whose
+early receives hold up sends: there each direction needs a communicator of its own, which is not there yet.
 
 No plan made so can deadlock.
     Blocking rendezvous: of all that is not yet done take what comes first in the order. Its ranks have done everything
     before it, so they all stand at it; a compute action needs only what ended before it and has come since, a transfer
     only that both ranks stand at it. So it is done, and so on to the end.
-    One in-order channel a pair, or even one for all transfers of a rank: all ranks post what they share in the same
-    order, so a transfer runs once both have posted it. A rank waits only for transfers that it has posted. If it stands
-    in a wait for one, its peer has not posted it, hence stands in a wait for an earlier one. The order has a first
-    transfer: nobody stands.
+    In-order channels, one a pair or one for all transfers of a rank: take the first transfer in the order that has not
+    run. All before it have, so it is next on its channels. A rank that has not posted it stands in a wait for one that
+    it posted before, hence for an earlier one, which has run. So nobody stands for ever.
 Hence no two transfers have to be posted together, as one would to exchange tensors in ranks that post at will.
 
 What early receives cost: a buffer is held from its post on (slots.py assigns them). Against receives posted where they
