@@ -262,10 +262,11 @@ def _check_files(args: argparse.Namespace) -> None:
         if args.draw and args.draw.resolve() == args.plan_text.resolve():
             raise ValueError(f"--draw and --plan-text need two files: got {args.draw} twice: use --plan-text plan.txt")
         check_file(args.plan_text)
-    schedule = None if args.schedule in SCHEDULES else Path(args.schedule)
-    for what, source in (("schedule", schedule), ("profile", args.profile), ("configuration", args.config)):
+    schedule = None if args.schedule in SCHEDULES else args.schedule
+    sources = {"schedule": schedule, "profile": args.profile, "configuration": args.config}
+    for what, source in sources.items():
         for option, written in (("draw", args.draw), ("plan-text", args.plan_text)):
-            if source and written and source.exists() and written.exists() and source.samefile(written):
+            if source and written and written.exists() and Path(source).exists() and written.samefile(source):
                 raise ValueError(f"--{option} must not replace the {what} read: got {source}: choose another file")
 
 

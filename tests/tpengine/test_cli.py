@@ -134,6 +134,11 @@ def test_a_schedule_of_the_users_is_drawn_too(tmp_path: Path, capsys: pytest.Cap
     assert "mine, 2 ranks, 2 micro-batches" in (tmp_path / "out.html").read_text()
     assert main(["schedule", *argv, "--plan-text", str(mine)]) == 2
     assert "--plan-text must not replace the schedule read" in capsys.readouterr().err
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[parallel]\npp = 2\ntp = 1\ndp = 1\n")
+    assert main(["schedule", "--config", str(settings), "--plan-text", str(settings)]) == 2
+    assert "--plan-text must not replace the configuration read" in capsys.readouterr().err
+    assert settings.read_text().startswith("[parallel]")
     assert mine.read_text().startswith("rank 0: ")
 
 

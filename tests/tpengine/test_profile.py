@@ -378,7 +378,7 @@ def test_the_command_predicts_another_schedule(
         (("--times", "F=2"), "--profile says what actions cost: got --times too: leave --times out"),
         (("--tp", "2"), "--tp is for a model: got --profile, which has its own: leave --tp out"),
         (("--machine", "cpu"), "--machine is for a model: got --profile, which has its own: leave --machine out"),
-        (("--pp", "8"), "needs a layer: got 16 chunks, 2 a rank on 8 ranks, and a profile of 8 layers: use --pp 4"),
+        (("--pp", "8"), "needs a layer: got 16 chunks on 8 ranks, and a profile of 8 layers: use --pp 4"),
         (
             ("--schedule", "interleaved", "--chunks", "9"),
             "and a profile of 8 layers: use a schedule of at most 8 chunks",
