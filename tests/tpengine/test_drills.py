@@ -32,7 +32,7 @@ LAYOUTS = {
     "pp x tp, plain": ("--parallel.pp", "2", "--parallel.tp", "2", "--parallel.tp-comm", "plain"),
 }
 DOING = (
-    r"(\d+[FB]\d+(\[.*\])?|(w|X)\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|summing the loss|"
+    r"(\d+[FB]\d+(\[.*\])?|w\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|summing the loss|"
     r"ending the step with all ranks|waiting for the checkpoint before|copying a checkpoint aside)"
 )
 ACTION = rf"step \d+, in {DOING} for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
