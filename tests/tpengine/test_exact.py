@@ -227,10 +227,13 @@ def test_exact_is_close_to_fast(ranks: RankPool) -> None:
     outcomes = ranks.run(parity.train, 2, exact_config(1, 2, 1, dtype="float64"))
     parity.compare([by_parameter for outcome in outcomes for by_parameter in one_shard_each(outcome)], reference)
     shards = [shard for outcome in outcomes for _, shards in one_shard_each(outcome) for shard in shards.items()]
+    # Not of norms, whose few weights of about 1 swallow a difference of 1e-16 of an update on some processors.
     equal = [
-        name for name, (offset, tensor) in shards if torch.equal(tensor, cut(reference[1][name][1], offset, tensor))
+        name
+        for name, (offset, tensor) in shards
+        if tensor.dim() > 1 and torch.equal(tensor, cut(reference[1][name][1], offset, tensor))
     ]
-    assert len(equal) < len(shards) / 10, f"exact and fast have the same bits: {equal}"
+    assert not equal, f"exact and fast have the same bits: {equal}"
 
 
 def one_shard_each(outcome: parity.Outcome) -> list[parity.Outcome]:
