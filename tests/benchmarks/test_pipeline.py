@@ -118,10 +118,16 @@ def test_waits_keep_their_proportions_and_are_long_enough() -> None:
     tensor = TensorSpec((16, 32), "float32")
     chunks = tuple(ChunkProfile(rank, (2 * i, 2 * i + 2), seconds) for i, rank in enumerate((0, 1, 1, 0)))
     profile = CostProfile("zbv", 4, chunks, tensor, 0.0, 0.0, 0.0, {}, 0.0, 0.0, 0.0, 1.0, 0.0)
-    waits = waits_of(profile, Case(config_of(SMOKE, "zbv", 4)).plan)
+    plan = Case(config_of(SMOKE, "zbv", 4)).plan
+    waits = waits_of(profile, plan)
     assert min(waits.values()) == pytest.approx(10e-3)
-    assert waits[Kind.W, 3] == pytest.approx(4 * waits[Kind.F, 0]) == pytest.approx(2 * waits[Kind.I, 1])
-    assert waits[Kind.B, 2] == pytest.approx(60e-3), "both halves"
+    of_a_layer = {
+        (kind, chunk): wait / (plan.chunks[chunk].layers[1] - plan.chunks[chunk].layers[0])
+        for (kind, chunk), wait in waits.items()
+    }
+    forward = of_a_layer[Kind.F, 0]
+    assert of_a_layer[Kind.W, 3] == pytest.approx(4 * forward) == pytest.approx(2 * of_a_layer[Kind.I, 1])
+    assert of_a_layer[Kind.B, 2] == pytest.approx(6 * forward), "both halves"
 
 
 def test_the_error_is_the_median_of_the_rounds_errors() -> None:

@@ -210,6 +210,9 @@ def attention_backward_on_host(
     for piece in _pieces(q, k, sides, options):
         rows, keys = piece.rows, piece.keys
         p = exp_(written.scores(piece).sub_(lse[:, :, rows]))
+        # A piece has all keys of its rows: so the rounding of their lse, an error of the whole row, need not stay.
+        total = p.sum(-1, keepdim=True)
+        p.div_(total.masked_fill_(total == 0, 1))
         factors, block_dy = written.factors(piece), dy[:, :, rows].flatten(1, 2)
         dp = (block_dy @ written.v[:, keys].transpose(1, 2)).view(p.shape)
         dropped = p
