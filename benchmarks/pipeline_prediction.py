@@ -39,7 +39,7 @@ from tpengine.step_plan import layout_of, training_plan
 
 # A pause may last a tenth of a millisecond too long.
 _SHORTEST_WAIT_SECONDS = 10e-3
-_WORK, _WAITS = "work", "waits"
+_WORK, _WAITS = "layers", "waits"
 
 
 @dataclass(frozen=True)

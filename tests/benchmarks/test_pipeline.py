@@ -101,7 +101,7 @@ def test_steps_are_predicted_and_measured(tmp_path: Path, capsys: pytest.Capture
     assert main(command.split()) == 0
     rows = rows_of(out)
     assert [row["case"].removeprefix("pipeline_prediction/") for row in rows] == [
-        f"{kind}/{name}/m6" for kind in ("work", "waits") for name in ("1f1b", "zbv")
+        f"{kind}/{name}/m6" for kind in ("layers", "waits") for name in ("1f1b", "zbv")
     ]
     for row in rows:
         assert (row["profiled_schedule"], row["profiled_micro_batches"], row["pp"]) == ("zbv", 4, 2)
@@ -133,7 +133,7 @@ def test_waits_keep_their_proportions_and_are_long_enough() -> None:
 def test_the_error_is_the_median_of_the_rounds_errors() -> None:
     case = Case(config_of(SMOKE, "gpipe", 6))
     samples = Samples(predicted=[1.0, 2.2, 3.0], measured=[1.0, 2.0, 2.0])
-    row = prediction_row(case, case, samples, "work")
+    row = prediction_row(case, case, samples, "layers")
     assert row["error_percent"] == pytest.approx(10.0)
 
 
