@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import PASSED
+from tpengine.launch import num_cores
 
 _ROOT = Path(__file__).resolve().parent.parent
 _UNITS = (
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
         "triton": _version("triton"),
         "tpengine": _version("tpengine"),
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,3 +47,8 @@ def _pair(environ: Mapping[str, str], index: str, size: str, default_size: str) 
             "start with torchrun, or unset both"
         )
     return int(a), int(b)
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,6 +25,7 @@ from tpengine.clocks import clock_of, offsets_of_ranks
 from tpengine.config import profiled_steps
 from tpengine.distributed import link_device
 from tpengine.execute import Trace
+from tpengine.launch import num_cores
 from tpengine.mesh import Shape
 from tpengine.metrics import keep_copy_aside
 from tpengine.plan import Picture, StepFigures, Timeline, draw_svg, simulate, write_beside
@@ -210,11 +211,6 @@ def crowding(num_ranks: int, num_cores: int) -> str:
 def num_local_ranks(environ: Mapping[str, str]) -> int:
     """The ranks of this host, as torchrun says; 1 without it."""
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gather_bytes(mine: bytes, device: torch.device) -> list[bytes]:
