@@ -1,10 +1,20 @@
-"""Fixtures of the whole suite: the pool of ranks, and the count of mutations that the summary ends with."""
+"""Fixtures of the whole suite: the pool of ranks, and the count of mutations that the summary ends with.
+
+With pytest-xdist each of its workers is a session of its own, with its own pools; it hands its counts over at its end.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: workers share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from rank_pool import RankPool
 from rungs import Rung
@@ -36,20 +46,32 @@ def rung(request: pytest.FixtureRequest, interpreters: RankPool) -> Rung:
     return Rung(request.param, interpreters)
 
 
-MUTATIONS = pytest.StashKey[dict[str, tuple[int, int]]]()
+MutationCounts = dict[str, tuple[int, int]]
+MUTATIONS = pytest.StashKey[MutationCounts]()
 CountMutations = Callable[[str, int, int], None]
 
 
 @pytest.fixture
 def count_mutations(request: pytest.FixtureRequest) -> CountMutations:
     """Record `count_mutations(what, killed, tried)` for the summary; the test itself asserts that none survived."""
-    counts = request.config.stash.setdefault(MUTATIONS, {})
+    return lambda what, killed, tried: _add_mutations(request.config, {what: (killed, tried)})
 
-    def record(what: str, killed: int, tried: int) -> None:
+
+def _add_mutations(config: pytest.Config, more: MutationCounts) -> None:
+    counts = config.stash.setdefault(MUTATIONS, {})
+    for what, (killed, tried) in more.items():
         before = counts.get(what, (0, 0))
         counts[what] = before[0] + killed, before[1] + tried
 
-    return record
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["mutations"] = session.config.stash.get(MUTATIONS, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _add_mutations(node.config, getattr(node, "workeroutput", {}).get("mutations", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
