@@ -2,7 +2,8 @@
 
 Starting a process that imports torch takes longer than most tests, so workers are kept. A function is named by its
 file and name, so that any test module can hold the programs its ranks run. Each task makes a process group of its
-own over a file store and destroys it; a task that fails or hangs costs the pool its workers, never the session.
+own over a file store and destroys it; a task that hangs, or whose group cannot be made, costs the pool its workers,
+never the session.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pytest
 
 TASK_SECONDS = 180
 GRACE_SECONDS = 3
+_DONE, _FAILED, _UNUSABLE = "done", "failed", "unusable"
 
 
 class RankError(AssertionError):
@@ -53,13 +55,19 @@ def _work(connection: Connection, paths: list[str]) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-            try:
-                connection.send((True, _load(path, name)(*args)))
-            finally:
-                dist.destroy_process_group()
-                gc.collect()  # trainers hold cycles, and would wait for the next collection with all their memory
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            # torch has counted a group that there is not: the next would have another name here than on other ranks, so
+            # that all would wait.
+            connection.send((_UNUSABLE, traceback.format_exc()))
+            return
+        try:
+            dist.barrier()  # a function that fails at once must not close connections that others still make
+            connection.send((_DONE, _load(path, name)(*args)))
+        except BaseException:
+            connection.send((_FAILED, traceback.format_exc()))
+        finally:
+            dist.destroy_process_group()
+            gc.collect()  # trainers hold cycles, and would wait for the next collection with all their memory
 
 
 class RankPool:
@@ -96,6 +104,7 @@ class RankPool:
         waiting = {self._workers[rank][1]: rank for rank in range(world)}
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        are_usable = True
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -105,16 +114,17 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    done, value = connection.recv()
+                    outcome, value = connection.recv()
                 except EOFError:
-                    done, value = False, "the process died"
-                if done:
+                    outcome, value = _UNUSABLE, "the process died"
+                are_usable &= outcome != _UNUSABLE
+                if outcome == _DONE:
                     results[rank] = value
                 else:
                     errors[rank] = value
                     # The others may wait for this rank for ever.
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if waiting:
+        if waiting or not are_usable:
             self.close()
         return results, errors
 
