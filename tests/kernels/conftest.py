@@ -1,0 +1,31 @@
+"""Fixtures of the fused operators' tests on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from gpu_ranks import Run
+from rank_pool import RankPool
+
+# Each process compiles for itself where nobody has yet.
+TASK_SECONDS = 400
+
+
+@pytest.fixture(scope="module")
+def run(interpreters: RankPool) -> Iterator[Run]:
+    """`run(device, world, program, *args)`: program(device, *args) on every rank, which share the GPU."""
+    # For each number of ranks: those of a smaller group would have allocated more often than the others.
+    pools: dict[int, RankPool] = {}
+
+    def run_on(device: str, world: int, program: Callable[..., Any], *args: Any) -> list[Any]:
+        if device == "cpu":
+            return interpreters.run(program, world, device, *args)
+        if world not in pools:
+            pools[world] = RankPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+        return pools[world].run(program, world, device, *args, seconds=TASK_SECONDS)
+
+    yield run_on
+    for pool in pools.values():
+        pool.close()
