@@ -62,7 +62,7 @@ def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "layers.4.mlp.down_proj.weight" in out and "loss of each micro-batch" in out
     assert re.search(
-        r"certified: fast mode is within its bounds, at most at \d+% of one \([a-z0-9_. ]+\)$", out.strip()
+        r"certified: fast mode is within its bounds, at most at \d+% of one \([a-z0-9_. -]+\)$", out.strip()
     )
 
 
