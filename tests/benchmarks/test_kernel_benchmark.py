@@ -94,6 +94,19 @@ def test_every_case_is_right(op: str, dtype: torch.dtype) -> None:
             assert works[2] == works[0] + works[1]
 
 
+def test_small_cases_are_drawn_more_often() -> None:
+    for shape, num_draws in ((SHAPE, 32), (dataclasses.replace(SHAPE, seq=1 << 13), 3)):
+        (case,) = [case for case in real_cases_of("linear_cross_entropy", shape) if case.name == "linear_cross_entropy"]
+        seen: list[Tensor] = []
+
+        def spy(case: Case = case, seen: list[Tensor] = seen, **inputs: Tensor) -> Tensor:
+            seen.append(inputs["x"])
+            return case.contestants[OURS].function(**inputs)
+
+        assert check(case, shape, {OURS: dataclasses.replace(case.contestants[OURS], function=spy)}) == RIGHT
+        assert len(seen) == num_draws
+
+
 def check_liger(cases: Mapping[str, str]) -> None:
     """Interpreted, its norms and GEGLU do not run."""
     for op, name in cases.items():
