@@ -20,7 +20,8 @@ from benchmarks.contestants import Contestant, Entry, RivalOptions, check_agreem
 from benchmarks.harness import PASSED, Comparison, interleave
 from benchmarks.rows import append, make_row
 from benchmarks.torch_rival import check_rival
-from tpengine.config import Config, ParallelConfig, load_toml, validate
+from tpengine.config import Config, ParallelConfig, validate
+from tpengine.config_toml import load_toml
 from tpengine.local_ranks import THREADS_PER_RANK
 from tpengine.presets import PRESETS
 

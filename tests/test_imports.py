@@ -10,6 +10,7 @@ import pytest
 TORCH_FREE = [
     "tpengine",
     "tpengine.config",
+    "tpengine.config_toml",
     "tpengine.virtual_ranks",
     "tpengine.local_ranks",
     "tpengine.certify.command",

@@ -18,7 +18,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
-from tpengine.config import Config, load_toml, validate
+from tpengine.config import Config, validate
+from tpengine.config_toml import load_toml
 from tpengine.exits import USER_ERROR, one_line, say
 from tpengine.launch import Launch
 from tpengine.presets import PRESETS, preset_config

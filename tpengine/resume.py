@@ -15,7 +15,8 @@ from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, read_index
-from tpengine.config import Config, ModelConfig, load_toml, resolve_layout
+from tpengine.config import Config, ModelConfig, resolve_layout
+from tpengine.config_toml import load_toml
 from tpengine.plan import SCHEDULES
 
 

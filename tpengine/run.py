@@ -19,7 +19,8 @@ from rich.console import Console
 
 from tpengine.awaited import awaited, explain
 from tpengine.checkpoint.index import CheckpointError
-from tpengine.config import Config, dump_toml
+from tpengine.config import Config
+from tpengine.config_toml import dump_toml
 from tpengine.data import Corpus
 from tpengine.distributed import differing_ranks, max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample

@@ -14,7 +14,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from tpengine.config import Config, load_toml, validate
+from tpengine.config import Config, validate
+from tpengine.config_toml import load_toml
 from tpengine.plan import Costs, Gathered, Plan, Recompute
 from tpengine.presets import PRESETS, preset_config
 from tpengine.step_costs import CPU_CORE, H200_NODE, Machine, model_costs

@@ -18,7 +18,8 @@ from torch import Tensor
 from tpengine.activity import Activity
 from tpengine.assembly import assemble
 from tpengine.communicators import Communicators, exchange_seconds
-from tpengine.config import Config, dump_toml
+from tpengine.config import Config
+from tpengine.config_toml import dump_toml
 from tpengine.data import Corpus, first_sample_index
 from tpengine.distributed import differing_ranks, link_device, max_over_ranks
 from tpengine.execute import Executor, Handler, Trace

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tpengine.arguments import ConfigError, HelpRequested, exit_on_user_error, parse_config
-from tpengine.config import Config, dump_toml
+from tpengine.config import Config
+from tpengine.config_toml import dump_toml
 from tpengine.presets import bench
 
 RANK_0, RANK_1 = (

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.config import Config, ModelConfig, ParallelConfig, dump_toml, load_toml, resolve_layout, validate
+from tpengine.config import Config, ModelConfig, ParallelConfig, resolve_layout, validate
+from tpengine.config_toml import dump_toml, load_toml
 
 SECTIONS = ("model", "parallel", "train", "data", "optim")
 

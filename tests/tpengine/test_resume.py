@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tpengine.arguments import ConfigError, parse_config
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, write_index
-from tpengine.config import Config, ParallelConfig, TrainConfig, dump_toml, validate
+from tpengine.config import Config, ParallelConfig, TrainConfig, validate
+from tpengine.config_toml import dump_toml
 from tpengine.resume import continued_config, find_checkpoint, state_of, without_layout
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpengine.config import Config, load_toml
+from tpengine.config import Config
+from tpengine.config_toml import load_toml
 from tpengine.data import write_tokens
 
 SMALL = (
