@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import (
     Samples,
+    batch_digest,
     bytes_of_directory,
     first_sample_index,
     open_corpus,
@@ -28,6 +29,7 @@ from tpengine.data import (
 
 HEADER = struct.Struct("<8sIIQQ")
 ORDER_OF_TEN = [4, 0, 6, 2, 3, 5, 1, 9, 8, 7]
+DIGEST_OF_FOUR = 4831835340026645102
 ORDER_OF_MANY = [569018263, 356346270, 537971295, 325450371]
 
 
@@ -267,6 +269,26 @@ def test_a_token_beyond_the_vocabulary_is_found_when_read() -> None:
     samples.batch(0, 6)
     with pytest.raises(ValueError, match=r"below model.vocab_size: got 56, model.vocab_size 50: use .* 57"):
         samples.batch(6, 1)
+
+
+def test_a_digest_tells_batches_apart_by_any_token_and_by_their_order() -> None:
+    samples = counting(100, 8, ignore_token=3)
+    tokens, labels = samples.batch(0, 4)
+    digest = batch_digest(tokens, labels)
+    assert 0 <= digest < 2**63 and digest == batch_digest(*samples.batch(0, 4))
+    others = {batch_digest(*samples.batch(1, 4)), batch_digest(tokens[::-1], labels[::-1])}
+    others.add(batch_digest(tokens.reshape(2, 16), labels.reshape(2, 16)))
+    for sample, place in np.ndindex(4, 9):
+        text = np.array(samples.tokens)
+        text[sample * 8 + place] += 1
+        others.add(batch_digest(*replace(samples, tokens=text).batch(0, 4)))
+    # A window's last token is the next one's first.
+    assert digest not in others and len(others) == 3 + 4 * 8 + 1
+
+
+def test_a_digest_is_what_it_always_was() -> None:
+    """Ranks of one run may be machines of several kinds."""
+    assert batch_digest(*counting(100, 8, ignore_token=3).batch(0, 4)) == DIGEST_OF_FOUR
 
 
 @pytest.mark.parametrize(("dp", "num_micro_batches"), [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])

@@ -1,7 +1,7 @@
 """Text as tokens: token files, where text comes from, and which sample is which. No torch."""
 
 from tpengine.data.order import permute
-from tpengine.data.samples import Corpus, Samples, first_sample_index, open_corpus
+from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
 from tpengine.data.sources import bytes_of_directory, stdlib_text
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
@@ -9,6 +9,7 @@ __all__ = [
     "Corpus",
     "Samples",
     "TokenFile",
+    "batch_digest",
     "bytes_of_directory",
     "first_sample_index",
     "open_corpus",
