@@ -52,6 +52,22 @@ def test_what_is_larger_than_the_arena_moves_in_pieces(interpreters: RankPool, w
     interpreters.run(check_matrix, world, strategy, TINY, (70,), 33)
 
 
+def check_sizes_of_zero(strategy: str) -> None:
+    comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY, timeout_seconds=5.0)
+    empty: list[Case] = []
+    for tokens in (0, 5):
+        empty += cases((tokens,), dim=0)
+        empty += cases((tokens,), widths=(0, 3), dim=2)[1:2]
+        empty += [case for case in cases((tokens,), widths=(0,)) if case.operator != "all_gather_matmul"]
+    wrong = wrong_results(comm, empty)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
+    interpreters.run(check_sizes_of_zero, 2, strategy)
+
+
 def test_six_ranks(interpreters: RankPool) -> None:
     interpreters.run(check_matrix, 6, "push", ROOMY, (7,), 5)
 

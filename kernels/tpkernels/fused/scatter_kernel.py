@@ -87,9 +87,9 @@ def matmul_scatter_kernel(
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)
     rank = rank_of(p_control)
-    # At least one tile an owner, since every peer is notified, also of nothing.
+    # At least one tile for each owner, since every peer is notified, also of no rows and of rows of no columns.
     num_m = max(tl.cdiv(piece, BLOCK_M), 1)
-    num_n = tl.cdiv(num_columns, BLOCK_N)
+    num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
     tiles_an_owner = num_m * num_n
     num_items = WORLD * tiles_an_owner
     item = -1
@@ -235,7 +235,7 @@ def launch_matmul_scatter(
     arguments = [one.argument(config.block_m, config.block_k) for one in lefts]
     others = [one.argument(config.block_k, config.block_n) for one in rights]
     two = len(terms) == 2
-    tiles = arena.world * max(cdiv(piece, config.block_m), 1) * cdiv(columns, config.block_n)
+    tiles = arena.world * max(cdiv(piece, config.block_m), 1) * max(cdiv(columns, config.block_n), 1)
     # While a gather is under way, its wait_kernel needs a processor.
     processors = (arena.processors or num_processors(x)) - (arena.calls_since_gather is not None)
     programs = max(min(processors * config.programs_a_processor(x.element_size(), target), tiles), 1)
