@@ -2,13 +2,15 @@
 
 All contestants of a comparison are started once; then one works while the others block in the read of a pipe. So steps
 interleave, memory is measured apart, and layouts with different numbers of ranks compare in one run: tp 4 with tp 2, or
-any layout with one process.
+any layout with one process. Another git revision takes part in the same way: its ranks import everything, this file
+included, from a checkout of it. They are told only the entry, the methods of `Member` and the numbers of steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,11 +59,13 @@ class Entry:
         engine: tpengine, or torch's own tools.
         config: validated, layout resolved, on the CPU.
         rival: for engine torch.
+        tree: the checkout whose tpengine, tpkernels and benchmarks the ranks import; None for the working tree.
     """
 
     engine: Literal["tpengine", "torch"]
     config: Config
     rival: RivalOptions = field(default_factory=RivalOptions)
+    tree: Path | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -144,7 +148,8 @@ class Contestant:
 
     def __init__(self, entry: Entry, after_step: Callable[[], object] = lambda: None) -> None:
         self.entry, self._after_step = entry, after_step
-        self.ranks = Ranks(entry.num_ranks, "benchmarks.contestants:Member", entry)
+        with _imports_from(entry.tree):
+            self.ranks = Ranks(entry.num_ranks, "benchmarks.contestants:Member", entry)
         self._next_step = 0
 
     def step(self) -> Step:
@@ -171,6 +176,18 @@ class Contestant:
 
     def __exit__(self, *_: object) -> None:
         self.ranks.close()
+
+
+@contextlib.contextmanager
+def _imports_from(tree: Path | None) -> Iterator[None]:
+    """Let the processes that are started inside import from a checkout: a spawned process takes over `sys.path`."""
+    before = list(sys.path)
+    if tree is not None:
+        sys.path[:0] = [str(tree), str(tree / "kernels")]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 @contextlib.contextmanager

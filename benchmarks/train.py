@@ -1,4 +1,5 @@
-"""Whole training steps: tpengine in some layouts, against torch's own tools or against itself in another layout.
+"""Whole training steps: tpengine in some layouts, against torch's own tools, against itself in another layout, or
+against itself at another git revision.
 
 Both sides hold the same initial weights and train on the same global batches. Losses and gradient norms of the first
 steps must agree, or nothing is timed; then their steps alternate. Which traps that avoids is said in harness.py,
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rich.table import Table
 
 from benchmarks.contestants import Contestant, Entry, RivalOptions, check_agreement, started
 from benchmarks.harness import PASSED, Comparison, interleave
+from benchmarks.revision import checked_out, commit_of
 from benchmarks.rows import append, make_row
 from benchmarks.torch_rival import check_rival
 from tpengine.config import Config, ParallelConfig, validate
@@ -27,6 +30,7 @@ from tpengine.presets import PRESETS
 
 OURS = "tpengine"
 _ONE_PROCESS = "one-process"
+_REVISION = "revision"
 
 _LAYOUT = re.compile(r"((tp|pp|dp)[1-9]\d*)+")
 
@@ -40,7 +44,8 @@ class Options:
 
     against: str = "torch"
     """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), one-process
-    (tpengine in one), or a layout of tpengine such as tp2."""
+    (tpengine in one), a layout of tpengine such as tp2, or a git revision such as HEAD~5 (tpengine of that revision in
+    the same layout)."""
     layouts: tuple[str, ...] = ("tp1", "tp2", "pp2", "dp2", "tp2pp2")
     """Layouts of tpengine: sizes of tp, pp and dp; an axis that is not named has size 1."""
     steps: int = 7
@@ -62,13 +67,17 @@ def main(options: Options) -> int:
     Raises: ValueError: an option that means nothing, before any process is started.
     """
     base = base_config(options.preset, options.config)
-    cases = {layout: entries_of(base, layout, options) for layout in options.layouts}
+    commit = None if _is_known(options.against) else commit_of_rival(options.against)
     rows = []
-    for layout, entries in cases.items():
-        row = run_case(layout, entries, options.steps)
-        rows.append(row)
-        if options.out is not None:
-            append(options.out, row)
+    with checked_out(commit) if commit is not None else nullcontext() as tree:
+        cases = {layout: entries_of(base, layout, options, tree) for layout in options.layouts}
+        for layout, entries in cases.items():
+            row = run_case(layout, entries, options.steps)
+            if commit is not None:
+                row["against_commit"] = commit
+            rows.append(row)
+            if options.out is not None:
+                append(options.out, row)
     Console().print(table(rows))
     return 0 if all(row["check"] == PASSED for row in rows) else 1
 
@@ -199,8 +208,31 @@ def base_config(preset: str, toml: Path | None) -> Config:
     return replace(config, device="cpu", train=replace(config.train, steps=_SCHEDULE_STEPS))
 
 
-def entries_of(base: Config, layout: str, options: Options) -> dict[str, Entry]:
+def _is_known(against: str) -> bool:
+    """Whether --against names a rival of its own, or a layout; else it must be a git revision."""
+    return against in ("torch", "exact", _ONE_PROCESS) or _LAYOUT.fullmatch(against) is not None
+
+
+def commit_of_rival(against: str) -> str:
+    """The commit that --against names.
+
+    Raises:
+        ValueError: it names no revision either.
+    """
+    try:
+        return commit_of(against)
+    except ValueError:
+        raise ValueError(
+            f"--against must be torch, exact, {_ONE_PROCESS}, a layout or a git revision: got {against!r}: "
+            "use torch, tp2, or HEAD~1"
+        ) from None
+
+
+def entries_of(base: Config, layout: str, options: Options, tree: Path | None = None) -> dict[str, Entry]:
     """tpengine in a layout, then what it is compared with, both on the same global batch.
+
+    Args:
+        tree: a checkout of the revision that --against names; None where it names none.
 
     Raises:
         ValueError: sizes that do not divide; see config.validate.
@@ -212,11 +244,9 @@ def entries_of(base: Config, layout: str, options: Options) -> dict[str, Entry]:
     if options.against == "exact":
         exact = replace(ours.config, train=replace(ours.config.train, reduction="exact"))
         return {OURS: ours, "exact": Entry("tpengine", validate(exact, ours.num_ranks))}
+    if tree is not None:
+        return {OURS: ours, _REVISION: replace(ours, tree=tree)}
     other = "tp1" if options.against == _ONE_PROCESS else options.against
-    if not _LAYOUT.fullmatch(other):
-        raise ValueError(
-            f"--against must be torch, exact, {_ONE_PROCESS} or a layout: got {other!r}: use torch, or tp2"
-        )
     # The same global batch, whatever the number of replicas.
     num_global = base.train.num_micro_batches * (ours.config.parallel.dp or 1)
     num_replicas = parse_layout(other).dp or 1

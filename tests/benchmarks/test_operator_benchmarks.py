@@ -82,7 +82,10 @@ def test_a_small_run_stores_its_rows(tmp_path: Path, arguments: str, cases: int)
         ("attention --seqs -1", "--seqs must be at least 1"),
         ("exchange --buckets", "--buckets needs at least one"),
         ("overlap --out /nowhere/at/all.jsonl", "make /nowhere/at first"),
-        ("train --against nosuch", "--against must be torch, exact, one-process or a layout: got 'nosuch'"),
+        (
+            "train --against nosuch",
+            "--against must be torch, exact, one-process, a layout or a git revision: got 'nosuch'",
+        ),
         ("exchange --ranks 1", "2 or more ranks"),
         ("exchange --buckets 5", "buckets must be divisible by 4"),
         ("attention --seqs 100", "tokens must be whole sequences"),

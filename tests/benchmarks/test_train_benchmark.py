@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import train
-from benchmarks.contestants import Contestant, Entry
+from benchmarks.contestants import Contestant, Entry, check_agreement
+from benchmarks.revision import ROOT
 from benchmarks.train import case_row, compare_contestants, in_layout, parse_layout, table
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 
@@ -84,6 +87,22 @@ def test_the_command_compares_pipelines_with_one_process_and_writes_a_row(
     assert (row["layout"], row["tpengine_ranks"], row["one_process_ranks"]) == ("pp2", 2, 1)
     assert row["check"] == "passed" and row["tokens_per_step"] == 64
     assert "pp2" in capsys.readouterr().out
+
+
+def test_a_revision_is_compared_with_its_own_sources(tmp_path: Path) -> None:
+    """A copy of the working tree stands for the revision; in it the learning rate is another, which the check finds."""
+    tree = tmp_path / "tree"
+    for package in ("tpengine", "kernels/tpkernels", "benchmarks"):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    optim = tree / "tpengine" / "optim.py"
+    text = optim.read_text()
+    assert text.count("return config.lr * (step + 1)") == 1
+    optim.write_text(text.replace("return config.lr * (step + 1)", "return 9 * config.lr * (step + 1)"))
+    entries = train.entries_of(MINIATURE, "tp1", train.Options(against="HEAD"), tree)
+    assert list(entries) == ["tpengine", "revision"]
+    with Contestant(entries["tpengine"]) as ours, Contestant(entries["revision"]) as theirs:
+        difference = check_agreement({"tpengine": ours, "revision": theirs})
+    assert "of checked step 1 differs" in difference and str(tree) not in sys.path
 
 
 @pytest.mark.parametrize(
