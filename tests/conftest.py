@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: workers share the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before torch is imported: threads that share the cores with other work wait for each other, and burn ten times the CPU
+# time. Processes that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import torch
 from rank_pool import RankPool
 from rungs import Rung
+
+# A stalled core is no failure, and a failure is the same on every run.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

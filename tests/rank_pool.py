@@ -3,7 +3,7 @@
 Starting a process that imports torch takes longer than most tests, so workers are kept. A function is named by its
 file and name, so that any test module can hold the programs its ranks run. Each task makes a process group of its
 own over a file store and destroys it; a task that hangs, or whose group cannot be made, costs the pool its workers,
-never the session.
+never the session. A task may take as long as a rank works on it (progress.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import multiprocessing
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -22,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from progress import LOOK_SECONDS, Progress
 
-TASK_SECONDS = 180
-GRACE_SECONDS = 3
+# After a rank's failure: the others may wait for it for ever.
+QUIET_SECONDS_AFTER_A_FAILURE = 3.0
+CPU_SECONDS_AFTER_A_FAILURE = 120.0
 _DONE, _FAILED, _UNUSABLE = "done", "failed", "unusable"
 
 
 class RankError(AssertionError):
-    """A rank's function raised, or a rank did not answer in time; the message holds the traceback."""
+    """A rank's function raised, died or hangs; the message holds the traceback."""
 
 
 def _load(path: str, name: str) -> Callable[..., Any]:
@@ -83,11 +84,11 @@ class RankPool:
         self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_tasks = 0
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = TASK_SECONDS) -> list[Any]:
+    def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank of a fresh gloo group; return the results by rank.
 
         Raises:
-            RankError: a rank raised or did not answer within `seconds`.
+            RankError: a rank raised or died, or none worked any more.
         """
         self._grow(world)
         self._num_tasks += 1
@@ -95,35 +96,42 @@ class RankPool:
         path = inspect.getsourcefile(function)
         for rank in range(world):
             self._workers[rank][1].send((path, function.__name__, rank, world, store, args))
-        results, errors = self._collect(world, time.monotonic() + seconds)
+        results, errors = self._collect(world)
         if errors:
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
         return [results[rank] for rank in range(world)]
 
-    def _collect(self, world: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(self, world: int) -> tuple[dict[int, Any], dict[int, str]]:
         waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        # Who has answered may have to work for the others still: a thread that stands for a copy engine.
+        progress = Progress([process.pid for process, _ in self._workers[:world]])
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         are_usable = True
+        quiet_seconds: float | None = None
+        cpu_seconds = float("inf")
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait(list(waiting), timeout=LOOK_SECONDS)
             if not ready:
-                for rank in waiting.values():
-                    errors.setdefault(rank, "no answer in time")
-                break
+                progress.look()
+                if progress.is_over(quiet_seconds) or progress.cpu_seconds > cpu_seconds:
+                    for rank in waiting.values():
+                        errors.setdefault(rank, f"no answer: {progress}")
+                    break
             for connection in ready:
+                assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
                     outcome, value = connection.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     outcome, value = _UNUSABLE, "the process died"
                 are_usable &= outcome != _UNUSABLE
                 if outcome == _DONE:
                     results[rank] = value
                 else:
                     errors[rank] = value
-                    # The others may wait for this rank for ever.
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    quiet_seconds = QUIET_SECONDS_AFTER_A_FAILURE
+                    cpu_seconds = min(cpu_seconds, progress.cpu_seconds + CPU_SECONDS_AFTER_A_FAILURE)
         if waiting or not are_usable:
             self.close()
         return results, errors

@@ -9,9 +9,6 @@ import pytest
 from gpu_ranks import Run
 from rank_pool import RankPool
 
-# Each process compiles for itself where nobody has yet.
-TASK_SECONDS = 400
-
 
 @pytest.fixture(scope="module")
 def run(interpreters: RankPool) -> Iterator[Run]:
@@ -24,7 +21,7 @@ def run(interpreters: RankPool) -> Iterator[Run]:
             return interpreters.run(program, world, device, *args)
         if world not in pools:
             pools[world] = RankPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
-        return pools[world].run(program, world, device, *args, seconds=TASK_SECONDS)
+        return pools[world].run(program, world, device, *args)
 
     yield run_on
     for pool in pools.values():
