@@ -10,6 +10,8 @@ it never does, and no order of sends and receives that works with buffered messa
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,8 +22,11 @@ from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
 
 _OPERATIONS = ("receive", "send")
 _RECEIVE, _SEND = range(2)
-# What a slot begins with: the number of elements and the size of one.
+# What a slot begins with: the number of elements and their dtype's code.
 _HEADER_BYTES = ALIGNMENT_BYTES
+# By name, not by order: the ranks may run several versions of torch.
+_CODES = {d: zlib.crc32(str(d).encode()) for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_NAMES = {code: str(dtype) for dtype, code in _CODES.items()}
 
 
 class Mailbox:
@@ -97,7 +102,7 @@ class Mailbox:
             self.wait_for_room(peer)
             number = self._num_sent[peer]
             header, data = self._slot(self._rank, peer, number, piece)
-            header.copy_(torch.tensor([len(piece), piece.element_size()]))
+            header.copy_(torch.tensor([len(piece), _CODES[piece.dtype]]))
             data.copy_(piece)
             self._num_sent[peer] = number + 1
             self._arrivals.notify(peer, wrapped(number + 1))
@@ -124,19 +129,19 @@ class Mailbox:
         """Wait for the next message of `peer`, a neighbour, and copy it into `out`, a contiguous CPU tensor.
 
         Raises:
-            ValueError: the message has another size.
+            ValueError: the message has another size or dtype.
             PeerError: it does not come.
         """
         for piece in self._pieces(out.detach().view(-1)):
             number = self._num_received[peer]
             self._arrivals.wait(peer, wrapped(number + 1), _RECEIVE)
             header, data = self._slot(peer, self._rank, number, piece)
-            sent = header.tolist()
-            if sent != [len(piece), piece.element_size()]:
+            num_sent, code = header.tolist()
+            if (num_sent, code) != (len(piece), _CODES[piece.dtype]):
                 raise ValueError(
-                    f"a message must have the size that is received: rank {self._members[peer]} sent {sent[0]} "
-                    f"elements of {sent[1]} bytes, rank {self._members[self._rank]} expects {len(piece)} of "
-                    f"{piece.element_size()}: make both the same"
+                    f"a message must have the size and dtype that are received: rank {self._members[peer]} sent "
+                    f"{num_sent} elements of {_NAMES.get(code, 'an unknown dtype')}, rank {self._members[self._rank]} "
+                    f"expects {len(piece)} of {piece.dtype}: make both the same"
                 )
             piece.copy_(data)
             self._num_received[peer] = number + 1

@@ -98,18 +98,26 @@ def test_dtypes_and_strides(ranks: RankPool) -> None:
     ranks.run(kinds, 2)
 
 
-def other_size() -> str:
+def unlike(sent: torch.Tensor, expected: torch.Tensor) -> str:
+    """Send one tensor to a rank that expects another; return what it says."""
     box = Mailbox.open(dist.group.WORLD, 1024, 2, timeout_seconds=20)
     if dist.get_rank() == 0:
-        box.send(1, torch.ones(5))
+        box.send(1, sent)
         return ""
-    with pytest.raises(ValueError, match="sent 5 elements of 4 bytes, rank 1 expects 4 of 4") as error:
-        box.receive(0, torch.empty(4))
+    with pytest.raises(ValueError) as error:
+        box.receive(0, expected)
     return str(error.value)
 
 
 def test_another_size_is_an_error(ranks: RankPool) -> None:
-    assert ranks.run(other_size, 2)[1]
+    said = ranks.run(unlike, 2, torch.ones(5), torch.empty(4))[1]
+    assert "rank 0 sent 5 elements of torch.float32, rank 1 expects 4 of torch.float32: make both the same" in said
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(torch.float16, torch.bfloat16), (torch.int32, torch.float32)])
+def test_another_dtype_of_the_same_size_is_an_error(ranks: RankPool, sent: torch.dtype, expected: torch.dtype) -> None:
+    said = ranks.run(unlike, 2, torch.ones(4, dtype=sent), torch.empty(4, dtype=expected))[1]
+    assert f"rank 0 sent 4 elements of {sent}, rank 1 expects 4 of {expected}: make both the same" in said
 
 
 def silence() -> str:
