@@ -18,15 +18,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from tpengine.clocks import clock_of, offsets_of_ranks
 from tpengine.config import profiled_steps
-from tpengine.distributed import link_device
 from tpengine.execute import Trace
 from tpengine.launch import num_cores
 from tpengine.mesh import Shape
+from tpengine.messages import gather_bytes
 from tpengine.metrics import keep_copy_aside
 from tpengine.plan import Picture, StepFigures, Timeline, draw_svg, simulate, write_beside
 from tpengine.plan.chrome_trace import TracedRank, TracedStep, chrome_trace
@@ -131,7 +128,7 @@ class Profiler:
         shape, lists = Shape.of(trainer.config.parallel), trainer.plan.actions
         return [
             decode_record(of_rank, lists[shape.coordinates(rank).pp], self._offsets[rank])
-            for rank, of_rank in enumerate(gather_bytes(encoded, trainer.device))
+            for rank, of_rank in enumerate(gather_bytes(encoded))
         ]
 
     def _bucket_bytes(self) -> dict[int, int]:
@@ -211,19 +208,3 @@ def crowding(num_ranks: int, num_cores: int) -> str:
 def num_local_ranks(environ: Mapping[str, str]) -> int:
     """The ranks of this host, as torchrun says; 1 without it."""
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)
-
-
-def gather_bytes(mine: bytes, device: torch.device) -> list[bytes]:
-    """Return every rank's bytes, at least one, on rank 0, and nothing elsewhere; collective over the default group."""
-    link, world = link_device(device), dist.get_world_size()
-    length = torch.tensor([len(mine)], dtype=torch.int64, device=link)
-    lengths = [torch.zeros_like(length) for _ in range(world)]
-    dist.all_gather(lengths, length)
-    padded = torch.zeros(max(int(of_rank) for of_rank in lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    sent = padded.to(link)
-    everyone = [torch.empty_like(sent) for _ in range(world)] if dist.get_rank() == 0 else None
-    dist.gather(sent, everyone)
-    if everyone is None:
-        return []
-    return [bytes(of_rank[: int(n)].cpu().numpy()) for of_rank, n in zip(everyone, lengths, strict=True)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.save import Saver
+from tpengine.messages import all_gather_json, broadcast_json
 from tpengine.resume import checkpoints_of, state_of
 from tpengine.trainer import RunError, Trainer
 from tpengine.training_state import blocks_of
@@ -122,21 +123,18 @@ class RunCheckpoints:
 
 def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
     """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
-    told: list[str | None] = [None]
+    own: Path | None = None
     if run_dir is not None:
         directory = checkpoints_of(run_dir)
         directory.clean()
         directory.path.mkdir(exist_ok=True)
         # Another node may have a directory of its own under the same name: a file tells them apart.
-        told = [str(directory.path.resolve() / f".seen-{secrets.token_hex(8)}")]
-        Path(str(told[0])).touch()
-    dist.broadcast_object_list(told)
-    assert told[0] is not None
-    token = Path(told[0])
+        own = directory.path.resolve() / f".seen-{secrets.token_hex(8)}"
+        own.touch()
+    # A file's name may hold bytes that are no text; JSON carries them as the escapes that os.fsdecode makes.
+    token = Path(broadcast_json(None if own is None else str(own)))
     path = token.parent
-    sees: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(sees, token.exists())
-    blind = [rank for rank, seen in enumerate(sees) if not seen]
+    blind = [rank for rank, seen in enumerate(all_gather_json(token.exists())) if not seen]
     if run_dir is not None:
         token.unlink()
     if blind:

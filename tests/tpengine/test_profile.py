@@ -37,7 +37,7 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.plan.cost_profile import read_profile
 from tpengine.plan.measured import RankRecord, decode_record, encode_record
-from tpengine.profile import Profiler, crowding, gather_bytes, num_local_ranks
+from tpengine.profile import Profiler, crowding, num_local_ranks
 from tpengine.step_plan import layout_of, training_plan
 from tpengine.trainer import Trainer
 
@@ -274,17 +274,6 @@ def heard_run(config: Config, run_dir: str) -> tuple[list[str], list[str]]:
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         said = profiled_run(config, run_dir, True, 3)
     return said, [line for line in errors.getvalue().splitlines() if line.startswith("tpengine")]
-
-
-def unequal_bytes() -> list[bytes]:
-    rank = torch.distributed.get_rank()
-    return gather_bytes(bytes([rank]) * (1 + rank * 1000), CPU)
-
-
-def test_bytes_of_every_length_are_gathered(ranks: RankPool) -> None:
-    first, *others = ranks.run(unequal_bytes, 3)
-    assert first == [b"\x00", b"\x01" * 1001, b"\x02" * 2001]
-    assert others == [[], []]
 
 
 def resumed_profiler(config: Config, run_dir: str) -> list[str]:

@@ -13,6 +13,7 @@ from tpengine.checkpoint.block import Block, BlockLoadPlanner, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, Index, check_file
 from tpengine.checkpoint.storage import Reader, dtype_name
 from tpengine.exits import one_line
+from tpengine.messages import all_gather_json
 
 
 def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
@@ -67,8 +68,6 @@ def _check_tensor(directory: Path, index: Index, name: str, block: Block) -> Non
 
 def _raise_everywhere(problem: str | None) -> None:
     """Raise the first problem of any rank on all of them."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
+    for found in all_gather_json(problem):
         if found is not None:
             raise CheckpointError(found)
