@@ -19,6 +19,7 @@ from tpengine.training_state import blocks_of
 
 # How long a rank that has failed stays for a checkpoint under way; if a peer is gone, the write fails much sooner.
 _LAST_WRITE_SECONDS = 10.0
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
 
 
 class RunCheckpoints:
@@ -64,7 +65,8 @@ class RunCheckpoints:
         Returns:
             What to tell the user.
         """
-        what = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up"}.get(signal.Signals(stop_signal), "terminated")
+        number = signal.Signals(stop_signal)
+        what = _WORDS.get(number, f"asked to stop by {number.name}")
         done = f"{what} after step {num_steps} of {self._train.steps}"
         if self._saver is None:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"

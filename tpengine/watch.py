@@ -4,8 +4,9 @@ A rank blocked inside a collective runs no Python: a signal handler of Python's 
 never comes. The interpreter's C handler, however, writes the signal's number into a pipe at once
 (signal.set_wakeup_fd), and a daemon thread reads it. Three things can happen, each with one line of its own:
 
-    a request to stop    SIGINT, SIGTERM, SIGHUP, or the end of the torchrun that started this rank: noted in `stop`.
-                         The training loop saves at the end of its step and leaves.
+    a request to stop    SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 (SLURM's notice of preemption), or the end of the
+                         torchrun that started this rank: noted in `stop`. The training loop saves at the end of its
+                         step and leaves.
     no way to go on      after a request nothing moved for a while: a peer is gone (torchrun sends SIGTERM to the rest
                          as soon as one rank has died). The rank says what it was doing, and leaves with 70.
     a hang               an action outlives the time limit: the same.
@@ -31,7 +32,7 @@ from tpengine.activity import Activity, Doing
 from tpengine.exits import RANK_FAILED, one_line, say
 
 _POLL_SECONDS = 0.25
-_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # After a request to stop, an action that waits for other ranks may take three times as long as any before it, within
 # these bounds: torchrun kills what is left 30 s after its SIGTERM.
 _PATIENCE_SECONDS = (5.0, 20.0)

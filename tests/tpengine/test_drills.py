@@ -38,10 +38,12 @@ DOING = (
 ACTION = rf"step \d+, in {DOING} for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
 
 
-def start(*arguments: str, drill: str = "none:0:0", num_ranks: int = 4, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, drill: str = "none:0:0", num_ranks: int = 4, restarts: int = 0, signals: str = ""
+) -> subprocess.Popen[str]:
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    launcher += ["--max-restarts", str(restarts)]
+    launcher += ["--max-restarts", str(restarts), *(["--signals-to-handle", signals] if signals else [])]
     return subprocess.Popen(
         [sys.executable, *launcher, PROGRAM, *arguments],
         stdout=subprocess.PIPE,
@@ -179,6 +181,33 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
     errors = finish(process)
     assert process.returncode == 0, errors
     assert len((out / "metrics.jsonl").read_text().splitlines()) == step + 2
+
+
+@pytest.mark.parametrize("through_torchrun", [True, False])
+def test_a_notice_of_preemption_saves(tmp_path: Path, through_torchrun: bool) -> None:
+    """SLURM sends SIGUSR1 or SIGUSR2. torchrun passes them on if it is told to; a rank that alone is sent one takes all
+    along."""
+    out = tmp_path / "out"
+    forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--parallel.pp", "2")
+    process = start(*forever, "--run-dir", str(out), num_ranks=2, signals="SIGTERM,SIGINT,SIGUSR1")
+    wait_for(out / "metrics.jsonl", 2)
+    if through_torchrun:
+        process.send_signal(signal.SIGUSR1)
+    else:
+        os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
+    errors = finish(process)
+    number = "SIGUSR1" if through_torchrun else "SIGUSR2"
+    (step,) = re.findall(
+        rf"^tpengine: asked to stop by {number} after step (\d+) of 100000: saved", errors, re.MULTILINE
+    )
+    newest = checkpoints_of(out).newest()
+    assert newest is not None and read_index(newest).step == int(step)
+    assert not last_words(errors), "a rank that could save reported an end instead"
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
 def test_ranks_that_outlive_torchrun_save_and_leave(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_ranks_that_only_start_are_silent(tmp_path: Path) -> None:
     assert leave("activity.step = None\n" + DEAF, tmp_path, signal.SIGTERM) == (143, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, number: signal.Signals) -> None:
     body = (
         "watch.stoppable = True\nprint('ready', flush=True)\n"
