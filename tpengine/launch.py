@@ -1,10 +1,15 @@
-"""Which of how many processes this is, as torchrun says it in the environment. No torch."""
+"""Which of how many processes this is, as torchrun, srun or a person says it in the environment. No torch."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+# Ports that SLURM's job and step choose: below those that Linux hands out by itself.
+_FIRST_PORT, _NUM_PORTS = 15000, 10000
+_PORTS_PER_STEP = 101
 
 
 @dataclass(frozen=True)
@@ -14,39 +19,142 @@ class Launch:
     Attributes:
         rank, world_size: over all nodes.
         local_rank, local_world_size: on this node.
+        address, port: where the processes meet; rank 0's host, unless torchrun's agent keeps the store. Empty and 0 for
+            one process.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    address: str = ""
+    port: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Launch:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them there is one process.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what is missing comes from
+        SLURM's variables where srun has started this process. Without either there is one process.
+
+        RANK without LOCAL_RANK means that all processes are on one host.
 
         Raises:
-            ValueError: not integers, not 0 <= rank < size, or several processes and no address to meet at.
+            ValueError: not integers, not 0 <= rank < size, RANK and SLURM's number disagree, or several processes and
+                no address to meet at.
         """
-        rank, world_size = _pair(environ, "RANK", "WORLD_SIZE", "1")
-        local_rank, local_world_size = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", str(world_size))
-        port = environ.get("MASTER_PORT", "")
-        if world_size > 1 and not ("MASTER_ADDR" in environ and port.isdecimal() and 0 < int(port) < 65536):
+        step = None if "TORCHELASTIC_RUN_ID" in environ else _Step.of(environ)
+        rank, world_size = _pair(environ, "RANK", "WORLD_SIZE", *((step.rank, step.world_size) if step else (0, 1)))
+        if step is not None and (rank, world_size) != (step.rank, step.world_size):
+            # One task may well start a group of its own; a RANK that the batch script exported is the same in all.
+            if step.world_size > 1:
+                raise ValueError(
+                    f"the environment must say one place: RANK {rank} of WORLD_SIZE {world_size}, but SLURM_PROCID "
+                    f"{step.rank} of {step.world_size} tasks: unset RANK and WORLD_SIZE, or start with torchrun"
+                )
+            step = None
+        local = (step.local_rank, step.local_world_size) if step else (rank, world_size)
+        local_rank, local_world_size = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", *local)
+        if local_world_size > world_size:
             raise ValueError(
-                f"{world_size} processes must know where to meet: MASTER_ADDR {environ.get('MASTER_ADDR')}, "
+                f"a node cannot have more processes than there are: LOCAL_WORLD_SIZE {local_world_size}, WORLD_SIZE "
+                f"{world_size}: start with torchrun, or unset LOCAL_WORLD_SIZE"
+            )
+        if world_size == 1:
+            return cls(rank, world_size, local_rank, local_world_size)
+        address = environ.get("MASTER_ADDR") or (step.address if step else "")
+        port = environ.get("MASTER_PORT") or (str(step.port) if step else "")
+        if not (address and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError(
+                f"{world_size} processes must know where to meet: MASTER_ADDR {address or None}, "
                 f"MASTER_PORT {port or None}: start with torchrun"
             )
-        return cls(rank, world_size, local_rank, local_world_size)
+        return cls(rank, world_size, local_rank, local_world_size, address, int(port))
+
+    def variables(self) -> dict[str, str]:
+        """The environment that says this place, for libraries that read it."""
+        place = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+        }
+        meeting = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port} if self.port else {}
+        return {name: str(value) for name, value in (place | meeting).items()}
 
 
-def _pair(environ: Mapping[str, str], index: str, size: str, default_size: str) -> tuple[int, int]:
-    a, b = environ.get(index, "0"), environ.get(size, default_size)
+@dataclass(frozen=True)
+class _Step:
+    """The place of this task in a job step that srun has started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> _Step | None:
+        """Read SLURM's variables; None outside a step.
+
+        A batch script has SLURM_PROCID and SLURM_NTASKS too, of the whole job, and is one process: only srun sets
+        the step's.
+        """
+        size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "")
+        in_step = any(name.startswith("SLURM_STEP_") for name in environ)
+        if not (size and in_step and "SLURM_PROCID" in environ):
+            return None
+        rank, world_size = _pair(environ, "SLURM_PROCID", size, 0, 1)
+        by_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or str(world_size)
+        node = environ.get("SLURM_NODEID", "0")
+        counts = _tasks_per_node(by_node)
+        if not (node.isdecimal() and counts):
+            raise ValueError(
+                f"SLURM must say how many tasks each node has: SLURM_NODEID {node!r}, tasks {by_node!r}: start with "
+                "srun or torchrun"
+            )
+        # SLURM_NTASKS_PER_NODE is one number for all nodes.
+        num_local = counts[min(int(node), len(counts) - 1)]
+        local = {"SLURM_LOCALID": environ.get("SLURM_LOCALID", str(rank)), "tasks of this node": str(num_local)}
+        local_rank, local_world_size = _pair(local, "SLURM_LOCALID", "tasks of this node", 0, 1)
+        if local_world_size == world_size:
+            address = "127.0.0.1"
+        else:
+            address = _first_node(environ.get("SLURM_STEP_NODELIST", "")) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+        return cls(rank, world_size, local_rank, local_world_size, address, _port(environ))
+
+
+def _pair(environ: Mapping[str, str], index: str, size: str, default_index: int, default_size: int) -> tuple[int, int]:
+    a, b = environ.get(index, str(default_index)), environ.get(size, str(default_size))
     if not (a.isdecimal() and b.isdecimal() and int(a) < int(b)):
         raise ValueError(
             f"the environment must have integers 0 <= {index} < {size}: {index} {a!r}, {size} {b!r}: "
             "start with torchrun, or unset both"
         )
     return int(a), int(b)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Expand SLURM's "4(x2),3" to [4, 4, 3]; empty where it is something else."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_node(nodes: str) -> str:
+    """The first name of SLURM's "rack[3-5,9]-n[01-02],gpu7": "rack3-n01"."""
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """A port that steps running side by side on a node do not share, as far as their numbers tell."""
+    job, step = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    number = sum(int(text) * factor for text, factor in ((job, 1), (step, _PORTS_PER_STEP)) if text.isdecimal())
+    return _FIRST_PORT + number % _NUM_PORTS
 
 
 def num_cores() -> int:

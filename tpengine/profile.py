@@ -206,5 +206,5 @@ def crowding(num_ranks: int, num_cores: int) -> str:
 
 
 def num_local_ranks(environ: Mapping[str, str]) -> int:
-    """The ranks of this host, as torchrun says; 1 without it."""
+    """The ranks of this host, as torchrun says, or train.py; 1 without."""
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)

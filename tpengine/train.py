@@ -1,4 +1,5 @@
-"""Train a transformer: `torchrun --nproc-per-node 4 -m tpengine.train`, or `python -m tpengine.train` for one process.
+"""Train a transformer: `torchrun --nproc-per-node 4 -m tpengine.train`, `srun python -m tpengine.train` under SLURM, or
+`python -m tpengine.train` for one process.
 
 Whatever a user can get wrong is found before a process group exists; hence torch is imported late.
 """
@@ -25,6 +26,7 @@ def main() -> None:
     """Parse, check, train."""
     message = None
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
+        os.environ.update(launch.variables())  # what srun said in other words
         config = parse_config(sys.argv[1:], launch.world_size)
         corpus = open_corpus(config)
         from tpengine.distributed import choose_device, lost_peer

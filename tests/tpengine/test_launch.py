@@ -1,0 +1,100 @@
+"""Rung: pure. Where a process stands, from the variables of torchrun, of srun, or of a person."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpengine.launch import Launch
+
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+# The second task of the second node of `srun -N 3 --ntasks 8`, three tasks on each of the first two.
+SRUN = {
+    "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "rack3-n[07-08],gpu12",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def test_processes_started_by_hand_are_on_one_host() -> None:
+    assert Launch.of(BY_HAND) == Launch(3, 8, 3, 8, "head", 29500)
+    assert Launch.of({}) == Launch(0, 1, 0, 1)
+
+
+def test_srun_without_a_wrapper_says_every_place() -> None:
+    """Read as local rank 0, all tasks of a node would take its first GPU."""
+    assert Launch.of(SRUN) == Launch(4, 8, 1, 3, "rack3-n07", 15000 + (40123 + 202) % 10000)
+    last = {**SRUN, "SLURM_PROCID": "7", "SLURM_NODEID": "2"}
+    assert (Launch.of(last).local_rank, Launch.of(last).local_world_size) == (1, 2)
+
+
+def test_a_wrapper_that_sets_only_rank_and_size_is_completed() -> None:
+    wrapped = {**SRUN, "RANK": "4", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    assert Launch.of(wrapped) == Launch(4, 8, 1, 3, "head", 29500)
+    assert Launch.of({**wrapped, "LOCAL_RANK": "2"}).local_rank == 2
+
+
+def test_torchrun_under_srun_has_the_last_word() -> None:
+    workers = {**BY_HAND, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
+    assert Launch.of({**SRUN, **workers}) == Launch(3, 8, 3, 4, "head", 29500)
+
+
+def test_processes_by_hand_within_one_task_are_no_tasks() -> None:
+    one_task = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    one_task |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert Launch.of({**one_task, **BY_HAND}) == Launch(3, 8, 3, 8, "head", 29500)
+    assert Launch.of(one_task) == Launch(0, 1, 0, 1)
+
+
+def test_a_batch_script_is_one_process() -> None:
+    """It has the numbers of the whole job, and no others would come."""
+    batch = without(SRUN, *(name for name in SRUN if name.startswith("SLURM_STEP_")))
+    assert Launch.of({**batch, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == Launch(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node5", "node5"),
+        ("node[3,7-9]", "node3"),
+        ("a[01-04]b[2-3],z", "a01b2"),
+        ("", "10.0.0.1"),
+    ],
+)
+def test_the_first_node_is_where_the_tasks_meet(nodes: str, first: str) -> None:
+    assert Launch.of({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == first
+
+
+def test_tasks_of_one_node_meet_on_the_loopback() -> None:
+    one_node = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "4"}
+    assert Launch.of(one_node).address == "127.0.0.1"
+    assert Launch.of(one_node).variables()["LOCAL_WORLD_SIZE"] == "8"
+    other_job = {**one_node, "SLURM_JOB_ID": "40124"}
+    assert Launch.of(other_job).port != Launch.of(one_node).port
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "8"}, "RANK 0 of WORLD_SIZE 8, but SLURM_PROCID 4 of 8 tasks"),
+        ({"SLURM_PROCID": "8"}, "SLURM_PROCID '8', SLURM_STEP_NUM_TASKS '8'"),
+        ({"SLURM_LOCALID": "3"}, "SLURM_LOCALID '3', tasks of this node '3'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "three"}, "tasks 'three'"),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "MASTER_ADDR None"),
+        ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE 9, WORLD_SIZE 8"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match="torchrun") as refusal:
+        Launch.of({**SRUN, **changed})
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
