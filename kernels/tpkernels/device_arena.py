@@ -46,6 +46,7 @@ from tpkernels.signals_kernel import (
     REFUSED,
     STATE,
     TABLE,
+    TICKS_PER_SECOND,
     VERDICT_WORDS,
     WORLD,
 )
@@ -54,8 +55,8 @@ from tpkernels.work import RATES, Rates
 
 NUM_GENERATIONS = 2
 CONTROL_BYTES = 4 * LINE_WORDS * NUM_LINES
-# A poll of a flag in the GPU's own memory takes about a microsecond, one of the interpreter's 50.
-_POLLS_A_SECOND = 20_000 if INTERPRETED else 1_000_000
+# A poll of a flag in the GPU's own memory takes a microsecond or more. Interpreted, limits are in ticks of a clock.
+_POLLS_PER_SECOND = TICKS_PER_SECOND if INTERPRETED else 1_000_000
 # A copy engine wants so much at once to be as fast as the links.
 _SPLIT_BYTES = 8 << 20
 _MOST_CALLS = 4096
@@ -312,7 +313,7 @@ class DeviceArena:
         words[EPOCH], words[GENERATION] = signed(first_epoch & 0xFFFFFFFF, 32), self._generation
         words[RANK], words[WORLD] = self.rank, self.world
         words[EPOCH_OF : EPOCH_OF + NUM_GENERATIONS] = words[EPOCH]
-        words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_A_SECOND), 1), _MOST_POLLS)
+        words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_PER_SECOND), 1), _MOST_POLLS)
         self.control[STATE * LINE_WORDS : (STATE + 1) * LINE_WORDS].copy_(words)
         self.control[: POISON * LINE_WORDS : LINE_WORDS].fill_(int(words[EPOCH]))
         table = self.memory.block(self.rank, TABLE * LINE_WORDS * _WORD_BYTES, (MAX_WORLD + 1,), torch.int64)

@@ -9,8 +9,8 @@ there. Its lines, of 16 int32 words each:
     PUBLISHED + s       flag: rank s lets this rank read its block
     HELLO + s           flag: rank s has begun a call, and so has ended those before
     POISON              reason, waiter, awaited, line waited at, epoch expected, epoch seen, call, lock
-    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait; then for each
-                        generation the epoch of its newest call
+    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait (interpreted: most
+                        ticks of a clock); then for each generation the epoch of its newest call
     CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
     TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
 
@@ -95,6 +95,36 @@ def _yield_core() -> None:
 _rest: Any = _yield_core if INTERPRETED else _nothing
 
 
+# Interpreted, polls take as long as the machine is busy, so that a limit stands for ticks of the host's clock there.
+TICKS_PER_SECOND = 20_000
+
+
+def _ticks() -> int:
+    """The host's clock, for interpreted waits."""
+    return time.monotonic_ns() * TICKS_PER_SECOND // 10**9
+
+
+@jit
+def _no_ticks() -> int:
+    """A GPU's waits count polls."""
+    return 0
+
+
+def _ticks_since(polls: int, start: int) -> int:
+    """Ticks since a wait began."""
+    return _now() - start
+
+
+@jit
+def _one_more(polls: tl.tensor, start: tl.constexpr) -> tl.tensor:
+    """Polls with this one."""
+    return polls + 1
+
+
+_now: Any = _ticks if INTERPRETED else _no_ticks
+_counted: Any = _ticks_since if INTERPRETED else _one_more
+
+
 @jit
 def control_at(address: tl.tensor) -> tl.tensor:
     """The control area at an address, which is what kernels are given instead of a tensor: the interpreter copies each
@@ -177,7 +207,8 @@ def notify(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.ten
 def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
     """Wait until `peer` has notified this rank at `line` of a call no older than `epoch`, or the group is poisoned.
 
-    Bounded by a number of polls; then, and if the peer's call of this epoch has another number, the group is poisoned.
+    Bounded by a number of polls (interpreted by time); then, and if the peer's call of this epoch has another number,
+    the group is poisoned.
     """
     seen = wait_for_copy(p_control, peer, line, epoch, call)
     # A peer may be one call ahead, hence a number for each parity.
@@ -207,6 +238,7 @@ def wait_for_copy(
         # Copies wait for peers one after another: whoever waits for the peer itself is to give up, and name it.
         limit = limit * _MAX_WORLD if (line >= _FETCHED) & (line < _PUBLISHED) else limit
         polls = limit - limit
+        start = _now()
         poison = 0
         differs = False
         while (seen - epoch < 0) & (polls < limit) & (poison == 0) & (not differs):
@@ -215,7 +247,7 @@ def wait_for_copy(
             other = tl.atomic_add(p_control + other_line * _LINE, 0, sem="acquire", scope="sys")
             differs = is_exchange & (other == epoch) & (seen - epoch < 0)
             poison = tl.atomic_add(p_control + _POISON * _LINE, 0, sem="acquire", scope="sys")
-            polls += 1
+            polls = _counted(polls, start)
         if poison != 0:
             # Not this wait's own words: they could reach a rank before those of the one that gave up first.
             report(p_control)
@@ -254,9 +286,10 @@ def give_up(
     p_own = p_control + _POISON * _LINE
     limit = tl.load(p_control + _LIMIT_WORD)
     polls = 0
+    start = _now()
     while (tl.atomic_add(p_own, 0, sem="acquire", scope="sys") == 0) & (polls < limit):
         _rest()
-        polls += 1
+        polls = _counted(polls, start)
     tl.atomic_cas(p_own, 0, reason, sem="acq_rel", scope="sys")
     report(p_control)
 

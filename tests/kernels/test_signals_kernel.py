@@ -38,8 +38,8 @@ from tpkernels.signals_kernel import (
 )
 from tpkernels.symmetric import HostMemory
 
-# More than any test waits for in vain, and few enough to end a test that would hang.
-MOST_POLLS = 200_000
+# More than any test waits for in vain, and few enough to end a test that would hang: 100 s of the interpreter's clock.
+MOST_POLLS = 100 * signals.TICKS_PER_SECOND
 CALL = 77
 # What a rank sends to each, in one, two or four items.
 NUM_ELEMENTS = 32
@@ -95,11 +95,18 @@ class Area:
 
 
 class Polls:
-    """Counts the polls of waits that did not end at once; `with Polls() as polls: ...; polls.count`."""
+    """Counts the polls of waits that did not end at once; `with Polls() as polls: ...; polls.count`.
+
+    Args:
+        ticks: how far a poll moves the clock that bounds the waits.
+    """
+
+    def __init__(self, ticks: int = 1) -> None:
+        self.ticks, self.count = ticks, 0
 
     def __enter__(self) -> Polls:
-        self.count, self._rest = 0, signals._rest
-        signals._rest = self._poll
+        self._before = signals._rest, signals._now
+        signals._rest, signals._now = self._poll, lambda: self.ticks * self.count
         return self
 
     def _poll(self) -> None:
@@ -107,7 +114,7 @@ class Polls:
         time.sleep(0)
 
     def __exit__(self, *_: object) -> None:
-        signals._rest = self._rest
+        signals._rest, signals._now = self._before
 
 
 @jit
@@ -355,6 +362,20 @@ def test_a_rank_that_never_comes(interpreters: RankPool, world: int) -> None:
         assert polls == (0 if rank == world - 1 else polls)
     assert outcomes[0][3] == 100, "its own bound"
     assert all(polls < MOST_POLLS for *_, polls in outcomes), "the others are ended by poison"
+
+
+def polls_until_a_wait_ends(ticks: int) -> int:
+    """Wait for a call that nobody makes, each poll of which takes so many ticks."""
+    area = Area(epoch=5, most_polls=5 * signals.TICKS_PER_SECOND)
+    with Polls(ticks) as polls:
+        area.launch(wait_kernel, 6, CALL, FIRST=0, LAST=1)
+    assert area.verdict[0] == TIMED_OUT
+    return polls.count
+
+
+def test_a_wait_ends_by_the_clock_however_slow_its_polls_are(interpreters: RankPool) -> None:
+    assert interpreters.run(polls_until_a_wait_ends, 1, signals.TICKS_PER_SECOND) == [5]
+    assert interpreters.run(polls_until_a_wait_ends, 1, 3 * signals.TICKS_PER_SECOND) == [2]
 
 
 def run_other_calls() -> tuple[list[int], int]:
