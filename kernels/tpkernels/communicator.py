@@ -358,7 +358,7 @@ class Communicator:
             full = self._on_host(self._exchange_shards, x)
         else:
             full = x.new_empty(self.size * most, *x.shape[1:])
-            _all_gather_single(full, x, self.group)
+            _all_gather_single(full, x, group=self.group)
         return full[:num_rows]
 
     def _reduce_scatter_by_collective(self, x: Tensor) -> Tensor:
@@ -367,7 +367,8 @@ class Communicator:
         own = shard_rows(len(x), self.size, self.rank)
         most = -(-len(x) // self.size)
         part = x.new_empty(most, *x.shape[1:])
-        _reduce_scatter_single(part, _padded(x, self.size * most), self.group)
+        # By name: what comes third is the reduce operation.
+        _reduce_scatter_single(part, _padded(x, self.size * most), group=self.group)
         return part[: own.stop - own.start]
 
     def _reduce_scatter_by_exchange(self, x: Tensor) -> Tensor:

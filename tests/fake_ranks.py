@@ -1,0 +1,168 @@
+"""Ranks of a group that is not gloo's, one after the other in one process, over torch's "fake" backend.
+
+A fake collective moves nothing: a gather returns copies of what this rank gave, a sum what it gave itself, and where a
+receive lands there are zeros. So no number is right; what is recorded is which calls a rank makes. `check_legal` holds
+the ranks' records against each other as NCCL would meet them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpkernels.arena import Arena
+from tpkernels.host_memory import MemoryRefused
+from tpkernels.mailbox import Mailbox
+
+NCCL_DTYPES = {
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+}
+
+
+_ALL_REDUCE = dist.all_reduce
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective or message: which, of what tensors, in which group.
+
+    detail: the operation of a sum, the root of a broadcast. peer: of a message, by its number among all ranks.
+    """
+
+    operation: str
+    group: str
+    members: tuple[int, ...]
+    tensors: tuple[tuple[int, torch.dtype], ...]
+    detail: Any
+    peer: int | None
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Notes every call of torch.distributed, whichever Python function made it."""
+
+    calls: list[Call] = field(default_factory=list)
+    reduction: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's compiler would be imported to keep out of here.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._note(func.overloadpacket.__name__, args)
+        return result
+
+    def _note(self, operation: str, args: Sequence[Any]) -> None:
+        tensors = list(_tensors(args))
+        boxed = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
+        group = next(found for argument in boxed if (found := _group(argument)) is not None)
+        members = tuple(dist.get_process_group_ranks(group))
+        for tensor in tensors:
+            assert tensor.is_contiguous(), f"{operation} of a tensor with gaps: {tensor.shape}, {tensor.stride()}"
+            assert tensor.dtype in NCCL_DTYPES, f"{operation} of {tensor.dtype}"
+        peer = None
+        if operation in ("send", "recv_"):
+            peer = members[args[2]]
+            if operation == "recv_":
+                tensors[0].zero_()
+        detail = {"broadcast_": args[2], "allreduce_": self.reduction}.get(operation)
+        described = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
+        self.calls.append(Call(operation, group.group_name, members, described, detail, peer))
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        """torch's; a recorded call does not show its operation."""
+        self.reduction = str(op)
+        work = _ALL_REDUCE(tensor, op, *args, **kwargs)
+        if op == dist.ReduceOp.MAX:
+            # The other ranks give zeros.
+            tensor.clamp_(min=0)
+        return work
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+def _group(boxed: Any) -> Any:
+    with contextlib.suppress(RuntimeError, TypeError):
+        return dist.ProcessGroup.unbox(boxed)
+    return None
+
+
+@contextlib.contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[Recorder]:
+    """Be one rank of a fake default group, without any memory shared with others; the group before comes back.
+
+    Use it in a worker of the pool: it takes the process's default group.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        for memory in (Arena, Mailbox):
+            patch.setattr(memory, "open", _refuse)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            with Recorder() as recorder:
+                patch.setattr(dist, "all_reduce", recorder.all_reduce)
+                yield recorder
+        finally:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise MemoryRefused("fake ranks have no memory")
+
+
+def check_legal(calls: Sequence[Sequence[Call]]) -> None:
+    """Whether the calls of all ranks fit together.
+
+    In each group all members make the same collectives in the same order, with as many elements of one dtype; of each
+    pair of ranks, what one sends the other receives, in the same order.
+    """
+    collectives: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = defaultdict(dict)
+    sent: defaultdict[tuple[str, int, int], list[Any]] = defaultdict(list)
+    received: defaultdict[tuple[str, int, int], list[Any]] = defaultdict(list)
+    for rank, of_rank in enumerate(calls):
+        for call in of_rank:
+            assert rank in call.members
+            if call.operation == "send":
+                assert call.peer is not None
+                sent[call.group, rank, call.peer].append(call.tensors)
+            elif call.operation == "recv_":
+                assert call.peer is not None
+                received[call.group, call.peer, rank].append(call.tensors)
+            else:
+                collectives[call.group, call.members].setdefault(rank, []).append(call)
+    assert sent == received
+    for (_, members), by_rank in collectives.items():
+        assert sorted(by_rank) == sorted(members), f"only {sorted(by_rank)} of {members} call {by_rank}"
+        first = by_rank[members[0]]
+        for rank in members:
+            assert by_rank[rank] == first, f"rank {rank} differs from {members[0]}"
