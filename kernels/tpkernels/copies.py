@@ -167,11 +167,11 @@ def _has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool
     line = PUBLISHED + peer
     flag, number = arena.word(line * LINE_WORDS), arena.word(line * LINE_WORDS + 1 + (epoch & 1))
     poison = arena.word(POISON * LINE_WORDS)
-    end, looks = time.monotonic() + arena.timeout_seconds, 0
+    end, looks = arena.clock() + arena.timeout_seconds, 0
     while not reached(int(flag), epoch):
         if int(poison):
             return False
-        if time.monotonic() > end:
+        if arena.clock() > end:
             give_up(arena, TIMED_OUT, peer, line, epoch, int(flag), call)
             return False
         looks += 1

@@ -13,8 +13,9 @@ they write after a peer is lost is garbage that a later call, or the next `check
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -84,6 +85,7 @@ class DeviceArena:
         address: of the control area, what every kernel is given.
         epoch: its word of the newest call's epoch.
         timeout_seconds: as given.
+        clock: what the waits of this host are measured by; a test may let time pass by a clock of its own.
         newest_call: number of the newest call.
         processors: of the GPU, for the arena's kernels; None for all. Ranks that share a GPU share them.
         split_bytes: what a copy engine fetches at a time, at least; a flag is raised behind each.
@@ -120,6 +122,7 @@ class DeviceArena:
         self.address = memory.addresses[self.rank]
         self.epoch = self.word(STATE * LINE_WORDS + EPOCH)
         self.timeout_seconds = timeout_seconds
+        self.clock: Callable[[], float] = time.monotonic
         self._write_state(first_epoch)
 
     @classmethod

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +37,25 @@ WORDS = [OrderedWords, pytest.param(AtomicWords, marks=pytest.mark.skipif(
 Pair = tuple[Signals, Signals]
 
 
-def pair_over(words: Callable[[memoryview], Words], pids: tuple[int, int], timeout_seconds: float = 0.3) -> Pair:
+class Clock:
+    """Time for one rank: each look at it takes an hour, or none where a rank is to wait for as long as it takes.
+
+    Args:
+        seconds_per_look: how far it goes each time.
+        events: what happens at some look, by its number.
+    """
+
+    def __init__(self, seconds_per_look: float = 3600.0, events: dict[int, Callable[[], object]] | None = None) -> None:
+        self._step, self._events = seconds_per_look, events or {}
+        self.num_looks = 0
+
+    def __call__(self) -> float:
+        self.num_looks += 1
+        self._events.get(self.num_looks, lambda: None)()
+        return self.num_looks * self._step
+
+
+def pair_over(words: Callable[[memoryview], Words], pids: tuple[int, int], clock: Clock | None = None) -> Pair:
     """Two ranks, called 4 and 7, each with a mapping of its own of the same memory."""
     size = control_bytes(2)
     fd = os.memfd_create("test")
@@ -47,7 +64,8 @@ def pair_over(words: Callable[[memoryview], Words], pids: tuple[int, int], timeo
     for rank in range(2):
         memory = memoryview(mmap.mmap(fd, 2 * mmap.PAGESIZE))
         areas = [words(memory[owner * mmap.PAGESIZE :][:size]) for owner in range(2)]
-        ranks.append(Signals(areas, rank, pids, (4, 7), "tp", OPERATIONS, timeout_seconds))
+        ranks.append(Signals(areas, rank, pids, (4, 7), "tp", OPERATIONS, timeout_seconds=0.3))
+        ranks[-1].clock = clock or Clock()
     os.close(fd)
     return ranks[0], ranks[1]
 
@@ -111,13 +129,18 @@ def test_a_flag_is_for_one_peer_only(pair: Pair) -> None:
 
 def test_waiting_ends_with_the_signal(pair: Pair) -> None:
     mine, theirs = pair
-    mine.timeout_seconds = 30.0
-    thread = threading.Timer(0.05, theirs.notify, (0, 1))
-    thread.start()
-    begin = time.monotonic()
+    mine.clock = clock = Clock(0.0, {5: lambda: theirs.notify(0, 1)})
     mine.wait(1, 1, 1)
-    assert time.monotonic() - begin < 10
-    thread.join()
+    assert clock.num_looks == 5
+
+
+def test_a_wait_is_over_when_its_bound_is(pair: Pair) -> None:
+    """0.3 s: of looks of 0.125 s each the first begins, and the fourth is 0.375 s later."""
+    mine, _ = pair
+    mine.clock = clock = Clock(0.125)
+    with pytest.raises(PeerTimeout):
+        mine.wait(1, 1, 1)
+    assert clock.num_looks == 4
 
 
 def test_epochs_across_the_limit(pair: Pair) -> None:
@@ -157,16 +180,12 @@ def test_a_poisoned_group_refuses_on_every_rank(pair: Pair) -> None:
             rank.raise_if_poisoned()
 
 
-def test_poison_ends_a_wait_long_before_its_bound(pair: Pair) -> None:
+def test_poison_ends_a_wait_before_its_bound(pair: Pair) -> None:
     mine, theirs = pair
-    mine.timeout_seconds = 30.0
-    thread = threading.Timer(0.05, theirs.fail, (1, 3))
-    thread.start()
-    begin = time.monotonic()
+    mine.clock = clock = Clock(0.0, {5: lambda: theirs.fail(1, 3)})
     with pytest.raises(GroupPoisoned, match="rank 7 failed in gather, epoch 3"):
         mine.wait(1, 3, 1)
-    assert time.monotonic() - begin < 10
-    thread.join()
+    assert clock.num_looks >= 5
 
 
 def test_the_first_failure_is_the_one_told(pair: Pair) -> None:
@@ -178,11 +197,9 @@ def test_the_first_failure_is_the_one_told(pair: Pair) -> None:
 
 
 def test_a_process_that_has_ended_is_noticed(ended_pid: int) -> None:
-    mine, _ = pair_over(OrderedWords, (os.getpid(), ended_pid), timeout_seconds=30.0)
-    begin = time.monotonic()
+    mine, _ = pair_over(OrderedWords, (os.getpid(), ended_pid), Clock(0.0))
     with pytest.raises(PeerGone, match=r"for rank 7, which is gone"):
         mine.wait(1, 1, 1)
-    assert time.monotonic() - begin < 1
 
 
 def test_what_an_ended_process_said_is_heard(ended_pid: int) -> None:
@@ -196,6 +213,8 @@ def test_what_an_ended_process_said_is_heard(ended_pid: int) -> None:
 def reset_both(pair: Pair, epochs: tuple[int, int]) -> tuple[int, int]:
     """Reset from two threads; returns what each rank was told."""
     told = [0, 0]
+    for each in pair:
+        each.clock = Clock(0.0)
 
     def reset(rank: int) -> None:
         told[rank] = pair[rank].reset(epochs[rank])
