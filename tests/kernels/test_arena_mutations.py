@@ -1,7 +1,7 @@
 """Rung: gloo ranks. The protocol broken on purpose: the operators over a hostile arena must give other results.
 
 A mutation patches the arena of every rank, and undoes it: the ranks live on. What a broken rank raises counts as
-noticed, as does a wait that ends at its bound.
+noticed, as does a wait that nobody can end (standstill.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from arena_ranks import HostileArena, cases, differences, hostile_communicator
 from mutations import survivors
 from rank_pool import RankPool
+from standstill import Standstill
 from torch import Tensor
 from tpkernels import arena, signals
 from tpkernels.fused import exchange_matmul
 
 WORLD = 3
-TIMEOUT_SECONDS = 2.0
 
 
 class NotifiesBeforeTheData(HostileArena):
@@ -127,19 +127,18 @@ def applied(mutation: str) -> Iterator[type[HostileArena]]:
 def outcome_of(mutation: str) -> str:
     """What this rank notices in some calls across the largest epoch, in pieces and with empty shards."""
     with applied(mutation) as kind:
-        comm = hostile_communicator(
-            dist.group.WORLD, 1 << 13, seed=1, kind=kind, timeout_seconds=TIMEOUT_SECONDS, first_epoch=2**31 - 40
-        )
+        comm = hostile_communicator(dist.group.WORLD, 1 << 13, seed=1, kind=kind, first_epoch=2**31 - 40)
+        assert comm.arena is not None
         try:
-            for case in cases((1, 63, 2, 7) * 2, dim=33):
-                wrong = differences(case, comm)
-                if wrong:
-                    return wrong
+            with Standstill(comm.arena, dist.group.WORLD):
+                for case in cases((1, 63, 2, 7) * 2, dim=33):
+                    wrong = differences(case, comm)
+                    if wrong:
+                        return wrong
         except (ValueError, RuntimeError, AssertionError) as error:
             return repr(error)
         finally:
             # A rank that has seen enough leaves: let the others not wait for it.
-            assert comm.arena is not None
             with contextlib.suppress(RuntimeError):
                 comm.arena.signals.fail(0, comm.arena.epoch)
             dist.barrier()
