@@ -78,7 +78,7 @@ class Communicators:
             # One memory where two axes mean the same ranks.
             dp_tp=dp if members(mesh.dp_tp) == members(mesh.dp) else for_sums(mesh.dp_tp),
             dp_replica=dp if mesh.dp_replica is mesh.dp else for_sums(mesh.dp_replica),
-            ends=for_sums(mesh.ends if config.model.tie_embeddings else None),
+            ends=for_sums(mesh.ends),
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:

@@ -3,6 +3,9 @@
 Rank arithmetic is pure; process groups are made in one function, `build_mesh`, in the same order on all ranks. A
 mesh is passed to whoever needs it and never global.
 
+The decision a reader will question: the groups are not made by torch's DeviceMesh, which has every rank call new_group
+for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most seven.
+
 Besides the three axes, gradients are summed over joined axes: dp x tp (norm weights, whole on every tp rank) and
 dp x replica (K and V weights when kv heads < tp, where tp unflattens to (kv, replica)). Each joined axis is one
 group, so that one collective does the sum.
@@ -10,12 +13,14 @@ group, so that one collective does the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
+from tpkernels.symmetric import device_for_numbers, exchange
 
 from tpengine.config import ParallelConfig
 
@@ -72,8 +77,8 @@ class Mesh:
         pp, dp, tp: the axes' groups.
         replica: tp ranks that hold the same KV shard; None if every rank holds its own.
         dp_tp, dp_replica: joined axes over which gradients are summed.
-        ends: the stages of this rank's pipeline that hold the model's first chunk and its last, which share tied
-            embeddings; None elsewhere, and where one stage holds both.
+        ends: the stages of this rank's pipeline that share tied embeddings: they hold the model's first chunk and its
+            last. None elsewhere, where one stage holds both, and where embeddings are not tied.
     """
 
     shape: Shape
@@ -89,13 +94,14 @@ class Mesh:
 
 
 def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple[int, int] | None = None) -> Mesh:
-    """Create every process group of the layout; collective, the same call on all ranks.
+    """Create this rank's process groups of the layout; collective, the same call on all ranks.
 
     Args:
         shape: sizes of the axes; their product is the world size.
         device_type: "cuda" if the groups are NCCL's, else "cpu".
         kv_replicas: consecutive tp ranks that share one KV head; divides tp.
-        ends: the stages that hold the model's first chunk and its last; default the first and the last.
+        ends: the stages that hold the model's first chunk and its last, where they share tied embeddings; None makes
+            no groups for them.
 
     Returns:
         This rank's mesh.
@@ -103,7 +109,7 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
     Raises:
         ValueError: the shape does not fill the world, or the replicas do not divide tp.
 
-    Cost: a handful of rendezvous; call it once.
+    Cost: one all-gather, and at most seven rendezvous, each with the other members of a group; call it once.
     """
     if shape.world_size != dist.get_world_size():
         raise ValueError(
@@ -112,44 +118,68 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         )
     if shape.tp % kv_replicas:
         raise ValueError(f"KV replicas must divide tp: {kv_replicas} replicas, tp {shape.tp}: let kv heads divide tp")
-    ranks = torch.arange(shape.world_size)
-    axes = ranks.view(shape.pp, shape.dp, shape.tp)
-    replicas = ranks.view(shape.pp, shape.dp, shape.tp // kv_replicas, kv_replicas)
+    # [pp, dp, tp] and [pp, dp, kv, replica]; the groups of an axis are the rows of its table, and hold every rank once.
+    axes = torch.arange(shape.world_size).view(shape.pp, shape.dp, shape.tp)
+    replicas = axes.unflatten(2, (shape.tp // kv_replicas, kv_replicas))
+    is_counted_alike = _has_made_groups_alike()
 
-    def mesh_of(layout: torch.Tensor, *names: str) -> DeviceMesh:
-        return DeviceMesh(device_type, layout, mesh_dim_names=names)
+    def own_group(axis: str, groups: list[list[int]]) -> ProcessGroup:
+        return _own_group(axis, groups, is_counted_alike)
 
-    main = mesh_of(axes, "pp", "dp", "tp")
-    joined = mesh_of(axes.flatten(1), "pp", "dp_tp")
+    pp = own_group("pp", axes.flatten(1).T.tolist())
+    dp = own_group("dp", axes.transpose(1, 2).flatten(0, 1).tolist())
+    tp = own_group("tp", axes.flatten(0, 1).tolist())
+    replica, dp_replica = None, dp
     if kv_replicas > 1:
-        unflattened = mesh_of(replicas, "pp", "dp", "kv", "replica")
-        dp_replicas = mesh_of(replicas.transpose(1, 2).flatten(2), "pp", "kv", "dp_replica")
-        replica, dp_replica = unflattened.get_group("replica"), dp_replicas.get_group("dp_replica")
-    else:
-        replica, dp_replica = None, main.get_group("dp")
-    return Mesh(
+        replica = own_group("replica", replicas.flatten(0, 2).tolist())
+        dp_replica = own_group("dp_replica", replicas.transpose(1, 2).flatten(2).flatten(0, 1).tolist())
+    at = shape.coordinates(dist.get_rank())
+    mesh = Mesh(
         shape=shape,
-        at=shape.coordinates(dist.get_rank()),
-        device_mesh=main,
-        pp=main.get_group("pp"),
-        dp=main.get_group("dp"),
-        tp=main.get_group("tp"),
+        at=at,
+        device_mesh=DeviceMesh.from_group([pp, dp, tp], device_type, axes, mesh_dim_names=("pp", "dp", "tp")),
+        pp=pp,
+        dp=dp,
+        tp=tp,
         replica=replica,
-        dp_tp=joined.get_group("dp_tp"),
+        dp_tp=dp if shape.tp == 1 else own_group("dp_tp", axes.flatten(1).tolist()),
         dp_replica=dp_replica,
-        ends=_ends_group(shape, *(ends or (0, shape.pp - 1))),
+        ends=None,
     )
+    if ends is None or ends[0] == ends[1]:
+        return mesh
+    group = own_group("ends", _ends(shape, ends))
+    return replace(mesh, ends=group if at.pp in ends else None)
 
 
-def _ends_group(shape: Shape, first_stage: int, last_stage: int) -> ProcessGroup | None:
-    """Join two stages of each pipeline; every rank takes part in creating every pair."""
-    if first_stage == last_stage:
-        return None
-    mine = None
-    for first in range(shape.dp * shape.tp):
-        pipeline = shape.pipeline_ranks(first)
-        members = [pipeline[first_stage], pipeline[last_stage]]
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            mine = group
-    return mine
+def _ends(shape: Shape, ends: tuple[int, int]) -> list[list[int]]:
+    """Each pipeline's two ends, and each stage between them alone: so all ranks have made as many groups as the others.
+
+    torch names a group by its ranks and by how many groups its member has made before.
+    """
+    pipelines = [shape.pipeline_ranks(first) for first in range(shape.dp * shape.tp)]
+    pairs = [[pipeline[stage] for stage in ends] for pipeline in pipelines]
+    return pairs + [[pipeline[stage]] for pipeline in pipelines for stage in range(shape.pp) if stage not in ends]
+
+
+def _own_group(axis: str, groups: list[list[int]], is_counted_alike: bool) -> ProcessGroup:
+    """Make the group of `groups` that this rank is a member of."""
+    if len(groups) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    own = next(members for members in groups if dist.get_rank() in members)
+    if is_counted_alike:
+        return dist.new_group(own, use_local_synchronization=True, group_desc=f"mesh_{axis}")
+    made = {tuple(members): dist.new_group(members, group_desc=f"mesh_{axis}") for members in groups}
+    return made[tuple(own)]
+
+
+def _has_made_groups_alike() -> bool:
+    """Whether all ranks are members of equally many groups, and so name a new one alike: see `_ends`; collective.
+
+    They are not where a program has made groups of its own for some ranks only. Then all ranks make all groups.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    counts = exchange(world, [len(_world.pg_names)], device_for_numbers(world))
+    return all(count == counts[0] for count in counts)

@@ -95,7 +95,7 @@ class Trainer:
         # Before any other group is made: ranks that differ in layout could not make one.
         self._check_same_run()
         shape = Shape.of(config.parallel)
-        ends = self.layout.ranks[0], self.layout.ranks[-1]
+        ends = (self.layout.ranks[0], self.layout.ranks[-1]) if config.model.tie_embeddings else None
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
         self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
