@@ -9,12 +9,12 @@ are written all the same, and compared.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.index import CheckpointError, Index, read_index
+from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.config import Config, ModelConfig, resolve_layout
 from tpengine.config_toml import load_toml
 from tpengine.plan import SCHEDULES
@@ -22,10 +22,16 @@ from tpengine.plan import SCHEDULES
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose index has been read and whose files are there."""
+    """A complete checkpoint whose index has been read and whose files are there.
+
+    Attributes:
+        directory, index: where it is; what it holds.
+        damaged: newer ones, which it stands in for: by step, why they cannot be used.
+    """
 
     directory: Path
     index: Index
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
 
 def checkpoints_of(run_dir: str | Path) -> CheckpointDirectory:
@@ -110,25 +116,53 @@ def state_of(config: Config, fingerprint: str, step: int) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(config: Config, fingerprint: str) -> Checkpoint | None:
-    """Read the index of the newest checkpoint in config.run_dir and check that this run may continue it.
+def find_checkpoint(config: Config, fingerprint: str, damaged: Mapping[int, str] | None = None) -> Checkpoint | None:
+    """Read the index of the newest checkpoint in config.run_dir that is whole; check that this run may continue it.
+
+    One that is damaged is passed over for the one before. One that is whole and does not belong to this run is refused:
+    that is a mistake of the command line, and an older one is no remedy.
 
     Args:
         config: validated.
         fingerprint: of the text (Corpus.fingerprint).
+        damaged: checkpoints that are known to be damaged: by step, why.
 
     Returns:
-        The checkpoint; None if the run was stopped before its first.
+        The checkpoint, with every damaged one that was passed over; None if the run was stopped before its first.
 
     Raises:
-        CheckpointError: a damaged index, a missing or cut file, or another model, dtype, seed, text or batch.
+        CheckpointError: none is whole, or the newest that is has another model, dtype, seed, text or batch.
     """
-    newest = checkpoints_of(config.run_dir).newest()
-    if newest is None:
-        return None
-    index = read_index(newest)
-    _check_continues(newest, index, config, fingerprint)
-    return Checkpoint(newest, index)
+    checkpoints = checkpoints_of(config.run_dir)
+    passed = dict(damaged or {})
+    for step in reversed(checkpoints.steps()):
+        if step in passed:
+            continue
+        directory = checkpoints.of_step(step)
+        try:
+            index = _index_of_step(directory, step)
+        except DamagedCheckpoint as error:
+            passed[step] = str(error)
+            continue
+        _check_continues(directory, index, config, fingerprint)
+        return Checkpoint(directory, index, passed)
+    if passed:
+        reasons = "; ".join(
+            f"{checkpoints.of_step(step).name}: {passed[step]}" for step in sorted(passed, reverse=True)
+        )
+        raise CheckpointError(
+            f"--resume needs a whole checkpoint: {checkpoints.path} has none: {reasons}: put one back from a copy, or "
+            "start anew with another --run-dir"
+        )
+    return None
+
+
+def _index_of_step(directory: Path, step: int) -> Index:
+    index = read_index(directory)
+    if index.step != step:
+        # It would stand where that step is to be saved.
+        raise DamagedCheckpoint(f"a checkpoint must have the name of its step: {directory} is of step {index.step}")
+    return index
 
 
 def _samples_per_step(config: Config) -> int:

@@ -18,11 +18,10 @@ import torch
 from rich.console import Console
 
 from tpengine.awaited import awaited, explain
-from tpengine.checkpoint.index import CheckpointError
 from tpengine.config import Config
 from tpengine.config_toml import dump_toml
 from tpengine.data import Corpus
-from tpengine.distributed import differing_ranks, max_over_ranks, start, stop
+from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
@@ -30,10 +29,10 @@ from tpengine.peers import Peers
 from tpengine.plan import SCHEDULES
 from tpengine.profile import Profiler
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
+from tpengine.restoring import restore_newest
 from tpengine.resume import Checkpoint
 from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.trainer import RunError, Trainer
-from tpengine.training_state import restore
 from tpengine.watch import Watch
 
 _PROMPT_TOKENS = 16
@@ -49,7 +48,7 @@ class Job:
         launch, device: this rank and where it computes.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
-        checkpoint: where to go on; None starts at step 0.
+        checkpoint: where to go on, unless some rank cannot use it; None starts at step 0.
     """
 
     config: Config
@@ -88,19 +87,14 @@ def _end_groups(watch: Watch) -> None:
 
 
 def _train(job: Job, watch: Watch) -> None:
-    config, corpus, device, checkpoint = job.config, job.corpus, job.device, job.checkpoint
+    config, corpus, device = job.config, job.corpus, job.device
     console = console_for(job.launch.rank)
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
     watch.waits = lambda what: bool(awaited(trainer, what))
-    _check_same_checkpoint(checkpoint, device)
+    checkpoint = restore_newest(trainer, job.checkpoint)
+    first_step = 0 if checkpoint is None else checkpoint.index.step
     checkpoints = RunCheckpoints(trainer, job.run_dir)
-    first_step = 0
-    if checkpoint is not None:
-        try:
-            first_step = restore(trainer, checkpoint)
-        except CheckpointError as error:
-            raise RunError(str(error)) from None
     with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints:
         profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
         _steps(trainer, first_step, console, writer, checkpoints, profiler, watch)
@@ -115,17 +109,6 @@ def _train(job: Job, watch: Watch) -> None:
         tokens = sample(trainer, prompt, config.train.sample_tokens)
     show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
     checkpoints.raise_if_the_last_is_missing()
-
-
-def _check_same_checkpoint(checkpoint: Checkpoint | None, device: torch.device) -> None:
-    """Compare over all ranks what each has found: nodes may see other directories under the same name."""
-    found = "none" if checkpoint is None else f"{checkpoint.index.step} {sorted(checkpoint.index.files.items())}"
-    differing = differing_ranks(found, device)
-    if differing:
-        raise RunError(
-            f"all ranks must resume from the same checkpoint: ranks {differing} have found another than rank 0: use a "
-            "--run-dir that all nodes share"
-        )
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
         The step to go on with.
 
     Raises:
-        CheckpointError: on all ranks alike: a damaged file, another model.
+        DamagedCheckpoint: on all ranks alike: a damaged file; the trainer must load another checkpoint.
+        CheckpointError: on all ranks alike: another model.
     """
     load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
     trainer.optimizer.resume_after(checkpoint.index.step)

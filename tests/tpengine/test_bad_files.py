@@ -7,6 +7,7 @@ test_data.py, about TOML in test_config.py, about a checkpoint's index in checkp
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -106,21 +107,30 @@ def remove_index(checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [remove_shard, flip_byte, cut_shard, cut_index, remove_index])
-def test_a_damaged_checkpoint_is_one_line_and_the_one_before_still_loads(
-    run_dir: Path, damage: Callable[[Path], Path]
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path, damage: Callable[[Path], Path]) -> None:
+    """Said in one line, kept under another name; its step is saved again and the records after it are replaced."""
     newest = checkpoints_of(run_dir).of_step(4)
     damaged = damage(newest)
-    before = contents(run_dir)
-    line = error_of(run("--run-dir", str(run_dir), "--resume", "--train.steps", "5"))
-    assert str(damaged) in line and f"moving {newest} away" in line
-    after = contents(run_dir)
-    assert after == before, "a run that was refused has changed its directory"
-
-    newest.rename(run_dir / "away")
+    kept = contents(newest)
     done = run("--run-dir", str(run_dir), "--resume", "--train.steps", "5")
     assert done.returncode == 0, done.stderr
-    assert "continuing at step 3" in done.stdout and checkpoints_of(run_dir).steps() == [4, 5]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tpengine: {newest} is damaged, continuing from step-00000002: ")
+    assert str(damaged) in line and line.endswith("; it is kept as step-00000004.damaged")
+    assert "continuing at step 3" in done.stdout
+    assert checkpoints_of(run_dir).steps() == [4, 5]
+    assert contents(newest.with_name("step-00000004.damaged")) == kept
+    records = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(record)["step"] for record in records] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_without_a_whole_checkpoint_is_one_line(run_dir: Path) -> None:
+    """One is found to be damaged before there is a process group, the other when it is loaded."""
+    damaged = [damage(checkpoints_of(run_dir).of_step(step)) for step, damage in ((2, flip_byte), (4, cut_index))]
+    before = contents(run_dir)
+    line = error_of(run("--run-dir", str(run_dir), "--resume", "--train.steps", "5"))
+    assert "--resume needs a whole checkpoint" in line and all(str(path) in line for path in damaged)
+    assert contents(run_dir) == before, "a run that was refused has changed its directory"
 
 
 @pytest.mark.parametrize(

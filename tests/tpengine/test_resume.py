@@ -86,6 +86,60 @@ def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     assert found is not None and found.index.step == 20 and found.directory.name == "step-00000020"
 
 
+def damage(checkpoint: Path) -> str:
+    """Cut the index; return how the error names it."""
+    index = checkpoint / "index.json"
+    index.write_bytes(index.read_bytes()[:-9])
+    return f"{index}: cut short or altered"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, config, step)
+    reason = damage(tmp_path / "checkpoints/step-00000040")
+    found = find_checkpoint(config, "f" * 64)
+    assert found is not None and found.index.step == 30
+    assert list(found.damaged) == [40] and reason in found.damaged[40]
+    # Another rank may know of more.
+    found = find_checkpoint(config, "f" * 64, {30: "seen by rank 3"})
+    assert found is not None and found.index.step == 20 and found.damaged[30] == "seen by rank 3"
+    assert sorted(found.damaged) == [30, 40]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    """It would stand where that step is to be saved."""
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    write_checkpoint(tmp_path, config, 10)
+    write_checkpoint(tmp_path, config, 20).rename(tmp_path / "checkpoints/step-00000030")
+    found = find_checkpoint(config, "f" * 64)
+    assert found is not None and found.index.step == 10 and "is of step 20" in found.damaged[30]
+
+
+def test_no_whole_checkpoint_names_all(tmp_path: Path) -> None:
+    """It is not a run that was stopped before its first: to begin anew would bury what can perhaps be mended."""
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    reasons = [damage(write_checkpoint(tmp_path, config, step)) for step in (10, 20)]
+    with pytest.raises(CheckpointError) as error:
+        find_checkpoint(config, "f" * 64)
+    message = str(error.value)
+    assert message.startswith(f"--resume needs a whole checkpoint: {tmp_path}/checkpoints has none: step-00000020: ")
+    assert all(reason in message for reason in reasons) and "\n" not in message
+
+
+def test_what_belongs_to_another_run_never_gives_way(tmp_path: Path) -> None:
+    """Neither the newest, nor an older one that a damaged one has given way to."""
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    other = replace(config, train=replace(config.train, seed=3))
+    write_checkpoint(tmp_path, config, 10)
+    write_checkpoint(tmp_path, other, 20)
+    with pytest.raises(CheckpointError, match=r"must keep train.seed: .*step-00000020"):
+        find_checkpoint(config, "f" * 64)
+    damage(tmp_path / "checkpoints/step-00000020")
+    with pytest.raises(CheckpointError, match=r"must keep train.seed: .*step-00000010"):
+        find_checkpoint(other, "f" * 64)
+
+
 def test_layout_steps_and_learning_rate_may_change(tmp_path: Path) -> None:
     config = replace(saved_run(1, 1, 2), run_dir=str(tmp_path))
     write_checkpoint(tmp_path, config)

@@ -13,11 +13,9 @@ from parity import config_of
 from rank_pool import RankPool
 
 import tpengine.checkpoint.storage as storage
-from tpengine.checkpoint.index import Index
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import Checkpoint, checkpoints_of
-from tpengine.run import _check_same_checkpoint
+from tpengine.resume import checkpoints_of
 from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.trainer import RunError, Trainer
 
@@ -160,21 +158,6 @@ def test_a_checkpoint_that_lacks_a_shard_never_gets_its_name(ranks: RankPool, tm
     for failure, steps in ranks.run(shard_on_another_disk, 2, config_saving(2, tmp_path)):
         assert failure is not None and "rank-00001-of-00002.safetensors" in failure
         assert steps == [2], "the good checkpoint is gone"
-
-
-def resume_from_different(_: int) -> str:
-    rank = torch.distributed.get_rank()
-    index = Index(step=4 - 2 * rank, tensors={}, files={}, state={})
-    try:
-        _check_same_checkpoint(Checkpoint(Path("x"), index), CPU)
-        return "no error"
-    except RunError as error:
-        return str(error)
-
-
-def test_ranks_that_find_different_checkpoints_stop(ranks: RankPool) -> None:
-    for message in ranks.run(resume_from_different, 2, 0):
-        assert "all ranks must resume from the same checkpoint: ranks [1] have found another than rank 0" in message
 
 
 def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, list[int]]:

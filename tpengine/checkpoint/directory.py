@@ -2,6 +2,7 @@
 
 <run_dir>/checkpoints/step-00000050/    complete: it got this name by one rename, after everything was on disk
 <run_dir>/checkpoints/.step-00000100.writing/   being written, or left by a run that was killed
+<run_dir>/checkpoints/step-00000050.damaged/    was complete, and is no longer what was written; nobody's
 """
 
 from __future__ import annotations
@@ -64,6 +65,22 @@ class CheckpointDirectory:
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that could not be completed."""
         shutil.rmtree(self._beside(step), ignore_errors=True)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint: it is no longer among `steps`, and its step can be saved again.
+
+        Returns:
+            Its new name, step-<n>.damaged or, where there is one, step-<n>.damaged-2 and so on.
+        """
+        damaged = self.of_step(step)
+        aside = damaged.with_name(f"{damaged.name}.damaged")
+        number = 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = damaged.with_name(f"{damaged.name}.damaged-{number}")
+        damaged.rename(aside)
+        _sync(self.path)
+        return aside
 
     def prune(self, keep: int) -> None:
         """Remove all complete checkpoints but the newest `keep`."""

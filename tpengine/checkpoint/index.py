@@ -3,10 +3,14 @@
 `index.json` is one object: the index itself, and the SHA-256 of its canonical text, so that a cut or altered index is
 noticed before anything in it is believed. Files are named with their sizes and hashes. Everything is validated: types,
 names without any path, pieces that cover their tensor exactly once.
+
+Two kinds of errors: a DamagedCheckpoint is not what was written, and an older one may take its place; any other
+CheckpointError is about one that is whole and cannot be used here, so that nothing may silently take its place.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -24,10 +28,17 @@ _FORMAT, _VERSION = "tpengine checkpoint", 1
 # safetensors' names.
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# What a file system says of something that is gone or worn out; anything else (rights, too many open files) may be
+# mended, and the checkpoint with it.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EBADMSG)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: the rule, the file and values, the remedy, in one line."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not what was written: the rule, the file and values. The remedy is an older checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,6 @@ class Index:
     state: Mapping[str, Any]
 
 
-def use_an_older(directory: Path) -> str:
-    """The remedy for a checkpoint that cannot be used."""
-    return f"resume from an older checkpoint by moving {directory} away"
-
-
 def write_index(directory: Path, index: Index) -> None:
     """Write and sync `directory`/index.json."""
     body = {"format": _FORMAT, "version": _VERSION, **asdict(index)}
@@ -98,29 +104,33 @@ def read_index(directory: Path) -> Index:
     Their hashes are checked by `check_file`.
 
     Raises:
-        CheckpointError: no index, one that was cut or altered, a version of the future, a missing or cut file.
+        DamagedCheckpoint: no index, one that was cut or altered, a missing or cut file.
+        CheckpointError: an index of another version, or one that this user may not read.
     """
-    path, remedy = directory / INDEX_FILE, use_an_older(directory)
+    path = directory / INDEX_FILE
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # would hang whoever reads it
-            raise CheckpointError(f"a checkpoint's index must be a regular file: {path} is none: {remedy}")
+            raise DamagedCheckpoint(f"a checkpoint's index must be a regular file: {path} is none")
         raw = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"a checkpoint needs a readable index: {path}: {error.strerror}: {remedy}") from None
+        raise unreadable("a checkpoint needs a readable index", path, error) from None
     try:
         body = json.loads(raw)["index"]
         is_sealed = raw == _sealed(body)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"a checkpoint's index must be whole: {path}: cut short or altered: {remedy}") from None
+        raise DamagedCheckpoint(f"a checkpoint's index must be whole: {path}: cut short or altered") from None
     if not is_sealed:
-        raise CheckpointError(f"a checkpoint's index must match its own hash: {path}: altered: {remedy}")
+        raise DamagedCheckpoint(f"a checkpoint's index must match its own hash: {path}: altered")
     try:
+        _check_version(path, body)
         index = _parse(body)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"a checkpoint's index must be well-formed: {path}: {reason}: {remedy}") from None
+        raise DamagedCheckpoint(f"a checkpoint's index must be well-formed: {path}: {reason}") from None
     for name, entry in index.files.items():
-        _check_size(directory / name, entry, remedy)
+        _check_size(directory / name, entry)
     return index
 
 
@@ -132,30 +142,40 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def check_file(directory: Path, name: str, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file's bytes are those that were written."""
-    remedy = use_an_older(directory)
-    _check_size(directory / name, entry, remedy)
+    """Check that a file's bytes are those that were written.
+
+    Raises:
+        DamagedCheckpoint: they are not.
+        CheckpointError: this user may not read them.
+    """
+    _check_size(directory / name, entry)
     try:
         is_whole = hash_file(directory / name) == entry
     except OSError as error:
-        reason = f"{directory / name}: {error.strerror}"
-        raise CheckpointError(f"a checkpoint's files must be readable: {reason}: {remedy}") from None
+        raise unreadable("a checkpoint's files must be readable", directory / name, error) from None
     if not is_whole:
-        raise CheckpointError(f"a checkpoint's files must match their hashes: {directory / name}: altered: {remedy}")
+        raise DamagedCheckpoint(f"a checkpoint's files must match their hashes: {directory / name}: altered")
 
 
-def _check_size(path: Path, entry: FileEntry, remedy: str) -> None:
+def unreadable(rule: str, path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a file of a checkpoint cannot be read: damage if it is gone, or the disk is."""
+    text = f"{rule}: {path}: {error.strerror or error}"
+    if error.errno in _DAMAGE or isinstance(error, FileNotFoundError):
+        return DamagedCheckpoint(text)
+    return CheckpointError(f"{text}: make it readable for this user and start again")
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
     try:
         status = path.lstat()
     except OSError as error:
-        raise CheckpointError(f"a checkpoint needs all its files: {path}: {error.strerror}: {remedy}") from None
+        raise unreadable("a checkpoint needs all its files", path, error) from None
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"a checkpoint's files must be regular files: {path} is none: {remedy}")
+        raise DamagedCheckpoint(f"a checkpoint's files must be regular files: {path} is none")
     if size != entry.num_bytes:
-        raise CheckpointError(
-            f"a checkpoint's files must have their size: {path} has {size} bytes, the index says {entry.num_bytes}: "
-            f"{remedy}"
+        raise DamagedCheckpoint(
+            f"a checkpoint's files must have their size: {path} has {size} bytes, the index says {entry.num_bytes}"
         )
 
 
@@ -166,12 +186,15 @@ def _sealed(body: Any) -> bytes:
     return f'{{"sha256": "{digest}",\n"index": {text}}}\n'.encode()
 
 
-def _parse(body: Mapping[str, Any]) -> Index:
+def _check_version(path: Path, body: Mapping[str, Any]) -> None:
     if body["format"] != _FORMAT or body["version"] != _VERSION:
-        raise ValueError(
-            f"format {body['format']!r} version {body['version']!r}, this tpengine reads {_FORMAT!r} {_VERSION}: use "
-            "the tpengine that wrote it"
+        raise CheckpointError(
+            f"a checkpoint must be of a format that can be read: {path} has format {body['format']!r} version "
+            f"{body['version']!r}, this tpengine reads {_FORMAT!r} {_VERSION}: use the tpengine that wrote it"
         )
+
+
+def _parse(body: Mapping[str, Any]) -> Index:
     files = {}
     for name, entry in body["files"].items():
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
 from tpengine.checkpoint.block import Block, BlockLoadPlanner, Blocks, parts_of
-from tpengine.checkpoint.index import CheckpointError, Index, check_file
+from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
 from tpengine.checkpoint.storage import Reader, dtype_name
 from tpengine.exits import one_line
 from tpengine.messages import all_gather_json
@@ -27,7 +27,8 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
         blocks: this rank's, by the names they were saved under; empty blocks read nothing.
 
     Raises:
-        CheckpointError: on all ranks alike: an altered file, a tensor that is missing or of another shape or dtype.
+        DamagedCheckpoint: on all ranks alike: an altered file. Blocks may have been filled in part.
+        CheckpointError: on all ranks alike: a tensor that is missing or of another shape or dtype.
 
     Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
     """
@@ -37,19 +38,22 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
     try:
         load_state_dict(wanted, storage_reader=Reader(directory, index), planner=BlockLoadPlanner())
     except CheckpointException as error:
-        reasons = sorted({one_line(str(failure)) for failure, _ in error.failures.values()})
-        raise CheckpointError("; ".join(reasons)) from None
+        failures = [failure for failure, _ in error.failures.values()]
+        reasons = "; ".join(sorted({one_line(str(failure)) for failure in failures}))
+        if all(isinstance(failure, DamagedCheckpoint) for failure in failures):
+            raise DamagedCheckpoint(reasons) from None
+        raise CheckpointError(reasons) from None
 
 
-def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> str | None:
+def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> CheckpointError | None:
     try:
         for name, block in blocks.items():
             _check_tensor(directory, index, name, parts_of(block)[0])
         names = sorted(index.files)
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_file(directory, name, index.files[name])
-    except (CheckpointError, OSError) as error:
-        return str(error)
+    except CheckpointError as error:
+        return error
     return None
 
 
@@ -66,8 +70,9 @@ def _check_tensor(directory: Path, index: Index, name: str, block: Block) -> Non
         )
 
 
-def _raise_everywhere(problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them."""
-    for found in all_gather_json(problem):
-        if found is not None:
-            raise CheckpointError(found)
+def _raise_everywhere(problem: CheckpointError | None) -> None:
+    """Raise the first problem of any rank on all of them; one that is no damage comes first."""
+    is_damage = isinstance(problem, DamagedCheckpoint)
+    everyone = all_gather_json(None if problem is None else [is_damage, str(problem)])
+    for is_damage, message in sorted((found for found in everyone if found is not None), key=lambda found: found[0]):
+        raise (DamagedCheckpoint if is_damage else CheckpointError)(message)

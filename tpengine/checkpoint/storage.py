@@ -30,13 +30,13 @@ from torch.futures import Future
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import (
-    CheckpointError,
+    DamagedCheckpoint,
     FileEntry,
     Index,
     Piece,
     TensorEntry,
     hash_file,
-    use_an_older,
+    unreadable,
     write_index,
 )
 
@@ -200,10 +200,10 @@ class Reader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(source[where] if where else file.get_tensor(piece.key))
                     planner.commit_tensor(item, target)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"a checkpoint's files must hold what its index says: {path}: {error}: {use_an_older(self._directory)}"
-            ) from None
+        except SafetensorError as error:
+            raise DamagedCheckpoint(f"a checkpoint's files must hold what its index says: {path}: {error}") from None
+        except OSError as error:
+            raise unreadable("a checkpoint's files must be readable", path, error) from None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -134,6 +134,21 @@ def test_completing_the_same_step_again(tmp_path: Path) -> None:
     assert whole_steps(directory) == [2] and not hidden(directory)
 
 
+def test_a_damaged_one_is_set_aside_and_its_step_saved_again(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for number in (1, 2, 3):
+        save(directory, 2)
+        save(directory, 4)
+        (directory.of_step(4) / SHARDS[0]).write_text(f"damage {number}")
+        directory.set_aside(4)
+        assert whole_steps(directory) == [2]
+    save(directory, 4, keep=1)
+    directory.clean()
+    assert whole_steps(directory) == [4]
+    for number, name in enumerate(("damaged", "damaged-2", "damaged-3"), 1):
+        assert (tmp_path / f"step-00000004.{name}" / SHARDS[0]).read_text() == f"damage {number}"
+
+
 class Killed(BaseException):
     """What stands for a SIGKILL: nothing in the program catches it."""
 

@@ -381,7 +381,7 @@ def refusals(paths: dict[str, str]) -> dict[str, str]:
             load(directory, index, {**numbered(0), **OF_ANOTHER_MODEL.get(case, dict)()})
             said[case] = "loaded"
         except CheckpointError as error:
-            said[case] = str(error)
+            said[case] = f"{type(error).__name__}: {error}"
     return said
 
 
