@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import inspect
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 from progress import LOOK_SECONDS, Progress
+
+from tpengine.loopback import loopback_variables
 
 # After a rank's failure: the others may wait for it for ever.
 QUIET_SECONDS_AFTER_A_FAILURE = 3.0
@@ -79,7 +82,7 @@ class RankPool:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        self._environment = {"OMP_NUM_THREADS": "1", **loopback_variables(os.environ), **(environment or {})}
         self._workers: list[tuple[Any, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_tasks = 0

@@ -21,6 +21,7 @@ from tpkernels.processes import host_identity
 from tpkernels.signals import PeerError
 
 from tpengine.launch import Launch
+from tpengine.loopback import loopback_variables, network_identity
 
 # What gloo, NCCL and the store say when the other side is gone.
 _LOST = re.compile(
@@ -54,7 +55,8 @@ def start(device: torch.device, launch: Launch) -> None:
 
     Several processes on one card cannot use NCCL; their data is staged through the host, which is said once. The
     choice is made from the cards' identities on all nodes, so that it is the same on every rank.
-    A process without torchrun makes a group of one and opens no port.
+    Where all processes are on this host, gloo listens on loopback alone, unless GLOO_SOCKET_IFNAME says otherwise. A
+    process without torchrun makes a group of one.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -79,6 +81,9 @@ def start(device: torch.device, launch: Launch) -> None:
                 "host (gloo), not NCCL",
                 file=sys.stderr,
             )
+    if launch.local_world_size == launch.world_size and _share_loopback(store, launch):
+        # The mesh's groups read it too.
+        os.environ.update(loopback_variables(os.environ))
     groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=groups, rank=launch.rank, world_size=launch.world_size)
 
@@ -100,6 +105,12 @@ def _cards_of_all_ranks(store: Any, device: torch.device, launch: Launch) -> set
     uuid = torch.cuda.get_device_properties(device).uuid
     store.set(f"card/{launch.rank}", f"{socket.gethostname()}/{uuid}")
     return {store.get(f"card/{rank}") for rank in range(launch.world_size)}
+
+
+def _share_loopback(store: Any, launch: Launch) -> bool:
+    """Whether all ranks reach each other over loopback: where no LOCAL_RANK was given, one host is only a guess."""
+    store.set(f"network/{launch.rank}", network_identity())
+    return len({store.get(f"network/{rank}") for rank in range(launch.world_size)}) == 1
 
 
 def stop() -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tpengine.loopback import loopback_variables
+
 THREADS_PER_RANK = 1
 
 # After one rank's failure the others' reports are waited for so long: most fail because of it, and say less.
@@ -33,7 +35,7 @@ class RanksFailed(RuntimeError):
 
 
 class Ranks:
-    """`world` processes that are the ranks of one gloo group.
+    """`world` processes that are the ranks of one gloo group, which listens on loopback alone.
 
     Args:
         world: number of ranks.
@@ -56,7 +58,7 @@ class Ranks:
         store = str(Path(self._directory.name) / "store")
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK)):
+            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **loopback_variables(os.environ)):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
                     work = (theirs, rank, world, store, factory, args)
