@@ -85,7 +85,9 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
 def _find(trainer: Trainer, damaged: Mapping[int, str]) -> tuple[Checkpoint | None, str]:
     """What find_checkpoint gives or says: one rank may not raise alone."""
     try:
-        return find_checkpoint(trainer.config, trainer.corpus.fingerprint(), damaged), ""
+        corpus = trainer.corpus
+        ends = corpus.fingerprint_of_ends
+        return find_checkpoint(trainer.config, corpus.fingerprint(), damaged, fingerprint_of_ends=ends), ""
     except CheckpointError as error:
         return None, str(error)
 

@@ -8,7 +8,8 @@ are written all the same, and compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,13 @@ def state_of(config: Config, fingerprint: str, step: int) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(config: Config, fingerprint: str, damaged: Mapping[int, str] | None = None) -> Checkpoint | None:
+def find_checkpoint(
+    config: Config,
+    fingerprint: str,
+    damaged: Mapping[int, str] | None = None,
+    *,
+    fingerprint_of_ends: Callable[[], str] | None = None,
+) -> Checkpoint | None:
     """Read the index of the newest checkpoint in config.run_dir that is whole; check that this run may continue it.
 
     One that is damaged is passed over for the one before. One that is whole and does not belong to this run is refused:
@@ -126,6 +133,7 @@ def find_checkpoint(config: Config, fingerprint: str, damaged: Mapping[int, str]
         config: validated.
         fingerprint: of the text (Corpus.fingerprint).
         damaged: checkpoints that are known to be damaged: by step, why.
+        fingerprint_of_ends: makes the one that older checkpoints have (Corpus.fingerprint_of_ends).
 
     Returns:
         The checkpoint, with every damaged one that was passed over; None if the run was stopped before its first.
@@ -144,6 +152,8 @@ def find_checkpoint(config: Config, fingerprint: str, damaged: Mapping[int, str]
         except DamagedCheckpoint as error:
             passed[step] = str(error)
             continue
+        if fingerprint_of_ends is not None and _is_of_ends(index):
+            fingerprint = fingerprint_of_ends()
         _check_continues(directory, index, config, fingerprint)
         return Checkpoint(directory, index, passed)
     if passed:
@@ -163,6 +173,13 @@ def _index_of_step(directory: Path, step: int) -> Index:
         # It would stand where that step is to be saved.
         raise DamagedCheckpoint(f"a checkpoint must have the name of its step: {directory} is of step {index.step}")
     return index
+
+
+def _is_of_ends(index: Index) -> bool:
+    """Whether a checkpoint is of the time when the text was told by a hash of its ends, in 64 hex digits."""
+    data = index.state.get("data")
+    saved = data.get("fingerprint") if isinstance(data, dict) else None
+    return isinstance(saved, str) and re.fullmatch("[0-9a-f]{64}", saved) is not None
 
 
 def _samples_per_step(config: Config) -> int:
@@ -212,6 +229,6 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
         "samples per step": state["data"]["next_sample"] / step if step else None,
-        "the text": state["data"]["fingerprint"][:16],
+        "the text": state["data"]["fingerprint"],
         "the seed of its random numbers": state["random"]["seed"],
     }

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 
 from tpengine.activity import Activity
 from tpengine.arguments import exit_on_user_error, leave, parse_config
@@ -28,7 +29,8 @@ def main() -> None:
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
         config = parse_config(sys.argv[1:], launch.world_size)
-        corpus = open_corpus(config)
+        # Reading a text without a hash takes as long as the disk does.
+        corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
         from tpengine.distributed import choose_device, lost_peer
         from tpengine.run import Job, train
         from tpengine.trainer import RunError
@@ -36,7 +38,12 @@ def main() -> None:
         device = choose_device(config.device, launch)
         # Held until this process ends, so that no other run writes there.
         run_dir, _lock = open_run_dir(config) if launch.rank == 0 else (None, None)
-        checkpoint = find_checkpoint(config, corpus.fingerprint()) if config.resume else None
+        if run_dir is not None:
+            corpus.note_hash(run_dir)
+        checkpoint = None
+        if config.resume:
+            ends = corpus.fingerprint_of_ends
+            checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
         try:
             train(Job(config, corpus, launch, device, run_dir, checkpoint), watch)
         except RunError as error:

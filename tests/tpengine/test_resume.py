@@ -140,6 +140,21 @@ def test_what_belongs_to_another_run_never_gives_way(tmp_path: Path) -> None:
         find_checkpoint(other, "f" * 64)
 
 
+def test_a_checkpoint_that_knows_only_the_ends_of_its_text_is_compared_by_them(tmp_path: Path) -> None:
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    write_checkpoint(tmp_path, config)
+    now = "5 uint8 tokens below 6, SHA-256 00112233445566778899aabbccddeeff"
+    assert find_checkpoint(config, now, fingerprint_of_ends=lambda: "f" * 64) is not None
+    with pytest.raises(CheckpointError, match=r"must keep the text: .* with f{64}, this run has e{64}: use the text"):
+        find_checkpoint(config, now, fingerprint_of_ends=lambda: "e" * 64)
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    write_index(directory.begin(20), Index(20, {}, {}, state_of(config, now, 20)))
+    directory.complete(20)
+    assert find_checkpoint(config, now, fingerprint_of_ends=lambda: "f" * 64) is not None
+    with pytest.raises(CheckpointError, match=r"was saved with 5 uint8 .*eeff, this run has 6 uint8"):
+        find_checkpoint(config, now.replace("5 uint8", "6 uint8"), fingerprint_of_ends=lambda: "f" * 64)
+
+
 def test_layout_steps_and_learning_rate_may_change(tmp_path: Path) -> None:
     config = replace(saved_run(1, 1, 2), run_dir=str(tmp_path))
     write_checkpoint(tmp_path, config)

@@ -145,9 +145,11 @@ def test_ranks_with_different_configurations_or_texts_stop(ranks: RankPool, tmp_
 
 
 def different_texts(config: Config, path: str) -> None:
-    """The same path holds another text on another node."""
+    """The same path holds another text on another node: one token of it, far from its ends."""
     mine = f"{path}-{dist.get_rank()}"
-    write_tokens(mine, np.arange(9000) % (100 + dist.get_rank()), vocab_size=200)
+    tokens = np.arange(300_000) % 200
+    tokens[150_000] = dist.get_rank()
+    write_tokens(mine, tokens, vocab_size=200)
     corpus = open_corpus(replace(config, data=DataConfig(path=mine)))
     Trainer(config, corpus, CPU)
 

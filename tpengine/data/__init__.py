@@ -3,11 +3,13 @@
 from tpengine.data.order import permute
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
 from tpengine.data.sources import bytes_of_directory, stdlib_text
+from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
     "Corpus",
     "Samples",
+    "StoredTokens",
     "TokenFile",
     "batch_digest",
     "bytes_of_directory",

@@ -7,20 +7,25 @@ of ranks, and every restart, sees the same global batches. Turning arrays into t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
+from tpengine.data.content_hash import content_sha256, note_sha256, noted_sha256
 from tpengine.data.order import permute
 from tpengine.data.sources import stdlib_text
-from tpengine.data.token_file import TokenFile, Tokens, check_tokens, open_tokens
+from tpengine.data.stored_tokens import StoredTokens, Tokens
+from tpengine.data.token_file import TokenFile, check_tokens, open_tokens
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-_FINGERPRINT_TOKENS = 1 << 16
+_END_TOKENS = 1 << 16
+# Half a SHA-256 tells any two texts apart, and fits a line.
+_SHOWN_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Samples:
         seed: key of the order; None takes the windows as they lie. Either way the text repeats without end.
     """
 
-    tokens: Tokens
+    tokens: StoredTokens | Tokens
     seq_len: int
     vocab_size: int
     ignore_token: int | None = None
@@ -50,7 +55,7 @@ class Samples:
         """Read samples first_sample_index, first_sample_index + 1, ...
 
         Returns: tokens[count, S] and labels[count, S], int64, contiguous, writable.
-        Raises: ValueError: a token that the model's vocabulary lacks; no whole window.
+        Raises: ValueError: a token that the model's vocabulary lacks; no whole window; a file that was cut short.
         """
         if not self.num_windows:
             raise ValueError(
@@ -58,7 +63,7 @@ class Samples:
                 "use a smaller seq_len or more text"
             )
         starts = self._windows(first_sample_index, count) * self.seq_len
-        text = np.asarray(self.tokens[starts[:, None] + np.arange(self.seq_len + 1)])
+        text = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()])
         check_tokens(text, self.vocab_size, "model.vocab_size")
         tokens, labels = text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
         if self.ignore_token is not None:
@@ -76,20 +81,39 @@ class Samples:
         return places
 
 
-class Corpus(NamedTuple):
-    """A text cut in two."""
+@dataclass(frozen=True)
+class Corpus:
+    """A text cut in two.
+
+    Attributes:
+        train, held_out: the parts.
+        text: the whole, with the SHA-256 of its tokens.
+        is_noted: whether the next run finds that hash without reading the text.
+    """
 
     train: Samples
     held_out: Samples
+    text: TokenFile
+    is_noted: bool
 
     def fingerprint(self) -> str:
-        """Tell texts apart by length, dtype and both ends of each part; constant time for a text of any length."""
+        """Tell texts apart: number, dtype and vocabulary of the tokens, and their hash; nothing is read for it."""
+        tokens, vocab_size, sha256 = self.text
+        return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}"
+
+    def fingerprint_of_ends(self) -> str:
+        """Tell texts apart as checkpoints of before did: by length, dtype and both ends of each part."""
         digest = hashlib.sha256()
         for part in (self.train.tokens, self.held_out.tokens):
             digest.update(f"{part.dtype} {len(part)}".encode())
-            digest.update(np.ascontiguousarray(part[:_FINGERPRINT_TOKENS]).tobytes())
-            digest.update(np.ascontiguousarray(part[-_FINGERPRINT_TOKENS:]).tobytes())
+            digest.update(part[:_END_TOKENS].tobytes())
+            digest.update(part[-_END_TOKENS:].tobytes())
         return digest.hexdigest()
+
+    def note_hash(self, run_dir: Path) -> None:
+        """Keep the hash in the run directory if the text's own directory takes no note."""
+        if not self.is_noted and isinstance(self.text.tokens, StoredTokens):
+            note_sha256(self.text.tokens, self.text.sha256, run_dir)
 
 
 def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
@@ -108,11 +132,14 @@ def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 
-def open_corpus(config: Config) -> Corpus:
+def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:
     """Open the text of a run: the first share for training, the last held out.
 
-    Args: config: validated; data.path, data.held_out_fraction, data.ignore_token, train.seq_len and train.seed
-        are used.
+    Args:
+        config: validated; data.path, data.held_out_fraction, data.ignore_token, train.seq_len, train.seed and run_dir
+            are used.
+        say: is told if the text has to be read whole, because neither its header nor a note has its hash.
+
     Returns: training samples in shuffled order, held-out samples as they lie.
     Raises: ValueError: an unreadable or damaged token file, a vocabulary larger than the model's, too little text.
     """
@@ -124,16 +151,15 @@ def open_corpus(config: Config) -> Corpus:
             f"{text.vocab_size}: use model.vocab_size {text.vocab_size}"
         )
     num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
-    parts = text.tokens[:num_train], text.tokens[num_train:]
-    corpus = Corpus(
-        Samples(parts[0], train.seq_len, vocab_size, data.ignore_token, train.seed),
-        Samples(parts[1], train.seq_len, vocab_size, data.ignore_token),
-    )
+    train_tokens, held_out_tokens = _cut(text.tokens, num_train)
+    train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed)
+    held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token)
     needs_held_out = train.eval_micro_batches > 0 or train.sample_tokens > 0
-    _check_length("training", corpus.train, config)
+    _check_length("training", train_samples, config)
     if needs_held_out:
-        _check_length("held-out", corpus.held_out, config)
-    return corpus
+        _check_length("held-out", held_out_samples, config)
+    text, is_noted = _with_hash(text, config.run_dir, say)
+    return Corpus(train_samples, held_out_samples, text, is_noted)
 
 
 def first_sample_index(
@@ -159,7 +185,36 @@ def first_sample_index(
 def _stdlib_tokens() -> TokenFile:
     """The standard text; its vocabulary ends at the largest byte in it, since UTF-8 never uses the last few."""
     text = stdlib_text()
-    return TokenFile(text, int(text.max()) + 1)
+    return TokenFile(text, int(text.max()) + 1, hashlib.sha256(text.tobytes()).hexdigest())
+
+
+def _cut(tokens: StoredTokens | Tokens, place: int) -> tuple[StoredTokens | Tokens, StoredTokens | Tokens]:
+    if isinstance(tokens, StoredTokens):
+        return tokens.part(0, place), tokens.part(place, len(tokens))
+    return tokens[:place], tokens[place:]
+
+
+def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tuple[TokenFile, bool]:
+    """The text with its hash: the header's, the one that an earlier run has noted, or computed now and noted.
+
+    Returns: that; whether the next run finds it.
+    """
+    tokens = text.tokens
+    if text.sha256 or not isinstance(tokens, StoredTokens):
+        return text, True
+    path = tokens.file.path
+    places = [path.parent, *([Path(run_dir)] if run_dir else [])]
+    noted = noted_sha256(tokens, places)
+    if noted:
+        return text._replace(sha256=noted), True
+    identity = tokens.file.identity()
+    say(f"{path} was written without a hash of its content: reading its {identity.size / 1e6:,.0f} MB once to make one")
+    sha256 = content_sha256(tokens)
+    if tokens.file.identity() != identity:
+        raise ValueError(
+            f"a token file must not change while it is read: {path}: wait until it is written, then start again"
+        )
+    return text._replace(sha256=sha256), any(note_sha256(tokens, sha256, place) for place in places)
 
 
 def _check_length(part: str, samples: Samples, config: Config) -> None:

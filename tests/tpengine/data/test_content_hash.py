@@ -1,0 +1,137 @@
+"""Rung: pure. The hash of a text's content: in the header, else noted beside the file or in the run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tpengine.config import Config, DataConfig
+from tpengine.data import Corpus, open_corpus, open_tokens, stdlib_text, write_tokens
+
+HEADER_BEFORE = struct.Struct("<8sIIQQ")
+TOKENS = np.arange(400_000) % 251
+# What checkpoints of before hold for this text.
+ENDS_BEFORE = "ddfbcc1684af3510330d7b971b8d85b8bdbcd2a2604fc3809de1c2c4f4ccc190"
+SHA256 = hashlib.sha256(TOKENS.astype(np.uint8).tobytes()).hexdigest()
+
+
+def write_without_hash(path: Path) -> None:
+    """As files were written before."""
+    header = HEADER_BEFORE.pack(b"TPTOKENS", 1, 1, 251, len(TOKENS)).ljust(64, b"\0")
+    path.write_bytes(header + TOKENS.astype(np.uint8).tobytes())
+
+
+def opened(path: Path, run_dir: Path | None = None) -> tuple[Corpus, list[str]]:
+    """The corpus of a file, and what was said while it was opened."""
+    said: list[str] = []
+    config = Config(data=DataConfig(path=str(path)), run_dir=str(run_dir or ""))
+    return open_corpus(config, said.append), said
+
+
+def test_a_header_holds_the_hash_of_all_tokens_and_is_read_by_who_knows_none(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t", (piece for piece in np.split(TOKENS.reshape(-1, 100), 4)), 251)
+    assert open_tokens(tmp_path / "t").sha256 == SHA256
+    content = (tmp_path / "t").read_bytes()
+    assert content[32:64].hex() == SHA256 == hashlib.sha256(content[64:]).hexdigest()
+    assert HEADER_BEFORE.unpack_from(content) == (b"TPTOKENS", 1, 1, 251, 400_000)
+    corpus, said = opened(tmp_path / "t")
+    assert corpus.fingerprint() == f"400000 uint8 tokens below 251, SHA-256 {SHA256[:32]}" and not said
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_text_in_memory_has_its_hash_at_once() -> None:
+    text = open_corpus(Config()).text
+    assert text.sha256 == hashlib.sha256(stdlib_text().tobytes()).hexdigest()
+
+
+def test_a_file_without_a_hash_is_read_once_and_tells_the_same(tmp_path: Path) -> None:
+    write_without_hash(tmp_path / "t")
+    write_tokens(tmp_path / "with", TOKENS, 251)
+    first, said = opened(tmp_path / "t")
+    assert said == [f"{tmp_path / 't'} was written without a hash of its content: reading its 0 MB once to make one"]
+    again, said = opened(tmp_path / "t")
+    assert not said
+    assert first.fingerprint() == again.fingerprint() == opened(tmp_path / "with")[0].fingerprint()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".t.hash", "t", "with"]
+
+
+def test_a_note_in_the_run_directory_serves_where_none_can_lie_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, run_dir = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    run_dir.mkdir()
+    write_without_hash(texts / "t")
+    write = Path.write_text
+
+    def refuse(path: Path, *args: Any) -> int:
+        if path.parent == texts:
+            raise OSError(30, "Read-only file system")
+        return write(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    corpus, said = opened(texts / "t")
+    assert said and not corpus.is_noted
+    # Rank 0 has made a directory that no rank knew before.
+    corpus.note_hash(run_dir)
+    again, said = opened(texts / "t", run_dir)
+    assert not said and again.is_noted and again.fingerprint() == corpus.fingerprint()
+    assert [p.name for p in texts.iterdir()] == ["t"] and [p.name for p in run_dir.iterdir()] == [".t.hash"]
+
+
+def test_a_note_is_left_in_one_place_only(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_without_hash(tmp_path / "t")
+    opened(tmp_path / "t", tmp_path / "run")[0].note_hash(tmp_path / "run")
+    assert (tmp_path / ".t.hash").is_file() and not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("change", ["size", "mtime_ns", "inode", "sha256", "text"])
+def test_a_note_of_another_file_is_not_believed(tmp_path: Path, change: str) -> None:
+    write_without_hash(tmp_path / "t")
+    opened(tmp_path / "t")
+    note = tmp_path / ".t.hash"
+    fields = json.loads(note.read_text())
+    assert set(fields) == {"size", "mtime_ns", "inode", "sha256"} and fields["sha256"] == SHA256
+    false = {**fields, "sha256": "0" * 64}
+    note.write_text(json.dumps(false))
+    assert not opened(tmp_path / "t")[1], "this test proves nothing: the note is not read at all"
+    if change == "text":
+        note.write_text("[" * 100_000)
+    elif change == "sha256":
+        note.write_text(json.dumps({**fields, "sha256": 7}))
+    else:
+        note.write_text(json.dumps({**false, change: fields[change] + 1}))
+    corpus, said = opened(tmp_path / "t")
+    assert said and corpus.text.sha256 == SHA256
+    assert json.loads(note.read_text()) == fields
+
+
+def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path: Path) -> None:
+    write_without_hash(tmp_path / "t")
+    config = Config(data=DataConfig(path=str(tmp_path / "t")))
+    with pytest.raises(ValueError, match=r"must not change while it is read: .*t: wait until it is written"):
+        open_corpus(config, lambda _: os.utime(tmp_path / "t", (1, 1)))
+    assert not (tmp_path / ".t.hash").exists()
+
+
+def test_texts_that_differ_in_one_token_differ_and_their_ends_do_not_tell(tmp_path: Path) -> None:
+    tokens = TOKENS.copy()
+    tokens[200_000] += 1
+    write_tokens(tmp_path / "a", TOKENS, 251)
+    write_tokens(tmp_path / "b", tokens, 251)
+    write_tokens(tmp_path / "c", TOKENS, 252)
+    a, b, c = (opened(tmp_path / name)[0] for name in "abc")
+    assert len({a.fingerprint(), b.fingerprint(), c.fingerprint()}) == 3
+    assert a.fingerprint_of_ends() == b.fingerprint_of_ends()
+    shorter = open_corpus(replace(Config(), data=DataConfig(path=str(tmp_path / "a"), held_out_fraction=0.1)))
+    assert shorter.fingerprint_of_ends() != a.fingerprint_of_ends()
+    assert a.fingerprint_of_ends() == ENDS_BEFORE
