@@ -20,7 +20,7 @@ from rich.console import Console
 from tpengine.awaited import awaited, explain
 from tpengine.config import Config
 from tpengine.config_toml import dump_toml
-from tpengine.data import Corpus
+from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
@@ -95,9 +95,11 @@ def _train(job: Job, watch: Watch) -> None:
     checkpoint = restore_newest(trainer, job.checkpoint)
     first_step = 0 if checkpoint is None else checkpoint.index.step
     checkpoints = RunCheckpoints(trainer, job.run_dir)
-    with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints:
+    share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
+    content = ContentCheck(corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
+    with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints, content:
         profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
-        _steps(trainer, first_step, console, writer, checkpoints, profiler, watch)
+        _steps(trainer, first_step, console, writer, checkpoints, profiler, watch, content)
     held_out = None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
@@ -199,6 +201,7 @@ def _steps(
     checkpoints: RunCheckpoints,
     profiler: Profiler,
     watch: Watch,
+    content: ContentCheck,
 ) -> None:
     config, device = trainer.config, trainer.device
     watch.timeout_seconds = config.train.timeout_seconds
@@ -209,8 +212,8 @@ def _steps(
             clock = StepClock(device)
             result = trainer.train_step(step)
             trainer.activity.begin("ending the step with all ranks")
-            seconds, memory, stop_signal = max_over_ranks(
-                [clock.seconds(), float(peak_memory_bytes(device)), float(watch.stop)], device
+            seconds, memory, stop_signal, content_flag = max_over_ranks(
+                [clock.seconds(), float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)], device
             )
             record = step_record(
                 config,
@@ -227,13 +230,17 @@ def _steps(
                 writer.write(record)
             progress.update(record)
             profiler.end(step, seconds)
+            if content_flag:
+                raise RunError(content.explain(int(content_flag)))
             if stop_signal:
                 progress.__exit__()
                 profiler.finish()
                 watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
             checkpoints.after_step(step + 1)
     checkpoints.wait()
-    (stop_signal,) = max_over_ranks([float(watch.stop)], device)
+    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(content.flag)], device)
+    if content_flag:
+        raise RunError(content.explain(int(content_flag)))
     if stop_signal:
         message = checkpoints.save_and_say(config.train.steps, int(stop_signal))
         watch.leave_stopped(int(stop_signal), message)

@@ -1,5 +1,6 @@
 """Text as tokens: token files, where text comes from, and which sample is which. No torch."""
 
+from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
 from tpengine.data.order import permute
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
 from tpengine.data.sources import bytes_of_directory, stdlib_text
@@ -7,6 +8,9 @@ from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
+    "CPU_SHARE",
+    "GPU_SHARE",
+    "ContentCheck",
     "Corpus",
     "Samples",
     "StoredTokens",

@@ -1,0 +1,74 @@
+"""Rung: gloo ranks, through torchrun and `python -m tpengine.train`. Texts that go wrong while a run reads them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tpengine.data import write_tokens
+from tpengine.resume import checkpoints_of
+
+SMALL = (
+    *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "2"),
+    *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2", "--device", "cpu"),
+    *("--train.eval-micro-batches", "2", "--train.sample-tokens", "5", "--train.checkpoint-every", "100000"),
+)
+
+
+def command(num_ranks: int, path: Path, steps: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
+    lengths = ["--train.steps", str(steps), "--run-dir", str(path.parent / "out")]
+    return [sys.executable, *launcher, "-m", "tpengine.train", *SMALL, *lengths, "--data.path", str(path)]
+
+
+def start(num_ranks: int, path: Path, steps: int = 100_000) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(num_ranks, path, steps),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def lines(errors: str) -> list[str]:
+    """Ours, among torchrun's."""
+    return [line for line in errors.splitlines() if line.startswith("tpengine: ")]
+
+
+def change(path: Path, place: int, token: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(64 + place)
+        file.write(bytes([token]))
+
+
+def test_other_content_than_the_hash_says_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    """The header lies in one token, which is never read in the first steps; nothing is saved after it is found."""
+    path = tmp_path / "some.tokens"
+    write_tokens(path, np.arange(90_000) % 200, 200)
+    change(path, 50_000, 1)
+    output, errors = start(2, path).communicate()
+    (line,) = lines(errors)
+    # torchrun's report ends with the first rank's exit code and line.
+    assert "exitcode  : 2" in errors and f"traceback : {line.removeprefix('tpengine: error: ')}" in errors, output
+    assert f"must have the content that its hash says: {path} on the host of rank 0 does not have SHA-256" in line
+    assert checkpoints_of(tmp_path / "out").newest() is None
+
+
+def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
+    """The map of before died of SIGBUS."""
+    path = tmp_path / "some.tokens"
+    write_tokens(path, np.arange(900_000) % 200, 200)
+    process = start(0, path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    os.truncate(path, 100)
+    _, errors = process.communicate()
+    assert process.returncode == 2 and errors.count("\n") == 1, errors
+    assert str(path) in errors and "cut short" in errors

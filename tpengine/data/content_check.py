@@ -1,0 +1,106 @@
+"""Checks, while training goes on, that a text's content is what its hash says.
+
+Ranks compare hashes when they start, which reads nothing. Whether each host's file has that content is found out here:
+a thread of one rank of each host reads the file once, slowly, and again whenever it has been written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from tpengine.data.stored_tokens import FileIdentity, StoredTokens
+from tpengine.data.token_file import TokenFile
+
+# Of a core's time. On CPUs the ranks of a host use all of it, and a step lasts as long as its slowest rank's: 0.3 %
+# reads 4 MB/s on an AMD EPYC. Beside a GPU cores are idle: 5 % reads 65 MB/s, little for a file system that all share.
+CPU_SHARE, GPU_SHARE = 0.003, 0.05
+
+_PIECE_BYTES = 1 << 19
+_SECONDS_BETWEEN_LOOKS = 2.0
+_LAST_PIECE_SECONDS = 5.0
+
+# A flag is this times the rank, and what is wrong.
+_KINDS = 4
+_OTHER_CONTENT, _UNREADABLE = 1, 2
+
+
+class ContentCheck:
+    """A thread that reads a text; a context manager. Every rank has one, of which one of each host reads.
+
+    Args:
+        text: with the SHA-256 of its tokens. A text in memory is not read: its hash was made of it.
+        rank: this rank, for `flag`.
+        reads: whether this rank is its host's.
+        share: of a core's time that reading may take.
+        wait: waits for so many seconds, or until it is told to end, and says whether it was; None takes the clock.
+
+    Attributes:
+        flag: 0 as long as nothing is wrong; else a number for `explain`. The largest of all ranks' says enough.
+    """
+
+    def __init__(
+        self, text: TokenFile, rank: int, reads: bool, share: float, wait: Callable[[float], bool] | None = None
+    ) -> None:
+        self._text, self._rank, self._share = text, rank, share
+        self._ending = threading.Event()
+        self._wait = wait or self._ending.wait
+        self._thread: threading.Thread | None = None
+        if reads and isinstance(text.tokens, StoredTokens):
+            work = (text.tokens,)
+            self._thread = threading.Thread(target=self._run, args=work, name="tpengine-content-check", daemon=True)
+        self.flag = 0
+
+    def __enter__(self) -> ContentCheck:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._ending.set()
+        if self._thread is not None:
+            # A file system that no longer answers must not keep the run.
+            self._thread.join(_LAST_PIECE_SECONDS)
+
+    def explain(self, flag: int) -> str:
+        """Say in one line what the flag of some rank means; the same on every rank."""
+        assert flag and isinstance(self._text.tokens, StoredTokens)
+        rank, kind = divmod(flag, _KINDS)
+        where = f"{self._text.tokens.file.path} on the host of rank {rank}"
+        if kind == _UNREADABLE:
+            return (
+                f"a text must stay readable to its end: {where} was cut short or its disk fails: restore it and "
+                "continue with --resume"
+            )
+        return (
+            f"a text must have the content that its hash says: {where} does not have SHA-256 {self._text.sha256}: "
+            "restore it and continue with --resume, or write it anew with write_tokens for a new run"
+        )
+
+    def _run(self, tokens: StoredTokens) -> None:
+        seen: FileIdentity | None = None
+        try:
+            while not self.flag:
+                identity = tokens.file.identity()
+                if identity != seen and not self._has_its_hash(tokens):
+                    self.flag = _KINDS * self._rank + _OTHER_CONTENT
+                seen = identity
+                if self._wait(_SECONDS_BETWEEN_LOOKS):
+                    return
+        except (ValueError, OSError):
+            self.flag = _KINDS * self._rank + _UNREADABLE
+
+    def _has_its_hash(self, tokens: StoredTokens) -> bool:
+        """Read all; true also when told to end before."""
+        digest = hashlib.sha256()
+        began = time.thread_time()
+        for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
+            digest.update(piece)
+            # Since the last wait, so that waiting counts too.
+            used, began = time.thread_time() - began, time.thread_time()
+            if self._wait(used * (1 / self._share - 1)):
+                return True
+        return digest.hexdigest() == self._text.sha256
