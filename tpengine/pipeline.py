@@ -3,15 +3,17 @@
 The same generators, lowering, verifier and executor as the transformer's step; only the handlers differ. What the plan
 calls CLIP and STEP belongs to the user's optimizer, outside.
 
-What is deliberately elsewhere: where the modules are cut (sequential_cut), data parallelism over several pipelines
-(data_parallel.DataParallel on `stage`: see `step`).
+What is deliberately elsewhere: what the modules cost (sequential_profile) and where they are cut (sequential_cut),
+values of modules on the meta device (meta_modules), the weights of micro-batches in the loss (pipeline_loss), data
+parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,15 +23,17 @@ from torch.distributed import ProcessGroup
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import DeferringSink, GradientSink, WeightHalves
+from tpengine.messages import broadcast_json
+from tpengine.meta_modules import Init, fill_modules, is_on_meta, materialise
+from tpengine.pipeline_loss import Count, Loss, PipelineLoss
 from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, make_schedule, verify
 from tpengine.plan.schedules.file import format_schedule
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.same_model import broadcast_model, check_same, describe_model, differing_members
-from tpengine.sequential_cut import check_cut, children_of, chunks_of, cut_by_cost, cut_by_hand, profile_on_rank_0
+from tpengine.sequential_cut import check_cut, chunks_of, cut_by_cost, cut_by_hand
+from tpengine.sequential_profile import children_of, profile_on_rank_0, slowest_over_world
 from tpengine.stage import Stage
 from tpengine.transfers import open_mailbox
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 # How long a message waits for a rank that lives, as over gloo: another rank may be busy with the caller's own work.
 _MESSAGE_SECONDS = 1800.0
@@ -47,15 +51,25 @@ class Pipeline:
     Args:
         model: the whole model, the same on every rank, on the device to compute on. Its parameters and buffers are
             overwritten with those of the group's rank 0. Each rank goes on with its stage; drop the model to free the
-            rest.
-        sample: input of one micro-batch; every micro-batch must have its shape and dtype.
-        loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch.
+            rest. On the meta device (built under `torch.device("meta")`) only this rank's stage is given memory.
+        sample: input of one micro-batch, on the device to compute on; every micro-batch must have its shape and dtype.
+        loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch; micro-batches weigh the same.
+            With `count`: a sum over the micro-batch's valid targets, or (sum, number of them), which is then compared.
         num_micro_batches: how many a step's batch is split into.
         group: the pipeline's ranks, in stage order; default all.
         schedule: a name in tpengine.plan.SCHEDULES, or the path of a text file with one.
         chunks_per_rank: parts that a rank holds with schedule interleaved; the other schedules fix it.
-        cut: modules of each part, in model order; by default the cut follows the modules' measured cost, forward and
-            backward.
+        cut: modules of each part, in model order; default a cut that balances the modules' counted cost (flops and
+            sizes: sequential_profile.profile), the same on every replica and every start. "measured": seconds of the
+            sample on this machine instead, once; all ranks of the default group must construct their pipelines
+            together, and get one cut, by the slowest pipeline of each module.
+        init: gives modules on the meta device their values. A function: init(module, index) fills all parameters and
+            buffers of model[index]; it is called where the module is held, after torch.manual_seed of a number that
+            follows from torch.initial_seed() of the group's rank 0 and the index, so that the values are the same for
+            every cut and number of stages. Or the whole model's state dict; of a lazy one only this stage is read.
+        count: target of a micro-batch -> how many valid targets it holds, an int or a tensor. The loss is divided by
+            their number over all micro-batches and `replicas`, which is known before the first forward pass.
+        replicas: with `count`, the ranks that hold this stage in other pipelines: those of the DataParallel.
         trace: records what the executor runs.
 
     Attributes:
@@ -66,14 +80,18 @@ class Pipeline:
     Raises:
         ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
             modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
-            the first that passes no gradient back, a schedule that splits backward over modules that cannot.
+            the first that passes no gradient back, a schedule that splits backward over modules that cannot, modules
+            on the meta device that get no values.
         RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
     generator. A schedule that splits backward into halves (zb-h1, zbv) needs modules that give their weight gradients
     to a sink, as those of tpengine.layers: autograd computes both halves of any other at once.
-    Cost: construction runs the sample a few times through the model on rank 0. Memory: inputs and outputs of as many
-    micro-batches as the schedule keeps alive.
+    Autocast belongs around construction and steps alike, or inside modules: what crosses between stages has its dtype.
+    Cost: construction runs the sample once through the model on rank 0, forward and backward, on the meta device where
+    the modules are there. One that cannot run there, as it exchanges with other ranks or reads values, is copied into
+    rank 0's memory for it, and the copy let go before the next. Memory: inputs and outputs of as many micro-batches as
+    the schedule keeps alive.
     """
 
     def __init__(
@@ -86,7 +104,10 @@ class Pipeline:
         group: ProcessGroup | None = None,
         schedule: str = "1f1b",
         chunks_per_rank: int = 2,
-        cut: Sequence[int] | None = None,
+        cut: Sequence[int] | Literal["measured"] | None = None,
+        init: Init | None = None,
+        count: Count | None = None,
+        replicas: Communicator | None = None,
         trace: Trace | None = None,
     ) -> None:
         ranks = group if group is not None else dist.group.WORLD
@@ -94,22 +115,31 @@ class Pipeline:
             raise RuntimeError("a pipeline needs a process group: there is none: call init_process_group first")
         self._group: ProcessGroup = ranks
         self._comm = Communicator(self._group)
-        self._loss, self._num, self._trace = loss, num_micro_batches, trace
-        self._sample_shape, self._dtype, self._device = sample.shape, sample.dtype, sample.device
+        self._num, self._trace, self._replicas = num_micro_batches, trace, replicas
+        self._sample_shape, self._dtype = sample.shape, sample.dtype
+        # A sample on the meta device is refused below, on all ranks alike.
+        self._device = torch.device("cpu") if sample.is_meta else sample.device
+        self._autocast = _autocast_of(self._device)
         arguments = [
             f"num_micro_batches {num_micro_batches}",
             f"schedule {schedule} {chunks_per_rank}",
-            f"cut {cut and list(cut)}",
-            f"sample {list(sample.shape)} {sample.dtype}",
+            f"cut {cut if cut is None or isinstance(cut, str) else list(cut)}",
+            f"sample {list(sample.shape)} {sample.dtype} {sample.device.type}",
+            f"init {'a state dict' if isinstance(init, Mapping) else 'none' if init is None else 'a function'}",
+            f"count {'none' if count is None else 'given'}, {1 if replicas is None else replicas.size} replicas",
+            f"autocast {self._autocast}",
         ]
         modules = [type(model).__qualname__, *map(str, model._modules.values())]
-        check_same([*describe_model(model), *modules, *arguments], model, self._comm)
-        _check_arguments(model, sample, num_micro_batches)
+        check_same([*describe_model(model), *modules, *arguments], self._device, self._comm)
+        _check_arguments(model, sample, num_micro_batches, cut, init)
         made = self._schedule_of_all(schedule, model, chunks_per_rank)
         broadcast_model(model, self._comm)
-        profiles = profile_on_rank_0(model, sample, self._comm)
-        if cut is None:
-            self.layers = cut_by_cost([module.seconds for module in profiles], made.ranks)
+        profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
+        costs = [module.cost for module in profiles]
+        if cut == "measured":
+            costs = slowest_over_world(costs, Communicator(dist.group.WORLD), self._device)
+        if cut is None or cut == "measured":
+            self.layers = cut_by_cost(costs, made.ranks)
         else:
             self.layers = cut_by_hand(cut, len(model), len(made.ranks))
         check_cut(model, self.layers, made.ranks, profiles)
@@ -122,6 +152,8 @@ class Pipeline:
         mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
         self.stage = nn.Sequential(OrderedDict(mine))
         self.stage.training = model.training
+        if init is not None:
+            self._fill_stage(model, init)
         self._halves = WeightHalves()
         if made.splits_backward:
             _defer_weight_gradients(self.stage, self._halves)
@@ -135,7 +167,8 @@ class Pipeline:
         self._inputs: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._outputs: list[Tensor] = []
-        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        num_replicas = 1 if replicas is None else replicas.size
+        self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
         self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
 
     @property
@@ -152,28 +185,33 @@ class Pipeline:
         """Run forward and backward of a batch; gradients are added to `.grad` of the stage's parameters.
 
             gradient = d/dw of the mean over micro-batches of loss(model(inputs), targets)
+            with `count`: d/dw of R / N * sum over micro-batches of it, for N valid targets in R replicas
 
-        With several pipelines side by side, all of one `cut`, make a DataParallel of `stage` over the ranks that hold
-        the same one, and:
+        With several pipelines side by side make a DataParallel of `stage` over the ranks that hold the same one, whose
+        mean over the replicas is then the gradient of the whole batch:
 
             with replicas.no_sync():  # micro-batches add up here
                 loss = pipe.step(inputs, targets)
             replicas.finish()
+
+        Before its first step the loss is called once more, on outputs of zeros: what it returns is looked at.
 
         Args:
             inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed where `is_first` only.
             targets: [num_micro_batches * n, ...]; needed where `is_last` only.
 
         Returns:
-            The mean loss of the batch, equal on all ranks.
+            The loss of the pipeline's batch, equal on all its ranks: the mean over micro-batches, or with `count` the
+            term above. Its mean over the replicas is the whole batch's.
 
         Raises:
-            ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them.
+            ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them; another
+                autocast than at construction; no valid target; a loss that returns something else. After the step: the
+                loss's own numbers of valid targets are not those of `count`.
         """
         self._take(inputs, targets, training=True)
-        self._total.zero_()
         self._run(self.plan, training=True)
-        return float(self._comm.all_reduce_(self._total))
+        return self._loss.total(self._comm.all_reduce_(self._loss.sums))
 
     @torch.no_grad()
     def forward(self, inputs: Tensor | None) -> Tensor | None:
@@ -238,11 +276,7 @@ class Pipeline:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
 
     def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
-        loss = self._loss(output, self._targets[microbatch]) / self._num
-        if loss.dim() != 0:
-            raise ValueError(f"loss must return a scalar: got shape {list(loss.shape)}: return its mean")
-        self._total += loss.detach()
-        return loss
+        return self._loss.weighted(output, self._targets[microbatch], microbatch)
 
     def _keep(self, output: Tensor, _: int) -> Tensor:
         self._outputs.append(self._apart(output))
@@ -251,16 +285,31 @@ class Pipeline:
     def _take(self, inputs: Tensor | None, targets: Tensor | None, *, training: bool) -> None:
         """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
         problem: ValueError | None = None
+        num_targets = 0
         try:
+            _check_autocast(self._autocast, self._device)
             self._inputs = self._split("inputs", inputs, self.is_first)
             self._targets = self._split("targets", targets, self.is_last and training)
+            if self.is_last and training:
+                num_targets = self._loss.prepare(self._targets)
         except ValueError as error:
             problem = error
-        refusing = self._ranks_where(problem is not None)
+        mine = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
+        said = self._comm.all_gather(mine).tolist()
+        refusing = [rank for rank, (refuses, _) in enumerate(said) if refuses]
+        num_targets = sum(number for _, number in said)
+        elsewhere = 0
+        if training and self._loss.counts and self._replicas is not None:
+            told = torch.tensor([len(refusing), num_targets], dtype=torch.int64, device=self._device)
+            elsewhere, num_targets = self._replicas.all_reduce_(told).tolist()
         if problem is not None:
             raise problem
         if refusing:
             raise ValueError(f"every rank's batch must fit: ranks {refusing} refused theirs: see their message")
+        if elsewhere:
+            raise ValueError("every replica's batch must fit: another replica refused its own: see its message")
+        if training:
+            self._loss.begin(num_targets)
 
     def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
         """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
@@ -278,6 +327,30 @@ class Pipeline:
                 f"{[self._sample_shape[0], *batch.shape[1:]]} {batch.dtype}: make another Pipeline for other shapes"
             )
         return batch.split(self._sample_shape[0])
+
+    def _fill_stage(self, model: nn.Sequential, init: Init) -> None:
+        """Give the modules of this rank that are on the meta device memory and values."""
+        seed = 0 if isinstance(init, Mapping) else broadcast_json(torch.initial_seed(), self._group)
+        places: dict[nn.Module, tuple[int, str]] = {}
+        for index, (name, module) in enumerate(children_of(model)):
+            if any(index in range(*self.layers[chunk]) for chunk in self._held) and is_on_meta(module):
+                places.setdefault(module, (index, name))
+        made: dict[Tensor, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            materialise(self.stage, self._device, made=made)
+            fill_modules([(index, name, module) for module, (index, name) in places.items()], init, seed, self._device)
+        except Exception as error:
+            problem = error
+        refusing = self._ranks_where(problem is not None)
+        if problem is not None:
+            raise ValueError(
+                str(problem) if isinstance(problem, ValueError) else f"init fails: {problem!r}"
+            ) from problem
+        if refusing:
+            raise ValueError(
+                f"every rank must be able to fill its modules: ranks {refusing} could not: see their message"
+            )
 
     def _schedule_of_all(self, name: str, model: nn.Sequential, chunks_per_rank: int) -> Schedule:
         """The schedule, after a look at whether it is one on every rank, and the same: files may differ."""
@@ -321,7 +394,27 @@ class Pipeline:
         return plan
 
 
-def _check_arguments(model: nn.Sequential, sample: Tensor, num_micro_batches: int) -> None:
+def _autocast_of(device: torch.device) -> str:
+    """The dtype that autocast computes in here, or "off"."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return str(torch.get_autocast_dtype(device.type)) if is_on else "off"
+
+
+def _check_autocast(constructed: str, device: torch.device) -> None:
+    if _autocast_of(device) != constructed:
+        raise ValueError(
+            f"autocast must be as it was when the pipeline was made: then {constructed}, now {_autocast_of(device)}: "
+            "construct the pipeline and run its steps under the same autocast, or put autocast inside the modules"
+        )
+
+
+def _check_arguments(
+    model: nn.Sequential,
+    sample: Tensor,
+    num_micro_batches: int,
+    cut: Sequence[int] | str | None,
+    init: Init | None,
+) -> None:
     if type(model).forward is not nn.Sequential.forward:
         raise ValueError(
             f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
@@ -331,6 +424,15 @@ def _check_arguments(model: nn.Sequential, sample: Tensor, num_micro_batches: in
         raise ValueError(f"a sample must have rows: got shape {list(sample.shape)}: pass the input of a micro-batch")
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use 8")
+    if isinstance(cut, str) and cut != "measured":
+        raise ValueError(f"cut must be the modules of each part, or 'measured': got '{cut}': leave it out")
+    if sample.is_meta:
+        raise ValueError("a sample names the device to compute on: it is on the meta device: make it on a real one")
+    if is_on_meta(model) != (init is not None):
+        raise ValueError(
+            "modules on the meta device need values, and others have theirs: init is for modules on the meta device: "
+            + ("pass init, a function or a state dict" if init is None else "none is there: leave init out")
+        )
 
 
 def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:

@@ -39,18 +39,17 @@ def differing_members(text: bytes, device: torch.device, comm: Communicator) -> 
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
-def check_same(lines: Sequence[str], model: nn.Module, comm: Communicator) -> None:
+def check_same(lines: Sequence[str], device: torch.device, comm: Communicator) -> None:
     """Compare the lines over the ranks; collective.
 
     Args:
         lines: what must be equal.
-        model: names the device that the ranks talk over.
+        device: what the ranks talk over.
         comm: the ranks.
 
     Raises:
         ValueError: on every rank, with the same message, which names the first line that differs.
     """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     text = "\n".join(lines).encode()
     differing = differing_members(text, device, comm)
     if not differing:
@@ -67,8 +66,16 @@ def check_same(lines: Sequence[str], model: nn.Module, comm: Communicator) -> No
     )
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device of its first parameter or buffer, or the CPU."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
 def broadcast_model(model: nn.Module, comm: Communicator) -> None:
-    """Overwrite parameters and buffers with those of the communicator's rank 0, whatever their strides."""
+    """Overwrite parameters and buffers with those of the communicator's rank 0, whatever their strides.
+
+    Those on the meta device have no values and are left out.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel() > 0:
+        if tensor.numel() > 0 and not tensor.is_meta:
             tensor.detach().copy_(comm.broadcast_(tensor.detach().contiguous()))

@@ -100,8 +100,7 @@ def train(name: str, schedule: str, cut: list[int] | None, mutation: str = "") -
         model, sample, nn.functional.mse_loss, num_micro_batches=MICRO, schedule=schedule, cut=cut, trace=trace
     )
     if mutation == "loss not divided":
-        pipe._num = 1
-        pipe._split = lambda name, batch, needed: () if batch is None else batch.split(SIZE)  # type: ignore
+        pipe._loss._divisor = 1
     if mutation == "one micro-batch twice":
         split = pipe._split
         pipe._split = lambda *a: (split(*a)[:1] * 2 + tuple(split(*a)[2:])) if split(*a) else ()  # type: ignore

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from tpengine.collectives import Communicator, Pending
 from tpengine.data_parallel.buckets import GradientBuckets
-from tpengine.same_model import broadcast_model, check_same, describe_model
+from tpengine.same_model import broadcast_model, check_same, describe_model, device_of
 
 
 class DataParallel:
@@ -81,7 +81,7 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, communicator: Communicator, bucket_bytes: int = 25_000_000) -> None:
         self._comm, self._num_replicas = communicator, communicator.size
-        check_same([f"bucket_bytes {bucket_bytes}", *describe_model(model)], model, communicator)
+        check_same([f"bucket_bytes {bucket_bytes}", *describe_model(model)], device_of(model), communicator)
         broadcast_model(model, communicator)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}

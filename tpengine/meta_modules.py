@@ -1,0 +1,117 @@
+"""Modules on the meta device: memory for those that a rank holds, and values that do not depend on who holds them.
+
+A rank of a pipeline materialises its own stage alone. A module's values follow from a seed and its place in the whole
+model, or come from a state dict, so that they are the same for every cut and every number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+Init = Callable[[nn.Module, int], object] | Mapping[str, Tensor]
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def materialise(
+    module: nn.Module, device: torch.device, fill: float | None = None, made: dict[Tensor, Tensor] | None = None
+) -> None:
+    """Give the module's parameters and buffers that are on the meta device memory, in place.
+
+    Args:
+        module: its other tensors stay as they are.
+        device: where.
+        fill: their values; default a mark that `check_filled` finds: NaN, or the least integer.
+        made: tensor on the meta device -> its successor; what is in it is used again, what is new is added, so that
+            tensors shared between modules stay shared.
+    """
+    made = {} if made is None else made
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = _made(tensor, device, fill)
+                    tensors[name] = made[tensor]  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def fill_modules(modules: Iterable[tuple[int, str, nn.Module]], init: Init, seed: int, device: torch.device) -> None:
+    """Give modules that have been materialised their values.
+
+    Args:
+        modules: (place in the whole model, name in it, module), in the model's order.
+        init: called with each module and its place; torch's generators are seeded with what follows from `seed` and
+            the place. Or the whole model's state dict, of which only these modules' names are read.
+        seed: of the whole model.
+        device: its generator is seeded beside the CPU's. Afterwards both are as they were.
+
+    Raises:
+        ValueError: a tensor has got no value, or the state dict's has another shape.
+    """
+    for place, prefix, module in modules:
+        if isinstance(init, Mapping):
+            _load(module, prefix, init)
+        else:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                digest = hashlib.sha256(f"{seed} {place}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                init(module, place)
+        unfilled = [f"{prefix}.{name}" for name, tensor in _named_tensors(module) if _has_mark(tensor)]
+        if unfilled:
+            raise ValueError(
+                f"init must fill every parameter and buffer on the meta device: {', '.join(unfilled)} got no value "
+                f"{'from the state dict' if isinstance(init, Mapping) else f'from init(module, {place})'}: give "
+                "those values too"
+            )
+
+
+def _made(tensor: Tensor, device: torch.device, fill: float | None) -> Tensor:
+    value = _mark(tensor.dtype) if fill is None else fill
+    memory = torch.full_like(tensor.detach(), value, device=device)
+    if not isinstance(tensor, Parameter):
+        return memory
+    parameter = Parameter(memory, tensor.requires_grad)
+    # What others have written on the parameter, such as its share of an optimizer's groups.
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _mark(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else 0
+
+
+def _has_mark(tensor: Tensor) -> bool:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    mark = _mark(tensor.dtype)
+    return mark != 0 and bool((tensor == mark).any())
+
+
+def _load(module: nn.Module, prefix: str, state: Mapping[str, Tensor]) -> None:
+    for name, tensor in _named_tensors(module):
+        key = f"{prefix}.{name}"
+        if key not in state:
+            continue
+        value = state[key]
+        if value.shape != tensor.shape:
+            raise ValueError(
+                f"a state dict must hold the model's shapes: {key} is {list(value.shape)}, the module's is "
+                f"{list(tensor.shape)}: take that of this model"
+            )
+        tensor.copy_(value)
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names: a state dict may hold a shared one under any of them."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
