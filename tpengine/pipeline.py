@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from tpengine.collectives import Communicator
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import DeferringSink, GradientSink, WeightHalves
+from tpengine.layers.replicated import carry_over, check_beside_parallel_layers
 from tpengine.messages import broadcast_json
 from tpengine.meta_modules import Init, fill_modules, is_on_meta, materialise
 from tpengine.pipeline_loss import Count, Loss, PipelineLoss
@@ -81,7 +82,8 @@ class Pipeline:
         ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
             modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
             the first that passes no gradient back, a schedule that splits backward over modules that cannot, modules
-            on the meta device that get no values.
+            on the meta device that get no values, a parameter beside tensor-parallel layers whose gradient nothing sums
+            (see layers.replicate).
         RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
@@ -132,6 +134,7 @@ class Pipeline:
         modules = [type(model).__qualname__, *map(str, model._modules.values())]
         check_same([*describe_model(model), *modules, *arguments], self._device, self._comm)
         _check_arguments(model, sample, num_micro_batches, cut, init)
+        check_beside_parallel_layers(model)
         made = self._schedule_of_all(schedule, model, chunks_per_rank)
         broadcast_model(model, self._comm)
         profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
@@ -351,6 +354,7 @@ class Pipeline:
             raise ValueError(
                 f"every rank must be able to fill its modules: ranks {refusing} could not: see their message"
             )
+        carry_over(self.stage, made)
 
     def _schedule_of_all(self, name: str, model: nn.Sequential, chunks_per_rank: int) -> Schedule:
         """The schedule, after a look at whether it is one on every rank, and the same: files may differ."""

@@ -2,11 +2,13 @@
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention
+from tpengine.layers.clip import clip_grad_norm_
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 from tpengine.layers.loss import vocab_parallel_cross_entropy
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
+from tpengine.layers.replicated import check_replicated, replicate, sharded
 
 __all__ = [
     "IGNORED_LABEL",
@@ -17,5 +19,9 @@ __all__ = [
     "RowParallelLinear",
     "SwiGLU",
     "VocabParallelEmbedding",
+    "check_replicated",
+    "clip_grad_norm_",
+    "replicate",
+    "sharded",
     "vocab_parallel_cross_entropy",
 ]

@@ -222,7 +222,7 @@ class ColumnParallelLinear(nn.Module):
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
-        if replicas is not None:
+        if replicas is not None and not self.weight.is_meta:
             # Their gradients are summed, so they must start equal, whatever each rank's generator drew.
             replicas.broadcast_(self.weight.detach())
 

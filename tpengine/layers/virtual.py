@@ -178,7 +178,7 @@ class _Matrices:
         return [layer.weight for layer in self._layers]
 
 
-class _VirtualLayer(nn.Module):
+class VirtualLayer(nn.Module):
     """What is common: a shard for each virtual rank, under its number."""
 
     def __init__(self, virtual: VirtualRanks, sinks: Sequence[GradientSink] | None) -> None:
@@ -204,7 +204,7 @@ class _VirtualLayer(nn.Module):
             matrices.release()
 
 
-class VirtualAttention(_VirtualLayer):
+class VirtualAttention(VirtualLayer):
     """As layers.Attention, computed by virtual ranks.
 
         q, k, v = X[T, D] @ (wq_v, wk_v, wv_v).T
@@ -276,7 +276,7 @@ class VirtualAttention(_VirtualLayer):
         return collect(partials, self.virtual)
 
 
-class VirtualSwiGLU(_VirtualLayer):
+class VirtualSwiGLU(VirtualLayer):
     """As layers.SwiGLU, computed by virtual ranks.
 
         g, u = X[T, D] @ (w_gate_v, w_up_v).T;   y[T/tp, D] = tree over v of (silu(g) * u) @ w_down_v.T
@@ -400,7 +400,7 @@ class _VirtualLookup(torch.autograd.Function):
         return (None, None, None) + (None,) * len(ctx.parameters)
 
 
-class VirtualEmbedding(_VirtualLayer):
+class VirtualEmbedding(VirtualLayer):
     """As layers.VocabParallelEmbedding, its rows cut over the virtual ranks.
 
     Args:
@@ -439,7 +439,7 @@ class VirtualEmbedding(_VirtualLayer):
         return y
 
 
-class VirtualHead(_VirtualLayer):
+class VirtualHead(VirtualLayer):
     """The output matrix, its rows cut over the virtual ranks.
 
         z_v[T, share of the vocabulary] = X[T, D] @ w_v.T

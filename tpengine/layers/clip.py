@@ -1,0 +1,54 @@
+"""The norm of all gradients of a model of one's own whose parameters lie on tensor-parallel ranks and pipeline stages.
+
+The engine has its own, over flat buffers (optim.squared_norms).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpengine.collectives import Communicator
+from tpengine.layers.replicated import ranks_that_hold
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Communicator | None = None) -> Tensor:
+    """Scale the gradients so that their norm over all parameters of the model is at most `max_norm`; collective.
+
+        norm = (sum over pp, tp and parameters of |gradient|^2, each counted once)^(1/2)
+        gradient *= min(1, max_norm / norm)
+
+    A parameter that is whole on every tp rank (`replicate`, RMSNorm) counts once, shards count each.
+
+    Args:
+        model: this rank's part, after the gradients have been summed over replicas.
+        max_norm: above zero.
+        tp: the tensor-parallel ranks.
+        pp: the pipeline's ranks; None for one stage.
+
+    Returns:
+        The norm before clipping, a float64 scalar, the same on all these ranks; not finite if a gradient is not.
+
+    Raises:
+        ValueError: `max_norm` is not above zero.
+
+    Cost: an all-reduce of one number over tp and one over pp. The host waits for nothing.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above zero: got {max_norm}: use 1.0")
+    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    holders = ranks_that_hold(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    square = torch.zeros(1, dtype=torch.float64, device=device)
+    for parameter, gradient in gradients.items():
+        norm_here = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        square += norm_here.double().square() / holders.get(parameter, 1)
+    for ranks in (tp, pp):
+        if ranks is not None:
+            ranks.all_reduce_(square)
+    norm = square.sqrt()[0]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients.values():
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm

@@ -1,0 +1,217 @@
+"""Modules that are whole on every tensor-parallel rank: how they are made right, and a guard for those that are not.
+
+Activations are x[T/tp, D]: a rank's part of the tokens. The gradient of a parameter that every rank holds whole, as
+nn.LayerNorm's weight beside tensor-parallel layers, is then a sum over the ranks, of which autograd computes each
+rank's own term alone. Nothing fails: the loss is right, and the ranks drift apart.
+
+The layers of this package take those sums by themselves. `replicate` does it for any other module; `check_replicated`
+names what nobody sums. DataParallel and Pipeline ask it of every model that holds tensor-parallel layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpengine.collectives import Communicator
+from tpengine.layers.embedding import VocabParallelEmbedding
+from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.norm import RMSNorm
+from tpengine.layers.virtual import VirtualLayer, VirtualRMSNorm
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+# On a parameter, beside the hook that sums: both are gone together where a copy or another parameter takes its place.
+_SUMMED = "_tpengine_summed_over"
+# On a module: its own parameters are right as they are.
+_SHARDED = "_tpengine_sharded_over"
+_MOST_NAMES = 8
+
+
+def replicate(module: _Module, tp: Communicator) -> _Module:
+    """Make a module right whose parameters are whole on every tensor-parallel rank; collective.
+
+        gradient = sum over the tp ranks of the gradient of each one's tokens
+
+        self.norm = replicate(nn.LayerNorm(dim), tp)
+
+    Its parameters and buffers are overwritten with those of the communicator's rank 0. A copy of the module (an EMA)
+    has no hooks: to train one, call this for it too.
+
+    Args:
+        module: sees x[T/tp, ...], this rank's tokens, alone. Frozen parameters get no hook, nor do those of this
+            package's tensor-parallel layers in it. On the meta device parameters are only marked, and `Pipeline` makes
+            their values equal once they are there.
+        tp: the tensor-parallel ranks.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: a layer of this package in it was made over other ranks.
+        RuntimeError: from backward, with create_graph: the sum is differentiable once.
+
+    Cost: one all-reduce a parameter and backward pass, of its gradient's size, in the order of backward.
+    """
+    if tp.size == 1:
+        return module
+    over = _of_layers(module)
+    for name, parameter in module.named_parameters():
+        if over.get(parameter, tp.size) != tp.size:
+            raise ValueError(
+                f"a layer of tpengine.layers gives its gradients to a sink, past any hook: {name} is over "
+                f"{over[parameter]} ranks, tp {tp.size}: make the layer with tp"
+            )
+    for parameter in dict.fromkeys(_unsummed(module, over).values()):
+        _sum_over(parameter, tp)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if over.get(tensor) is None:
+            _equalise(tensor, tp)
+    return module
+
+
+def sharded(module: _Module, tp: Communicator) -> _Module:
+    """Say that a module's own parameters need no sum over tp: this changes nothing, and keeps the guard silent.
+
+        self.bias = sharded(Bias(4 * dim // tp.size), tp)
+
+    For parameters of which each rank holds a part of its own, and for modules that take the sum by themselves, as with
+    `collectives.copy(self.weight, tp)`.
+
+    Args:
+        module: with all modules in it.
+        tp: the tensor-parallel ranks.
+
+    Returns:
+        The module itself.
+    """
+    for part in module.modules():
+        setattr(part, _SHARDED, tp.size)
+    return module
+
+
+def check_replicated(model: nn.Module, tp: Communicator) -> None:
+    """Refuse a model with trained parameters whose gradients nothing sums over the tensor-parallel ranks.
+
+    Parameters pass that are frozen, lie in this package's tensor-parallel layers, or went through `replicate` or
+    `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
+
+    Args:
+        model: any module; before its first step.
+        tp: the tensor-parallel ranks.
+
+    Raises:
+        ValueError: there are others; they are named.
+    """
+    if tp.size > 1:
+        _refuse(_unsummed(model, _of_layers(model)), tp.size)
+
+
+def check_beside_parallel_layers(model: nn.Module) -> None:
+    """`check_replicated` for who knows no tp: over the largest communicator of the model's tensor-parallel layers.
+
+    Raises:
+        ValueError: as check_replicated; a model without such layers has nothing to sum.
+    """
+    over = _of_layers(model)
+    marked = [vars(parameter)[_SUMMED].size for parameter in model.parameters() if hasattr(parameter, _SUMMED)]
+    size = max([1, *over.values(), *marked])
+    if size > 1:
+        _refuse(_unsummed(model, over), size)
+
+
+def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
+    """Make right what was marked on the meta device and has values by now; collective.
+
+    Args:
+        module: holds the successors.
+        made: tensor on the meta device -> its successor.
+    """
+    new = set(made.values())
+    for parameter, ranks in _held_alike(module).items():
+        if parameter in new:
+            if hasattr(parameter, _SUMMED):
+                _sum_over(parameter, ranks)
+            _equalise(parameter, ranks)
+
+
+def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
+    """How many tensor-parallel ranks hold the same parameter, of those of which several do."""
+    return {parameter: ranks.size for parameter, ranks in _held_alike(model).items()}
+
+
+def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
+    """The ranks that hold the same parameter and sum its gradient."""
+    alike: dict[Parameter, Communicator] = {}
+    for part in model.modules():
+        if isinstance(part, RMSNorm):
+            alike[part.weight] = part.comm
+        elif isinstance(part, VirtualRMSNorm):
+            alike[part.weight] = part.virtual.comm
+        elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
+            alike[part.weight] = part.replicas
+        for parameter in part.parameters(recurse=False):
+            if hasattr(parameter, _SUMMED):
+                alike[parameter] = getattr(parameter, _SUMMED)
+    return alike
+
+
+def _of_layers(model: nn.Module) -> dict[Tensor, int]:
+    """Parameters of this package's layers, and over how many ranks each is cut or summed."""
+    over: dict[Tensor, int] = {}
+    for part in model.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | RMSNorm):
+            over[part.weight] = part.comm.size
+        elif isinstance(part, VirtualRMSNorm):
+            over[part.weight] = part.virtual.comm.size
+        elif isinstance(part, VirtualLayer):
+            over |= dict.fromkeys(part.parameters(), part.virtual.comm.size)
+    return over
+
+
+def _unsummed(model: nn.Module, over: Mapping[Tensor, int]) -> dict[str, Parameter]:
+    """Trained parameters that nothing sums, by name."""
+    owned = {p for part in model.modules() if hasattr(part, _SHARDED) for p in part.parameters(recurse=False)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and over.get(parameter, 1) == 1
+        and not hasattr(parameter, _SUMMED)
+        and parameter not in owned
+    }
+
+
+def _refuse(names: Iterable[str], size: int) -> None:
+    unsummed = list(names)
+    if not unsummed:
+        return
+    more = f" and {len(unsummed) - _MOST_NAMES} more" if len(unsummed) > _MOST_NAMES else ""
+    raise ValueError(
+        f"a parameter that is whole on every tp rank needs its gradient summed over them: tp {size}, nothing sums "
+        f"{', '.join(unsummed[:_MOST_NAMES])}{more}: wrap the modules in tpengine.layers.replicate(module, tp), make "
+        "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part"
+    )
+
+
+def _sum_over(parameter: Parameter, tp: Communicator) -> None:
+    def summed(gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a replicated parameter's gradient is summed over tp, which is differentiable once: leave create_graph "
+                "out"
+            )
+        return tp.all_reduce_(gradient.clone(memory_format=torch.contiguous_format))
+
+    setattr(parameter, _SUMMED, tp)
+    parameter.register_hook(summed)
+
+
+@torch.no_grad()
+def _equalise(tensor: Tensor, tp: Communicator) -> None:
+    if not tensor.is_meta and tensor.numel() > 0:
+        tensor.copy_(tp.broadcast_(tensor.detach().contiguous()))
