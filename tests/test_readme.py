@@ -46,7 +46,14 @@ def run_example(directory: Path, name: str, num_ranks: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "worlds", "largest_loss"), [("block", (1, 2, 4), 1.0), ("images", (4,), 0.5), ("stages", (2,), 0.2)]
+    ("name", "worlds", "largest_loss"),
+    [
+        ("block", (1, 2, 4), 1.0),
+        ("images", (4,), 0.5),
+        ("stages", (2,), 0.2),
+        ("gpt", (4,), 1.0),
+        pytest.param("gpt", (8, 4), 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_an_example_runs_and_learns(tmp_path: Path, name: str, worlds: tuple[int, ...], largest_loss: float) -> None:
     assert f"torchrun --nproc-per-node {worlds[-1] if name != 'block' else 2} {name}.py" in README
