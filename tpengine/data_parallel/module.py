@@ -31,6 +31,7 @@ from torch.nn import Parameter
 from tpengine.collectives import Communicator, Pending
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.layers.replicated import check_beside_parallel_layers
+from tpengine.meta_modules import is_on_meta
 from tpengine.same_model import broadcast_model, check_same, describe_model, device_of
 
 
@@ -61,8 +62,8 @@ class DataParallel:
     Raises:
         ValueError: ranks differ in their parameters (name, shape, strides, dtype, frozen or trained, shared or not),
             buffers or `bucket_bytes`; raised on every rank. A parameter is whole on every rank of the model's
-            tensor-parallel layers, and nothing sums its gradient over them: see layers.replicate. From backward: a
-            gradient is sparse.
+            tensor-parallel layers, and nothing sums its gradient over them: see layers.replicate. The model is on the
+            meta device. From backward: a gradient is sparse.
         RuntimeError: from backward, the one before was not followed by `finish`; from `finish`, a frozen parameter has
             been thawed, or another parameter has taken the place of one.
 
@@ -83,6 +84,11 @@ class DataParallel:
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, bucket_bytes: int = 25_000_000) -> None:
+        if is_on_meta(model):
+            raise ValueError(
+                "a model must have its values before they are made equal on all replicas: parameters or buffers are on "
+                "the meta device: fill it first, with to_empty and reset_parameters, or by a Pipeline's init"
+            )
         self._comm, self._num_replicas = communicator, communicator.size
         check_same([f"bucket_bytes {bucket_bytes}", *describe_model(model)], device_of(model), communicator)
         check_beside_parallel_layers(model)

@@ -115,6 +115,15 @@ def test_models_that_differ_are_refused_on_all_ranks(ranks: RankPool, difference
     assert len(set(errors)) == 1 and "\n" not in errors[0] and theirs in errors[0], errors
 
 
+def refuse_meta(_: int) -> str:
+    return error_of(lambda: DataParallel(nn.Linear(3, 3, device="meta"), world()))
+
+
+def test_a_model_without_values_is_refused(ranks: RankPool) -> None:
+    for error in ranks.run(refuse_meta, 2, 0):
+        assert error.startswith("ValueError: a model must have its values before they are made equal"), error
+
+
 def test_models_that_agree_are_not_refused(ranks: RankPool) -> None:
     assert ranks.run(refuse, 3, "nothing") == [""] * 3
 
