@@ -113,7 +113,8 @@ def _gradient_on_host_(
 ) -> None:
     logits[:, num_columns:] = 0
     z = logits[:, :num_columns]
-    slopes = slopes.to(max_logit.dtype)
+    is_nowhere = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size))
+    slopes = slopes.to(max_logit.dtype).masked_fill(is_nowhere, torch.nan)
     growth = 2 * z_loss * (max_logit + exp_sum.log()) if z_loss else torch.zeros_like(exp_sum)
     factors = slopes * (1 + growth) / exp_sum
     spread = slopes * (label_smoothing / vocab_size)
@@ -199,6 +200,7 @@ def _(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, labels, *ctx.smoothing = inputs
+    ctx.keeps_logits = is_a_leafs(logits)
     ctx.save_for_backward(logits, labels, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -207,7 +209,7 @@ def _backward(ctx: Any, dlosses: Tensor | None, *_: Any) -> tuple[Tensor | None,
     if dlosses is None:
         return None, None, None, None
     logits, labels, max_logit, exp_sum = ctx.saved_tensors
-    logits = logits.detach()
+    logits = logits.detach().clone() if ctx.keeps_logits else logits.detach()
     vocab_size = logits.shape[1]
     gradient_op_(logits, labels, max_logit, exp_sum, dlosses, vocab_size, 0, vocab_size, *ctx.smoothing)
     return logits, None, None, None
@@ -238,6 +240,14 @@ def check_smoothing(label_smoothing: float, z_loss: float) -> None:
             f"label_smoothing must lie in [0, 1] and z_loss be at least 0: got {label_smoothing} and {z_loss}: "
             "pass 0 to leave one out"
         )
+
+
+def is_a_leafs(logits: Tensor) -> bool:
+    """Whether logits lie in the memory of a leaf of autograd: a parameter, or another tensor that a user holds.
+
+    Their gradient needs memory of its own: `z -= lr * z.grad` makes nonsense where both are one.
+    """
+    return (logits if logits._base is None else logits._base).is_leaf
 
 
 def _check_writable(logits: Tensor) -> None:
@@ -355,7 +365,7 @@ def cross_entropy_gradient_(
 
     Cost: reads and writes the logits once.
     Numerics: float32 (float64 for float64), rounded once. Rows of ignored labels and columns of padding are 0, whatever
-    they held.
+    they held; rows of a label that is neither in the vocabulary nor -100 are NaN, as their losses are.
     """
     num_columns = logits.shape[-1] if num_columns is None else num_columns
     _check_logits(logits, labels, first_column, num_columns)
@@ -388,20 +398,21 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     Args:
         logits: z[T, V], floating point, any strides, V > 0. After backward they hold dz: read them before, if at all.
             An operator that keeps its output for backward, as tanh does, cannot have made them, which autograd says.
+            A leaf of autograd, or a view of one, is left as it is, and has a gradient in memory of its own.
         labels: [T] int64 below V, or -100 (ignored).
         label_smoothing, z_loss: as token_losses.
 
     Returns:
         [T], float32 (float64 for float64), new: not their mean, for the number of valid targets that a mean divides by
         is that of the global step, which only the caller knows. NaN for other labels, and for a row of -inf alone, as
-        torch has it.
+        torch has it; so are such rows' gradients.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit.
-        RuntimeError: a second backward: autograd finds the logits changed.
+        RuntimeError: a second backward of logits that are no leaf: autograd finds them changed.
 
-    Cost: forward reads the logits once, backward reads and writes them once; keeps them and 2*T numbers. On a CPU
-    several passes over some rows at a time.
+    Cost: forward reads the logits once, backward reads and writes them once, or copies them first if they are a leaf's;
+    keeps them and 2*T numbers. On a CPU several passes over some rows at a time.
     Numerics: float32 (float64 for float64), the gradient rounded once; deterministic.
     Source: Milakov and Gimelshein, arXiv 1805.02867; z-loss: arXiv 2204.02311; label smoothing: arXiv 1512.00567.
     """
@@ -409,7 +420,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     check_smoothing(label_smoothing, z_loss)
     if not logits.shape[1]:
         raise ValueError(f"cross-entropy takes logits of at least one column: got {tuple(logits.shape)}: pass [T, V]")
-    if logits.requires_grad:
+    if logits.requires_grad and torch.is_grad_enabled() and not is_a_leafs(logits):
         _check_writable(logits)
     losses: Tensor = cross_entropy_op(logits, labels, label_smoothing, z_loss)[0]
     return losses

@@ -56,7 +56,7 @@ def _partials_kernel(
     tl.store(p_partials + 3 * num_rows + o_row, tl.sum(b_logit_sum, axis=1), mask=m_row)
 
 
-@jit(do_not_specialize=["num_rows", "first_column"])
+@jit(do_not_specialize=["num_rows", "first_column", "vocab_size"])
 def _gradient_kernel(
     p_logits: tl.tensor,
     p_labels: tl.tensor,
@@ -67,6 +67,7 @@ def _gradient_kernel(
     num_columns: tl.int32,
     all_columns: tl.int32,
     first_column: tl.int64,
+    vocab_size: tl.int64,
     stride_logits: tl.int64,
     IGNORED: tl.constexpr,
     ON_TARGET: tl.constexpr,
@@ -84,6 +85,8 @@ def _gradient_kernel(
     row_max = tl.load(p_max + o_row, mask=m_row, other=0.0)
     exp_sum = tl.load(p_exp_sum + o_row, mask=m_row, other=1.0)
     slope = tl.load(p_slopes + o_row, mask=m_row, other=0.0)
+    # As the loss of a label that is nowhere.
+    slope = tl.where((label == IGNORED) | ((label >= 0) & (label < vocab_size)), slope, float("nan"))
     m_counts = (label != IGNORED)[:, None] & (o_column < num_columns)[None, :]
     p_block = p_logits + o_row[:, None] * stride_logits + o_column[None, :]
     # [BLOCK_ROWS, BLOCK_COLUMNS]
@@ -155,6 +158,7 @@ def launch_cross_entropy_gradient_(
         num_columns,
         all_columns,
         first_column,
+        vocab_size,
         rows.stride(0),
         IGNORED=IGNORED_LABEL,
         ON_TARGET=1 - label_smoothing + label_smoothing / vocab_size,

@@ -77,5 +77,11 @@ def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
             f"dw[out, in] += dy[T, out].T @ x[T, in] needs matching shapes and one dtype: dw {tuple(buffer.shape)}, "
             f"dy {tuple(dy.shape)} {dy.dtype}, x {tuple(x.shape)} {x.dtype}: pass dy and x of one call"
         )
+    is_wider = buffer.dtype.is_floating_point and buffer.dtype.itemsize > x.dtype.itemsize
+    if buffer.dtype != x.dtype and not is_wider:
+        raise ValueError(
+            f"dw must have x's dtype or a wider one: dw {buffer.dtype}, x {x.dtype}: accumulate into "
+            f"{torch.float32 if x.dtype.itemsize < 4 else x.dtype}"
+        )
     _wgrad(buffer, dy, x)
     return buffer

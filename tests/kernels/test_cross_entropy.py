@@ -140,6 +140,18 @@ def test_partials(rung: Rung) -> None:
     rung(check_partials)
 
 
+class Made(torch.autograd.Function):
+    """A tensor as if something had made it, in the memory of the leaf that it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
 def check_memory(device: str) -> None:
     """The gradient is in the caller's memory, and nothing beside it is touched."""
     drawn = operands(9, 33, torch.float32, device, 0, 3.0)
@@ -149,7 +161,7 @@ def check_memory(device: str) -> None:
         before = logits.detach().clone()
         cross_entropy(logits, drawn["labels"])
         assert torch.equal(logits, before)
-        (returned,) = torch.autograd.grad(cross_entropy(logits, drawn["labels"]).sum(), logits)
+        (returned,) = torch.autograd.grad(cross_entropy(Made.apply(logits), drawn["labels"]).sum(), logits)
         torch.testing.assert_close(logits.detach(), expected)
         assert torch.equal(returned, logits)
         if layout is not columns_first:
@@ -159,6 +171,41 @@ def check_memory(device: str) -> None:
 @every_rung
 def test_gradient_overwrites_the_logits_and_nothing_else(rung: Rung) -> None:
     rung(check_memory)
+
+
+def check_leaves(device: str) -> None:
+    """Logits that a user holds: neither they nor what they are a view of are written to."""
+    drawn = operands(9, 33, torch.float32, device, 0, 3.0)
+    (expected,) = torch.autograd.grad(cross_entropy_reference(**drawn).sum(), drawn["logits"])
+    for view in (lambda z: z, lambda z: z.view(3, 3, 33).flatten(0, 1), lambda z: z[:]):
+        leaf = drawn["logits"].detach().clone().requires_grad_()
+        before = leaf.detach().clone()
+        for _ in range(2):  # what is left as it is may be asked for again
+            leaf.grad = None
+            cross_entropy(view(leaf), drawn["labels"]).sum().backward()
+            assert leaf.grad is not None and torch.equal(leaf, before)
+            torch.testing.assert_close(leaf.grad, expected)
+            assert leaf.grad.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr()
+
+
+@every_rung
+def test_gradient_of_a_leaf_has_memory_of_its_own(rung: Rung) -> None:
+    rung(check_leaves)
+
+
+def test_logits_that_share_memory_need_no_gradient_of_their_own() -> None:
+    """Where nobody takes the gradient, or it has memory of its own."""
+    row, labels = torch.randn(1, 4, requires_grad=True), torch.tensor([0, 3, 1])
+    expected = cross_entropy_reference((2 * row).expand(3, 4), labels)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(cross_entropy((2 * row).expand(3, 4), labels), expected)
+    with torch.no_grad():
+        logits = (2 * row).expand(3, 4)
+    torch.testing.assert_close(cross_entropy(logits, labels), expected)
+    losses = cross_entropy(row.expand(3, 4), labels)
+    wanted = torch.autograd.grad(cross_entropy_reference(row.expand(3, 4), labels).sum(), row)
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), row), wanted)
 
 
 def check_special_rows(device: str) -> None:
@@ -172,8 +219,9 @@ def check_special_rows(device: str) -> None:
     losses = cross_entropy(logits, labels)
     torch.testing.assert_close(losses[:4], of_torch, equal_nan=True)
     assert losses[0] == 0 and losses[2] == inf and losses[3:].isnan().all()
-    (dz,) = torch.autograd.grad(losses[:2].sum(), logits)
+    (dz,) = torch.autograd.grad(losses.sum(), logits)
     assert not dz[0].any() and dz[1, 0] == 0
+    assert dz[4:6].isnan().all(), "as the losses of labels that are nowhere"
     torch.testing.assert_close(dz[1], wanted[1])
     assert cross_entropy(torch.zeros(1, 3, device=device), labels[:1], **SMOOTHED).tolist() == [0]
 
@@ -187,7 +235,7 @@ def check_all_ignored(device: str) -> None:
     logits = torch.randn(5, 70).to(device).requires_grad_()
     losses = cross_entropy(logits, torch.full((5,), -100, device=device), **SMOOTHED)
     losses.sum().backward()
-    assert not losses.any() and logits.grad is not None and not logits.grad.any() and not logits.any()
+    assert not losses.any() and logits.grad is not None and not logits.grad.any()
 
 
 @every_rung
@@ -197,7 +245,7 @@ def test_all_labels_ignored(rung: Rung) -> None:
 
 def test_second_backward_raises() -> None:
     drawn = operands(5, 7, torch.float32, "cpu", 0, 1.0)
-    loss = cross_entropy(**drawn).sum()
+    loss = cross_entropy(1 * drawn["logits"], drawn["labels"]).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -271,7 +319,10 @@ def test_lse_of_two_shards() -> None:
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \(4,\)"),
         ({"labels": torch.zeros(3)}, r"int64 labels: got torch.float32: .* labels.long\(\)"),
         ({"logits": torch.ones(3, 0)}, r"at least one column: got \(3, 0\)"),
-        ({"logits": torch.ones(3, 1, requires_grad=True).expand(3, 4)}, r"may not share memory: strides \(1, 0\)"),
+        (
+            {"logits": (2 * torch.ones(3, 1, requires_grad=True)).expand(3, 4)},
+            r"may not share memory: strides \(1, 0\)",
+        ),
         ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\] .* got 1.5 and 0.0"),
         ({"z_loss": -1.0}, "got 0.0 and -1.0"),
     ],

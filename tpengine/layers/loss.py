@@ -11,6 +11,7 @@ from tpkernels.cross_entropy import (
     combine_partials,
     cross_entropy_gradient_,
     cross_entropy_partials,
+    is_a_leafs,
     token_losses,
 )
 
@@ -40,6 +41,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ]
         combined = combine_partials(comm.all_gather(torch.stack(partials)))
         ctx.save_for_backward(logits, labels, *combined)
+        ctx.keeps_logits = is_a_leafs(logits)
         ctx.vocab_size = vocab_size
         return token_losses(combined, labels, vocab_size).sum()
 
@@ -47,6 +49,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # The second backward of a graph finds the logits changed, and autograd says so.
         logits, labels, *combined = ctx.saved_tensors
+        logits = logits.clone() if ctx.keeps_logits else logits
         slopes = dloss.expand(labels.shape)
         for z, (first, valid) in zip(logits, ctx.columns, strict=True):
             cross_entropy_gradient_(
@@ -62,7 +65,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
     Args:
         logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], them in n shards, each
-            of which is summed by itself. Backward writes their gradient in place of them.
+            of which is summed by itself. Backward writes their gradient in place of them, unless they are a leaf's.
         labels: [T] int64, equal on every tp rank, 0 <= label < vocab_size or -100 (ignored).
         vocab_size: columns at or beyond it are padding and take no part.
         comm: the tp ranks.
