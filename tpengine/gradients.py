@@ -100,6 +100,10 @@ class BufferSink(_ImmediateSink):
         self._buffers: dict[Parameter, Tensor] = {}
         self._listener: Callable[[Parameter], None] | None = None
 
+    def __deepcopy__(self, memo: object) -> ParamGradSink:
+        """A copied module's gradients go to its own parameters: the buffers and the listener are the original's."""
+        return ParamGradSink()
+
     def attach(self, buffers: Mapping[Parameter, Tensor], listener: Callable[[Parameter], None]) -> None:
         """Say where each parameter's gradient goes and who is told of contributions.
 
@@ -179,6 +183,10 @@ class DeferringSink:
 
     def __init__(self, inner: GradientSink, halves: WeightHalves) -> None:
         self.inner, self.halves = inner, halves
+
+    def __deepcopy__(self, memo: object) -> ParamGradSink:
+        """As BufferSink: no schedule runs the halves of a copy."""
+        return ParamGradSink()
 
     @property
     def defers(self) -> bool:

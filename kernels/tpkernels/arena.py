@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.processes import close_to_children
 from tpkernels.signals import PeerError, Signals, control_bytes, words_over, wrapped
-from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
+from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory, check_num_bytes
 from tpkernels.tree import tree_sum
 
 NUM_GENERATIONS = 2
@@ -101,6 +102,7 @@ class Arena:
         self._data_offset = round_to_pages(size)
         areas = [words_over(memory.bytes_of(rank, 0, size)) for rank in range(self.world)]
         self.signals = Signals(areas, self.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
+        close_to_children(self, f"the arena of group {name}", "signals", "memory")
         self._epoch = first_epoch
         self._ended_by: BaseException | None = None
         for peer in self._peers:
@@ -121,7 +123,9 @@ class Arena:
 
         Raises:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
+            ValueError: num_bytes is no number of bytes, or not the same on all ranks.
         """
+        check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
         world = dist.get_world_size(group)
         total = round_to_pages(control_bytes(world)) + NUM_GENERATIONS * generation_bytes

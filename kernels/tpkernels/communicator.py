@@ -33,9 +33,27 @@ from tpkernels.fused.strategy import checked
 from tpkernels.host_memory import MemoryRefused
 from tpkernels.launch import INTERPRETED
 from tpkernels.matmul.kernel import KERNEL_DTYPES
+from tpkernels.processes import close_to_children
+from tpkernels.symmetric import check_num_bytes
 from tpkernels.tree import tree_sum
 
 _ALONE = "alone"
+# By which every exchange begins.
+_CLOSED_TO_CHILDREN = (
+    "group",
+    "arena",
+    "device_arena",
+    "arena_for",
+    "device_arena_for",
+    "start_all_reduce",
+    "start_all_reduce_in_tree",
+    "broadcast_",
+    "_start",
+)
+# What torch adds: no float8 and no wide unsigned integers.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SUMMABLE = frozenset((*_FLOATS, *_INTEGERS))
 
 
 class Pending(Protocol):
@@ -107,12 +125,18 @@ class Communicator:
             collectives, "fused" the copy engine, "push" stores of the kernel to gather.
         timeout_seconds: how long an exchange through the arena waits for a peer that lives.
 
+    Raises:
+        ValueError: arena_bytes is no number of bytes, or not the same on all ranks; an unknown strategy.
+
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
         name: by which registered operators find the communicator, in this process.
         arena: None if collectives are used.
         device_arena: of the fused matmuls' kernels; None if there is none.
         strategy: as given.
+
+    A copy (copy.deepcopy of a module that holds one, for an average of its weights) shares the communicator. To pickle
+    one raises TypeError. In a forked child every exchange raises RuntimeError.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
         in the same order. Numerics: reduce-scatters over gloo, all sums over the arena and those called `in_tree` add
@@ -130,6 +154,8 @@ class Communicator:
         timeout_seconds: float = 300.0,
     ) -> None:
         self.group, self.strategy = group, checked(strategy)
+        if arena_bytes != 0:
+            check_num_bytes("arena_bytes, or 0 for no arena,", arena_bytes)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -152,6 +178,23 @@ class Communicator:
         if group is not None and self.size > 1:
             self.name = next(name for i in itertools.count() if (name := f"{group.group_name}/{i}") not in _BY_NAME)
             _BY_NAME[self.name] = self
+            close_to_children(self, f"the communicator of group {group.group_name}", *_CLOSED_TO_CHILDREN)
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Share it: a copy of a layer speaks to the same ranks, in the same order of calls."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.size == 1 and self.group is None:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"a communicator stands for running processes and cannot be saved or sent: got that of group "
+            f"{self.name} in a pickle: save model.state_dict() of a module that holds one, or write a checkpoint, and "
+            "build the module anew"
+        )
 
     def arena_for(self, x: Tensor) -> Arena | None:
         """The arena if an exchange of `x` goes through it; it is the caller's to use until it returns."""
@@ -183,10 +226,11 @@ class Communicator:
         """Raise ValueError for a call with `x` that cannot work, and make the other ranks raise where an arena lets us.
 
         Over collectives the others wait for this rank, as they do in any program whose ranks differ. A device arena is
-        poisoned: the others may be anywhere in what they have launched.
+        poisoned, unless no kernel takes x's dtype: the others may be anywhere in what they have launched.
         """
-        if self.device_arena is not None and x.device == self.device_arena.control.device:
-            self.device_arena.refuse(message)
+        by_kernels = self.device_arena_for(x)
+        if by_kernels is not None:
+            by_kernels.refuse(message)
         arena = self.arena_for(x)
         if arena is not None:
             arena.refuse(message)
@@ -206,7 +250,8 @@ class Communicator:
 
         Raises:
             ValueError: over an arena, a row (an element of dim 0) does not fit into it.
-            PeerError: over an arena, a peer did not take part; so do the other exchanges.
+            PeerError: over an arena, a peer did not take part; so do the other exchanges. Sums also raise ValueError
+                for a dtype that cannot be added: float8, unsigned integers of more than 8 bits.
 
         Cost: each rank sends (R - 1) times its bytes.
         """
@@ -246,6 +291,7 @@ class Communicator:
         """
         if self.size == 1:
             return x
+        self._check_sum(x, "reduce_scatter")
         arena = self.arena_for(x)
         if arena is None:
             return self._reduce_scatter_by_collective(x)
@@ -273,6 +319,7 @@ class Communicator:
         """
         if self.size == 1:
             return tree_sum(terms)
+        self._check_sum(terms[0], "reduce_scatter_in_tree")
         arena = self.arena_for(terms[0])
         if arena is None:
             return self._reduce_scatter_by_exchange(tree_sum(terms))
@@ -300,6 +347,7 @@ class Communicator:
         """
         if self.size == 1 or (self.arena is not None and x.device.type == "cpu"):
             return self.start_all_reduce(x)
+        self._check_sum(x, "all_reduce")
         flat = x.reshape(-1)
         total = self._reduce_scatter_by_exchange(flat)
         x.copy_(self._gather_by_collective(total, len(flat)).view(x.shape))
@@ -308,6 +356,7 @@ class Communicator:
     @torch.no_grad()
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum the ranks' tensors in place: x = sum over ranks of x. Returns x."""
+        self._check_sum(x, "all_reduce")
         arena = self.arena_for(x)
         if arena is None:
             self._start(x, dist.ReduceOp.SUM).wait()
@@ -334,12 +383,18 @@ class Communicator:
 
         Over an arena a thread of this communicator does it, one sum after the other.
         """
+        self._check_sum(x, "all_reduce")
         if self.arena is None or x.device.type != "cpu":
             return self._start(x, dist.ReduceOp.SUM)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self.name}")
         self._newest = _Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
         return self._newest
+
+    def _check_sum(self, x: Tensor, operation: str) -> None:
+        """Refuse a dtype that cannot be added before the call begins, which it would leave poisoned."""
+        if x.dtype not in _SUMMABLE and self.size > 1:
+            self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
 
     def _start(self, x: Tensor, op: Any) -> Pending:
         if self.size == 1:

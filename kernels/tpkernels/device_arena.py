@@ -27,6 +27,7 @@ from tpkernels.arena import CallMismatch, round_to_pages
 from tpkernels.copies import Copies, HostCopies, StreamCopies, give_up
 from tpkernels.fused.strategy import rates_of
 from tpkernels.launch import INTERPRETED, signed
+from tpkernels.processes import close_to_children
 from tpkernels.signals import GroupPoisoned, PeerTimeout
 from tpkernels.signals_kernel import (
     ARRIVED,
@@ -51,7 +52,14 @@ from tpkernels.signals_kernel import (
     VERDICT_WORDS,
     WORLD,
 )
-from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory, SymmetricMemory, device_for_numbers, exchange
+from tpkernels.symmetric import (
+    ALIGNMENT_BYTES,
+    HostMemory,
+    SymmetricMemory,
+    check_num_bytes,
+    device_for_numbers,
+    exchange,
+)
 from tpkernels.work import RATES, Rates
 
 NUM_GENERATIONS = 2
@@ -124,6 +132,7 @@ class DeviceArena:
         self.timeout_seconds = timeout_seconds
         self.clock: Callable[[], float] = time.monotonic
         self._write_state(first_epoch)
+        close_to_children(self, f"the arena of group {name}", "check", "control", "epoch", "memory")
 
     @classmethod
     def open(
@@ -146,7 +155,9 @@ class DeviceArena:
 
         Raises:
             MemoryRefused: on all ranks alike; see CudaMemory.allocate and HostMemory.allocate.
+            ValueError: num_bytes is no number of bytes.
         """
+        check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
         total = round_to_pages(CONTROL_BYTES) + NUM_GENERATIONS * generation_bytes
         memory: SymmetricMemory

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.processes import close_to_children
 from tpkernels.signals import Signals, control_bytes, words_over, wrapped
-from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory
+from tpkernels.symmetric import ALIGNMENT_BYTES, HostMemory, check_num_bytes
 
 _OPERATIONS = ("receive", "send")
 _RECEIVE, _SEND = range(2)
@@ -67,6 +68,7 @@ class Mailbox:
             return Signals(areas, memory.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds, remedy)
 
         self._arrivals, self._returns = signals(0), signals(size)
+        close_to_children(self, f"the mailbox of group {name}", "memory", "_arrivals", "_returns")
         self._num_sent = [0] * memory.world
         self._num_received = [0] * memory.world
 
@@ -81,7 +83,11 @@ class Mailbox:
 
         Raises:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
+            ValueError: no number of bytes, or of slots.
         """
+        check_num_bytes("a mailbox's slot_bytes", slot_bytes)
+        if num_slots < 1:
+            raise ValueError(f"an outbox needs a slot at least: got num_slots {num_slots}: pass 1 or more")
         slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         world = dist.get_world_size(group)
         # Of two ranks each is the other's neighbour on both sides, and has one outbox.

@@ -32,6 +32,8 @@ from tpkernels.signals import words_refused
 ALIGNMENT_BYTES = 64
 _MOST_BLOCKS = 4096
 _TOKEN_BYTES = 8
+# No machine has as much, and sums of several such numbers are an int64 still.
+_MOST_BYTES = 1 << 60
 
 
 class SymmetricMemory(Protocol):
@@ -133,11 +135,12 @@ class HostMemory(CachedBlocks):
             MemoryRefused: on all ranks alike: ranks on several hosts, memory that does not fit or is forbidden, a
                 machine that cannot signal; the message says which.
 
-            ValueError: the ranks ask for different sizes.
+            ValueError: the size is no number of bytes; the ranks ask for different sizes.
 
         Cost: a few small all-gathers; world * num_bytes of address space a rank, num_bytes of memory, and until it is
             gone a file descriptor for each rank (Python's mmap keeps one).
         """
+        check_num_bytes("the size of shared memory", num_bytes)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         everyone = exchange(group, [host_identity(), available_bytes()])
         hosts = {host for host, _ in everyone}
@@ -188,6 +191,20 @@ class HostMemory(CachedBlocks):
         for mapping in mappings:
             mapping.madvise(mmap.MADV_DONTFORK)
         return cls(mappings, rank, [entry[0] for entry in entries])
+
+
+def check_num_bytes(name: str, num_bytes: int) -> None:
+    """Raise ValueError unless a size that a user gives is a whole number of bytes, from 1 on.
+
+    Args:
+        name: what it is, for the message.
+        num_bytes: the size.
+    """
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or not 1 <= num_bytes <= _MOST_BYTES:
+        raise ValueError(
+            f"{name} must be a whole number of bytes, 1 to 2**60: got {num_bytes!r}: pass what fits into the memory of "
+            "the host or GPU, 1 << 28 for one"
+        )
 
 
 def device_for_numbers(group: ProcessGroup) -> torch.device:

@@ -376,6 +376,25 @@ def test_a_bad_call_of_one_rank_ends_on_all(interpreters: RankPool) -> None:
     assert first == third and first.startswith("CallMismatch") and "rank 1 refused its own" in first
 
 
+def check_unsupported_dtypes() -> None:
+    """On all ranks, before anything is poisoned."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    assert comm.device_arena is not None
+    for dtype in (torch.float8_e4m3fn, torch.int64, torch.complex64):
+        x = torch.ones(2, 4).to(dtype)
+        with pytest.raises(ValueError, match=f"all_gather_matmul multiplies .*: got {dtype}"):
+            all_gather_matmul(x, [x], comm)
+        with pytest.raises(ValueError, match=f"matmul_reduce_scatter multiplies .*: got {dtype}"):
+            matmul_reduce_scatter(x, x, comm)
+        comm.check()
+    wrong = wrong_results(comm, cases((7,))[3:4])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_dtypes_that_no_kernel_takes_leave_the_group_usable(interpreters: RankPool) -> None:
+    interpreters.run(check_unsupported_dtypes, 2)
+
+
 def errors_of_wide_rows() -> list[str]:
     comm = kernel_communicator(dist.group.WORLD, "fused", 1 << 12)
     rows = torch.ones(2, 2000)

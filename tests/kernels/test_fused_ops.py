@@ -16,9 +16,12 @@ from rank_pool import RankPool
 from torch import Tensor
 from tpkernels.arena import Arena
 from tpkernels.communicator import Communicator
+from tpkernels.device_arena import DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.mailbox import Mailbox
+from tpkernels.symmetric import HostMemory
 from tpkernels.wgrad import wgrad_
 
 ROOMY, TINY = 1 << 20, 1 << 13
@@ -275,6 +278,81 @@ def test_arguments_that_do_not_fit(message: str) -> None:
         BAD[message](Communicator(None))
 
 
+def errors_of_sizes() -> list[str]:
+    """Of arenas and a mailbox of sizes that are none; then the group is as it was."""
+    group, messages = dist.group.WORLD, []
+    for size in (-5, 2**70, 1.5):
+        for make in (
+            lambda size=size: Communicator(group, arena_bytes=size),
+            lambda size=size: Arena.open(group, size),
+            lambda size=size: DeviceArena.open(group, size, torch.device("cpu")),
+            lambda size=size: Mailbox.open(group, size, 2),
+            lambda size=size: HostMemory.allocate(group, size),
+        ):
+            with pytest.raises(ValueError) as error:
+                make()
+            messages.append(str(error.value))
+    assert Communicator(group, arena_bytes=ROOMY).arena is not None
+    return messages
+
+
+def test_sizes_that_are_none_are_refused_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks.run(errors_of_sizes, 2)
+    assert first == second
+    for message, size in zip(first, [size for size in (-5, 2**70, 1.5) for _ in range(5)], strict=True):
+        assert f"must be a whole number of bytes, 1 to 2**60: got {size}: pass" in message and "\n" not in message
+    assert "arena_bytes" in first[0] and "slot_bytes" in first[3]
+    with pytest.raises(ValueError, match=r"arena_bytes, or 0 for no arena, must be .*: got -1"):
+        Communicator(None, arena_bytes=-1)
+
+
+UNSUPPORTED = (torch.float8_e4m3fn, torch.int64, torch.complex64, torch.bool)
+
+
+def errors_of_dtypes(arena_bytes: int) -> list[str]:
+    """Of every operator and every dtype that it does not take; after each the group is as it was."""
+    comm = hostile_communicator(dist.group.WORLD, arena_bytes)
+    messages = []
+    for dtype in UNSUPPORTED:
+        x = torch.ones(2, 4).to(dtype)
+        for call in (
+            lambda x=x: all_gather_matmul(x, [x], comm),
+            lambda x=x: matmul_reduce_scatter(x, x, comm),
+            lambda x=x: matmul_all_reduce(x, x, comm),
+        ):
+            with pytest.raises(ValueError) as error:
+                call()
+            messages.append(f"{type(error.value).__name__}: {error.value}")
+            assert comm.all_gather(torch.ones(1)).tolist() == [1] * comm.size
+    return messages
+
+
+@pytest.mark.parametrize("arena_bytes", [0, ROOMY])
+def test_dtypes_that_nothing_multiplies_are_refused_before_the_call(ranks: RankPool, arena_bytes: int) -> None:
+    first, second = ranks.run(errors_of_dtypes, 2, arena_bytes)
+    assert first == second
+    for i, operator in enumerate(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")):
+        for dtype, message in zip(UNSUPPORTED, first[i::3], strict=True):
+            expected = f"ValueError: {operator} multiplies float16, bfloat16, float32, float64: got {dtype} (2, 4)"
+            assert message.startswith(expected)
+
+
+def check_dtypes_that_nothing_adds(arena_bytes: int) -> None:
+    comm = hostile_communicator(dist.group.WORLD, arena_bytes)
+    for dtype in (torch.float8_e5m2, torch.uint16):
+        x = torch.ones(2, 4).to(dtype)
+        sums = (comm.reduce_scatter, comm.all_reduce_, comm.all_reduce_in_tree_, comm.start_all_reduce)
+        for call in (*sums, lambda x: comm.reduce_scatter_in_tree([x])):
+            with pytest.raises(ValueError, match=f"cannot add {dtype}: got .2, 4.: convert it"):
+                call(x)
+            assert comm.reduce_scatter(torch.ones(comm.size)).tolist() == [comm.size]
+
+
+@pytest.mark.parametrize("arena_bytes", [0, ROOMY])
+def test_dtypes_that_nothing_adds_are_refused_before_the_call(ranks: RankPool, arena_bytes: int) -> None:
+    ranks.run(check_dtypes_that_nothing_adds, 2, arena_bytes)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)], ids=str)
 def test_wgrad_accumulates(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     buffer, dy, x = torch.ones(3, 5, dtype=dtypes[0]), torch.arange(21.0).view(7, 3), torch.arange(35.0).view(7, 5) % 3
@@ -283,6 +361,16 @@ def test_wgrad_accumulates(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     if dtypes[1] == torch.bfloat16:
         want = 1 + (dy.T.bfloat16() @ x.bfloat16()).float()
     assert torch.equal(buffer, want)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.int64, torch.float32)], ids=str
+)
+def test_wgrad_refuses_a_buffer_that_is_not_wider(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    buffer, x = torch.zeros(3, 5, dtype=dtypes[0]), torch.ones(7, 5, dtype=dtypes[1])
+    with pytest.raises(ValueError, match=f"dw {dtypes[0]}, x {dtypes[1]}: accumulate into torch.float32"):
+        wgrad_(buffer, torch.ones(7, 3, dtype=dtypes[1]), x)
+    assert not buffer.any()
 
 
 def test_wgrad_refuses_what_does_not_fit() -> None:

@@ -39,6 +39,10 @@ class PreparedWeight:
         self.dgrad = PreparedMatrix(weight, num_rows)
         self._made_of = _contents(parameters)
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copied layer is not prepared: its weight is another one."""
+        return None
+
     def if_current(self, parameters: Sequence[Tensor]) -> PreparedWeight | None:
         """This, unless a parameter has been written to or replaced since."""
         return self if _contents(parameters) == self._made_of else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter, scatter_and_gather
 
 _NAME = "all_gather_matmul"
 
@@ -153,7 +153,8 @@ def all_gather_matmul(
         dx[T/tp, D] = reduce_scatter_tp(sum_i dy_i @ w_i);  dw_i = dy_i.T @ all_gather_tp(x)
 
     Args:
-        x: [T/tp, D], this rank's rows: ceil(T/tp) of them, on the last ranks fewer or none.
+        x: [T/tp, D] of float16, bfloat16, float32 or float64, this rank's rows: ceil(T/tp) of them, on the last ranks
+            fewer or none. float64 takes no kernel.
         weights: w_i [F_i/tp, D], one gather for all of them.
         comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
         biases: b_i [F_i/tp], one a weight.
@@ -194,6 +195,8 @@ def gather_problem(
         return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
     if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
         return f"{_NAME} needs one bias [F/tp] a weight: biases {[tuple(b.shape) for b in biases]}, {shapes}"
+    if problem := dtype_problem(_NAME, x):
+        return problem
     rows = shard_rows(num_tokens, comm.size, comm.rank)
     if x.shape[0] != rows.stop - rows.start:
         return (

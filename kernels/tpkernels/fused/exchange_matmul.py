@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tpkernels.arena import shard_rows
@@ -25,9 +26,23 @@ from tpkernels.device_arena import DeviceArena
 from tpkernels.fused import on_device
 from tpkernels.fused.strategy import Operation, choose
 from tpkernels.host_gemm import Matrix, accumulate_product, product, rows_are_independent
+from tpkernels.matmul.kernel import KERNEL_DTYPES
 
+# What can be multiplied and summed whichever way an exchange takes. Kernels take all but float64.
+DTYPES = (*KERNEL_DTYPES, torch.float64)
 # The same few sizes come in every layer.
 _chosen = functools.lru_cache(maxsize=1024)(choose)
+
+
+def dtype_problem(operation: str, x: Tensor) -> str:
+    """Why no product of x is made by an operation that all ranks take part in; empty if one is.
+
+    To be asked before the call begins: a dtype that is refused in the middle of it would leave the group poisoned.
+    """
+    if x.dtype in DTYPES:
+        return ""
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    return f"{operation} multiplies {names}: got {x.dtype} {tuple(x.shape)}: convert x and what it is multiplied by"
 
 
 def gather_matmul(

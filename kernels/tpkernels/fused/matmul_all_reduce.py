@@ -63,7 +63,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Te
         dx[T, F/tp] = dy @ w;  dw = dy.T @ x;  db = sum over T of dy
 
     Args:
-        x: [T, F/tp], all tokens.
+        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which takes no kernel), all tokens.
         weight: w [D, F/tp].
         comm: the tp ranks.
         bias: b [D], equal on all ranks, added once.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter
 
 _NAME = "matmul_reduce_scatter"
 
@@ -82,7 +82,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
         dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
     Args:
-        x: [T, F/tp], all tokens.
+        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which takes no kernel), all tokens.
         weight: w [D, F/tp].
         comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
         bias: b [D], equal on all ranks, added once; its gradient is the same on all ranks.
@@ -116,4 +116,4 @@ def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes}: pass one number a row of the weight"
-    return ""
+    return dtype_problem(name, x)
