@@ -13,6 +13,7 @@ the other ranks then wait in, and addresses are those of segments, not of tensor
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from tpkernels.signals_kernel import MAX_WORLD
 from tpkernels.symmetric import CachedBlocks, device_for_numbers, exchange, raise_together
 
 RECORD_WORDS = 8
+# The driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED.
+_NATIVE_ATOMICS = 3
 # By this variable torch lets several ranks of a group share a GPU; it knows "1" and "0".
 _OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -82,9 +85,9 @@ class CudaMemory(CachedBlocks):
 
         Raises:
             MemoryRefused: on all ranks alike: no GPU or a torch without CUDA, more than 8 ranks, several hosts, GPUs
-                that cannot address each other or that the ranks number differently, a GPU shared without leave, sizes
-                that differ, memory that is not there, ranks that have allocated with others before, more often than
-                the rest; the message says which, and what helps.
+                that cannot address each other, or not by atomic operations (over PCIe), or that the ranks number
+                differently, a GPU shared without leave, sizes that differ, memory that is not there, ranks that have
+                allocated with others before, more often than the rest; the message says which, and what helps.
 
         Cost: a few small all-gathers and torch's rendezvous over the group's store; num_bytes of this GPU's memory,
             rounded up to its pages (2 MiB), and world * num_bytes of address space.
@@ -257,7 +260,7 @@ def _facts_of(device: torch.device, num_bytes: int) -> _Facts:
 
 
 def _peer_problem(index: int, indices: Sequence[int]) -> str:
-    """Which of the other ranks' GPUs this one cannot address; empty if none."""
+    """Which of the other ranks' GPUs this one cannot address as kernels need it; empty if none."""
     visible = torch.cuda.device_count()
     for peer in sorted(set(indices) - {index}):
         if peer >= visible:
@@ -266,7 +269,30 @@ def _peer_problem(index: int, indices: Sequence[int]) -> str:
             )
         if not torch.cuda.can_device_access_peer(index, peer):
             return f"cuda:{index} cannot address the memory of cuda:{peer}: use GPUs that a link or switch connects"
+        if not _has_native_atomics(index, peer):
+            return (
+                f"cuda:{index} has no atomic operations on the memory of cuda:{peer}, by which kernels signal: use "
+                "GPUs that NVLink connects, not PCIe"
+            )
     return ""
+
+
+def _has_native_atomics(index: int, peer: int) -> bool:
+    """Whether the link between two GPUs carries atomic operations, which PCIe does not; yes where nobody can tell."""
+    if torch.version.hip:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    devices = [ctypes.c_int(), ctypes.c_int()]
+    for device, number in zip(devices, (index, peer), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(device), number):
+            return True
+    value = ctypes.c_int()
+    if driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *devices):
+        return True
+    return bool(value.value)
 
 
 def _zeros(num_bytes: int, device: torch.device, world: int) -> Tensor:

@@ -10,57 +10,94 @@ open the memory through /proc/<pid>/fd.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 # Where memory without a name comes from if the kernel, or a sandbox, refuses memfd_create.
 _TMPFS = "/dev/shm"
+_ROOT = Path("/")
 
 
 class MemoryRefused(RuntimeError):
     """The machine does not give the shared memory that was asked for; the message says how much and why."""
 
 
-def available_bytes() -> int:
-    """Bytes of memory that can still be allocated here, by the machine and by its control group; 0 where unknown.
+def available_bytes(root: Path = _ROOT) -> int:
+    """Bytes of memory that can still be allocated here, by the machine and by its control groups; 0 where unknown.
 
-    Without /proc nothing could be shared anyhow, and allocating blindly may take the machine down.
+    A job's limit may stand at its group or at any group above it: the least of what they leave counts. Without /proc
+    nothing could be shared anyhow, and allocating blindly may take the machine down.
+
+    Args:
+        root: below it are proc and what is mounted, for tests.
     """
     try:
-        found = [_field("/proc/meminfo", "MemAvailable:") * 1024]
+        found = [_field(root / "proc/meminfo", "MemAvailable:") * 1024]
     except OSError:
         return 0
-    for limit, used, stat, cache in _CONTROL_GROUP_FILES:
+    for directory, files in _control_groups(root):
         try:
             # Pages of files that nobody has read lately count as used and are given up when memory is asked for.
-            in_use = int(Path(used).read_text()) - _field(stat, cache)
-            found.append(int(Path(limit).read_text()) - in_use)
-        except (OSError, ValueError):  # no such group, or "max"
+            in_use = int((directory / files.used).read_text()) - _field(directory / "memory.stat", files.cache)
+            found.append(int((directory / files.limit).read_text()) - in_use)
+        except (OSError, ValueError):  # no memory controller, or "max"
             continue
-    return min(found)
+    return max(min(found), 0)
 
 
-# Limit, use, statistics and the field of reclaimable pages: version 2, version 1.
-_CONTROL_GROUP_FILES = (
-    (
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory.current",
-        "/sys/fs/cgroup/memory.stat",
-        "inactive_file",
-    ),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
+class _Files(NamedTuple):
+    """Names of a control group's limit and use, and of the field of reclaimable pages in memory.stat."""
+
+    limit: str
+    used: str
+    cache: str
 
 
-def _field(path: str, name: str) -> int:
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """This process's group and those above it, as far as they are mounted, in both versions' hierarchies."""
+    try:
+        # "number:controllers:path"; version 2 has no controllers.
+        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = _mounts_of_control_groups((root / "proc/self/mountinfo").read_text())
+    except (OSError, ValueError):
+        return
+    for _, controllers, path in entries:
+        is_version_2 = not controllers
+        if not is_version_2 and "memory" not in controllers.split(","):
+            continue
+        for shown, place in mounts[is_version_2]:
+            # In a container without a namespace of control groups the path is the host's, the mount a part of it.
+            below = PurePosixPath(path)
+            relative = below.relative_to(shown) if below.is_relative_to(shown) else PurePosixPath()
+            if ".." in relative.parts:  # a group outside of the namespace
+                relative = PurePosixPath()
+            for group in (relative, *relative.parents) if relative.parts else (relative,):
+                yield root / place.lstrip("/") / group, _VERSION_2 if is_version_2 else _VERSION_1
+
+
+def _mounts_of_control_groups(mountinfo: str) -> dict[bool, list[tuple[str, str]]]:
+    """(path of the group at the top, where it is mounted) of hierarchies that may limit memory; True: version 2's."""
+    mounts: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
+    for line in mountinfo.splitlines():
+        mount, _, kind = line.partition(" - ")
+        shown, place = mount.split()[3:5]
+        file_system, _, options = kind.split()[:3]
+        if file_system == "cgroup2" or (file_system == "cgroup" and "memory" in options.split(",")):
+            mounts[file_system == "cgroup2"].append((shown, place))
+    return mounts
+
+
+def _field(path: Path, name: str) -> int:
     """The number after `name` in a file of lines "name number ..."; 0 without such a line."""
-    for line in Path(path).read_text().splitlines():
+    for line in path.read_text().splitlines():
         words = line.split()
         if words[:1] == [name]:
             return int(words[1])
@@ -88,12 +125,22 @@ def allocate(num_bytes: int, num_copies: int = 1, free_bytes: int | None = None)
     except (OSError, OverflowError) as error:
         os.close(fd)
         raise MemoryRefused(f"{what} was refused: {_reason(error)}") from None
+    _seal(fd)
     return fd
+
+
+def _seal(fd: int) -> None:
+    """Fix the size: a peer that made the memory smaller would have every rank die of SIGBUS."""
+    try:
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except (OSError, AttributeError):  # no memfd, whose files alone have seals
+        pass
 
 
 def _open_without_name(what: str) -> int:
     try:
-        return os.memfd_create("tpkernels", os.MFD_CLOEXEC)
+        return os.memfd_create("tpkernels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError):
         pass
     try:

@@ -6,13 +6,16 @@ ranks on one GPU. That a second GPU is reached, only two show.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from tpkernels import cuda_memory
+from tpkernels.communicator import Communicator
 from tpkernels.cuda_memory import CudaMemory, VirtualMemory, _Facts, host_record, refusal
 from tpkernels.host_memory import MemoryRefused
 from tpkernels.symmetric import SymmetricMemory
@@ -92,6 +96,65 @@ def test_gpus_that_cannot_address_each_other_are_named() -> None:
         assert cuda_memory._peer_problem(0, [0, 1, 1]) == ""
         assert "cuda:0 cannot address the memory of cuda:2" in cuda_memory._peer_problem(0, [0, 1, 2])
         assert "cuda:3 is another rank's and not visible here" in cuda_memory._peer_problem(1, [1, 3])
+
+
+class Driver:
+    """NVIDIA's driver, whose third GPU sits behind PCIe and whose fourth it cannot ask about; by its C interface."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "libcuda.so.1"
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return 0
+
+    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, device: Any, peer: Any) -> int:
+        assert attribute == 3 and device.value != peer.value
+        value._obj.value = int(12 not in (device.value, peer.value))
+        return 1 if peer.value == 13 else 0
+
+
+def test_gpus_whose_link_has_no_atomics_are_named() -> None:
+    everyone = patch("torch.cuda.can_device_access_peer", lambda device, peer: True)
+    with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", Driver):
+        assert cuda_memory._peer_problem(0, [0, 1, 1]) == ""
+        problem = "cuda:0 has no atomic operations on the memory of cuda:2"
+        assert cuda_memory._peer_problem(0, [0, 1, 2]).startswith(problem)
+        assert cuda_memory._peer_problem(2, [1, 2]).startswith(
+            "cuda:2 has no atomic operations on the memory of cuda:1"
+        )
+        assert cuda_memory._peer_problem(0, [0, 3]) == "", "what the driver cannot tell is tried"
+        with patch("torch.version.hip", "7.0"):
+            assert cuda_memory._peer_problem(0, [0, 2]) == ""
+    with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", no_driver):
+        assert cuda_memory._peer_problem(0, [0, 2]) == ""
+
+
+def no_driver(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def said_of_a_link_without_atomics() -> tuple[str, bool]:
+    """What the ranks' communicators print, and whether they go on without an arena for kernels."""
+    said = io.StringIO()
+    rank = dist.get_rank()
+    with (
+        contextlib.redirect_stderr(said),
+        patch.object(cuda_memory, "_problem_here", lambda device: ""),
+        patch.object(cuda_memory, "_facts_of", lambda device, size: _Facts(1, 2 * rank, 2 * rank, 0, size, 0)),
+        patch("torch.cuda.device_count", lambda: 4),
+        patch("torch.cuda.can_device_access_peer", lambda device, peer: True),
+        patch.object(cuda_memory.ctypes, "CDLL", Driver),
+    ):
+        comm = Communicator(dist.group.WORLD, arena_bytes=PAGE, device=torch.device("cuda"))
+    assert comm.all_gather(torch.ones(1)).tolist() == [1, 1]
+    return said.getvalue(), comm.device_arena is None
+
+
+def test_a_link_without_atomics_means_collectives_which_is_said_once(ranks: RankPool) -> None:
+    (said, without), (unsaid, without_too) = ranks.run(said_of_a_link_without_atomics, 2)
+    assert without and without_too and not unsaid
+    assert said.count("\n") == 1 and "uses collectives: rank 0: cuda:0 has no atomic operations on" in said
 
 
 def message_of_a_refusal(device: str, num_bytes: int) -> str:

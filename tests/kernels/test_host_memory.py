@@ -35,6 +35,97 @@ def test_available_bytes_is_within_the_machine() -> None:
     assert 0 < free <= total
 
 
+VERSION_2 = ("memory.max", "memory.current", "inactive_file", "cgroup2", "cgroup2 rw")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "cgroup", "cgroup rw,memory")
+MEMORY = 1000 * MEGABYTE
+
+
+def machine_with(
+    root: Path,
+    version: tuple[str, ...],
+    path: str,
+    groups: dict[str, str | int],
+    shown: str = "/",
+    used: int = MEGABYTE,
+) -> Path:
+    """A tree of files as /proc and /sys are: a machine with so much memory, control groups by directory and limit.
+
+    Args:
+        path: of this process's group, as the kernel says.
+        shown: the group that is mounted at the top, as mountinfo says.
+    """
+    limit, use, cache, kind, options = version
+    place = root / "sys/fs/cgroup" / ("memory" if kind == "cgroup" else "")
+    for group, value in groups.items():
+        directory = place / group
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / limit).write_text(f"{value}\n")
+        (directory / use).write_text(f"{used + MEGABYTE}\n")
+        (directory / "memory.stat").write_text(f"anon 5\n{cache} {MEGABYTE}\n")
+    proc = root / "proc/self"
+    proc.mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {MEMORY // 1024} kB\n")
+    (proc / "cgroup").write_text(f"0::{path}\n" if kind == "cgroup2" else f"9:cpu:/\n4:hugetlb,memory:{path}\n0::/\n")
+    mounted = str(place.relative_to(root))
+    (proc / "mountinfo").write_text(
+        f"23 1 0:22 / /proc rw - proc proc rw\n30 24 0:26 {shown} /{mounted} rw,nosuid shared:4 - {kind} {options}\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize("version", [VERSION_1, VERSION_2], ids=["version 1", "version 2"])
+@pytest.mark.parametrize(
+    ("path", "groups", "shown", "least"),
+    [
+        # A job's own limit, below unlimited ones, without a namespace of control groups.
+        ("/slurm/job_7/step_0", {"": "max", "slurm": "max", "slurm/job_7": "max", "slurm/job_7/step_0": 300}, "/", 300),
+        # The limit of a group above it is less.
+        ("/slurm/job_7/step_0", {"slurm": 200, "slurm/job_7": "max", "slurm/job_7/step_0": 300}, "/", 200),
+        # Groups that are not this process's.
+        ("/slurm/job_7", {"slurm/job_8": 100, "slurm/job_7/step_0": 100, "slurm/job_7": "max"}, "/", None),
+        # In a namespace, or a container that mounts its own group alone.
+        ("/", {"": 300}, "/", 300),
+        ("/docker/abc", {"": 300}, "/docker/abc", 300),
+        ("/docker/abc/inner", {"": 300, "inner": 200}, "/docker/abc", 200),
+        ("/../other", {"": 300}, "/", 300),
+        # A path that is not mounted here, and no limit at all.
+        ("/user.slice/run", {"": 300}, "/", 300),
+        ("/user.slice", {"user.slice": "max"}, "/", None),
+    ],
+)
+def test_limits_of_all_control_groups_count(
+    tmp_path: Path, version: tuple[str, ...], path: str, groups: dict[str, str | int], shown: str, least: int | None
+) -> None:
+    limits = {group: limit * MEGABYTE if isinstance(limit, int) else limit for group, limit in groups.items()}
+    free = available_bytes(machine_with(tmp_path, version, path, limits, shown))
+    assert free == (MEMORY if least is None else (least - 1) * MEGABYTE)
+
+
+def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    root = machine_with(tmp_path, VERSION_2, "/job", {"job": MEGABYTE}, used=5 * MEGABYTE)
+    assert available_bytes(root) == 0
+    (root / "proc/self/mountinfo").unlink()
+    assert available_bytes(root) == MEMORY
+    (root / "proc/meminfo").unlink()
+    assert available_bytes(root) == 0
+
+
+def test_nobody_changes_the_size_of_shared_memory() -> None:
+    """It would end every rank by SIGBUS."""
+    fd = allocate(MEGABYTE)
+    try:
+        peer = open_of_peer(os.getpid(), fd)
+        try:
+            for size in (0, MEGABYTE // 2, 2 * MEGABYTE):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(peer, size)
+            assert os.fstat(fd).st_size == MEGABYTE
+        finally:
+            os.close(peer)
+    finally:
+        os.close(fd)
+
+
 def test_every_page_is_allocated_before_the_first_write() -> None:
     fd = allocate(MEGABYTE)
     try:
