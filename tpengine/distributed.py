@@ -16,6 +16,7 @@ import torch.distributed as dist
 # Its functions have the default group as a default argument. Imported later (the optimizer does), they would keep
 # that group, and its threads, alive beyond `stop`.
 import torch.distributed.nn.functional
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from tpkernels.processes import host_identity
 from tpkernels.signals import PeerError
@@ -155,6 +156,30 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=link_device(device))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
+
+
+def read_with_largest(own: Tensor, shared: Tensor) -> tuple[list[float], list[float]]:
+    """Read a vector of this rank's, and the largest of another over all ranks, while waiting for the device once.
+
+    Args:
+        own, shared: float64 [n] and [m], on the device; nothing in `shared` is NaN, which a maximum may drop.
+
+    Returns:
+        The numbers of `own`, and the elementwise maximum over all ranks of `shared`.
+    """
+    both = torch.cat([own, shared])
+    if dist.get_world_size() > 1:
+        both = both.to(link_device(own.device))
+        dist.all_reduce(both[own.numel() :], dist.ReduceOp.MAX)
+    numbers = both.tolist()
+    return numbers[: own.numel()], numbers[own.numel() :]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, through pinned memory and without waiting on CUDA."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def hosts_of_ranks(device: torch.device) -> list[int]:

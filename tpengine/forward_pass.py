@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tpkernels.random import uniform
 
+from tpengine.distributed import to_device
 from tpengine.execute import Executor
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.plan import Kind
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.step_plan import evaluation_micro_batches, forward_plan
-from tpengine.trainer import Trainer, to_device
+from tpengine.trainer import Trainer
 
 
 class ForwardPass:

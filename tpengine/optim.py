@@ -117,16 +117,23 @@ class AdamW:
         tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         return tensors if isinstance(master, Parameter) else {**tensors, "master": master}
 
-    def resume_after(self, num_steps: int) -> None:
-        """Count `num_steps` as done: they decide the moments' bias correction."""
+    def resume_after(self, num_updates: int) -> None:
+        """Count `num_updates` as done: they decide the moments' bias correction."""
         for state in self.torch.state.values():
-            state["step"].fill_(num_steps)
+            state["step"].fill_(num_updates)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter with the gradients as they are."""
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """Update every parameter with the gradients as they are.
+
+        Args:
+            skip: bool [] on the device; where it is true no parameter, moment or count changes, whatever the gradients
+                hold. The host does not learn of it.
+        """
         for group in self.torch.param_groups:
             group["lr"] = lr
+        # What a GradScaler sets too: the fused kernel leaves everything as it is where this is 1.
+        self.torch.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
         self.torch.step()
         for parameter, master in self._copies:
             parameter.copy_(master)

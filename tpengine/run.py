@@ -209,12 +209,11 @@ def _steps(
     with ProgressLine(console, config.train.steps, first_step) as progress:
         for step in range(first_step, config.train.steps):
             profiler.begin(step)
-            clock = StepClock(device)
-            result = trainer.train_step(step)
-            trainer.activity.begin("ending the step with all ranks")
-            seconds, memory, stop_signal, content_flag = max_over_ranks(
-                [clock.seconds(), float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)], device
-            )
+            begin = time.perf_counter()
+            result = trainer.train_step(step, partial(_figures, begin, device, watch, content))
+            seconds, memory, stop_signal, content_flag = result.largest
+            # A GPU's work is done by now; what the other ranks told was before theirs was.
+            seconds = max(seconds, time.perf_counter() - begin)
             record = step_record(
                 config,
                 device,
@@ -248,20 +247,8 @@ def _steps(
     watch.stoppable = False
 
 
-class StepClock:
-    """Times one step: CUDA events on a GPU, the process's clock on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._begin = time.perf_counter()
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def seconds(self) -> float:
-        """Seconds since construction; on a GPU waits for the work issued so far."""
-        if self._event is None:
-            return time.perf_counter() - self._begin
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        end.synchronize()
-        return self._event.elapsed_time(end) * 1e-3
+def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:
+    """What a rank tells at the end of a step: seconds since it began, memory, the signal heard, what the text check has
+    found."""
+    return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]

@@ -2,14 +2,17 @@
 
 Data flow of a step: the batch is a function of the step and this rank's place; the executor runs the verified plan;
 handlers connect its actions to stage, transfers, buckets and optimizer; the loss and the norm come back as numbers.
+
+The host waits for the device once a step, at its end. Whether the update is applied is therefore decided on the device:
+loss and norm are the same numbers on all ranks before the optimizer's step, and where one of them is not finite, or the
+batch is not usable, the optimizer leaves everything as it is.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +23,18 @@ from tpengine.assembly import assemble
 from tpengine.communicators import Communicators, exchange_seconds
 from tpengine.config import Config
 from tpengine.config_toml import dump_toml
-from tpengine.data import Corpus, first_sample_index
-from tpengine.distributed import differing_ranks, link_device, max_over_ranks
+from tpengine.data import Corpus
+from tpengine.distributed import differing_ranks, link_device, read_with_largest, to_device
 from tpengine.execute import Executor, Handler, Trace
 from tpengine.gradients import WeightHalves
-from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
+from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.mesh import Shape, build_mesh
 from tpengine.optim import AdamW, clip_, learning_rate, squared_norms
 from tpengine.parameters import EMBEDDING, kv_replicas, stage_specs
-from tpengine.plan import Action, Kind, Recompute, verify_loss_weights
+from tpengine.plan import Action, Kind, Recompute
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.stage import Stage
+from tpengine.step_batch import BatchReader, StepBatch
 from tpengine.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
 from tpengine.transfers import open_mailbox
 
@@ -47,11 +51,25 @@ class StepResult:
         loss: nats per valid target of the global step.
         grad_norm: of the global gradient, before clipping.
         lr: learning rate used.
+        skipped: whether loss or norm are not finite: then nothing was updated, and the step counts as no update.
+        largest: of the figures that ranks were asked for, over all of them.
     """
 
     loss: float
     grad_norm: float
     lr: float
+    skipped: bool = False
+    largest: tuple[float, ...] = ()
+
+
+class Probe(Protocol):
+    """Looks at the gradients of a step that is computed again; see Trainer.compute_again."""
+
+    def before_sum(self, bucket: int) -> None:
+        """A bucket holds what the micro-batch under way has added last, and is summed over ranks next."""
+
+    def after_backward(self) -> None:
+        """A micro-batch has been added to the buckets that are not summed yet."""
 
 
 class Trainer:
@@ -70,6 +88,8 @@ class Trainer:
         plan, layout, mesh, comms, gradients, optimizer: see their types.
         losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
         grad_norm: of the step under way, before clipping.
+        squares: of the same gradient, by the places of its pieces.
+        num_updates: steps whose update has been applied, those of the run before a checkpoint too.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None where the process group does.
 
     Raises:
@@ -114,10 +134,15 @@ class Trainer:
         # they save some 2 % of a step, which a pipeline does without. The bits of exact mode are those of the copies.
         self._prepares_weights = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
         self._num_places, self._places = self._places_of_gradients()
-        self._batch = StepBatch(torch.empty(0), torch.empty(0), 0.0)
+        self._reader = BatchReader(config, corpus.train, self.mesh, ends, device)
+        self._batch: StepBatch
+        self.num_updates = 0
+        self._probe: Probe | None = None
         # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
         self.losses = torch.zeros(shape.dp * config.train.num_micro_batches, dtype=torch.float64, device=device)
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self.squares = torch.zeros(self._num_places, dtype=torch.float64, device=device)
+        self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._skip = torch.zeros((), dtype=torch.bool, device=device)
         self._lr = 0.0
         at = self.mesh.at.pp
         self.stages = self.make_stages(lambda mb: self._batch.tokens[mb], self._weighted_loss)
@@ -156,23 +181,46 @@ class Trainer:
             for number, chunk in enumerate(self.plan.chunks_of(self.mesh.at.pp))
         }
 
-    def train_step(self, step: int) -> StepResult:
+    def train_step(self, step: int, tell: Callable[[], Sequence[float]] | None = None) -> StepResult:
         """Run one step of the plan.
 
         Args:
             step: 0-based; decides the data and the learning rate.
+            tell: figures of this rank, none of them NaN, asked for when the step's work has been issued.
 
         Returns:
-            Loss, gradient norm and learning rate.
+            Loss, gradient norm and learning rate; whether they were finite and the update was applied; the largest over
+            ranks of what they tell.
 
         Raises:
-            RunError: no target of the global step is valid, a token lies outside the vocabulary, or loss or gradient
-                norm are not finite.
+            RunError: no target of the global step is valid, a token lies outside the vocabulary, ranks of a replica
+                have read different tokens, or ranks do not agree whether the step is finite. Nothing was updated.
+
+        Order: one wait for the device, at the end.
         """
         self.activity.step = step
         self.activity.begin("counting its targets")
         self._batch = self._load(step)
         self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        self._run_plan(step)
+        self.activity.begin("ending the step with all ranks")
+        return self._result(step, tell)
+
+    def compute_again(self, step: int, probe: Probe) -> None:
+        """Run the step that `train_step` has just skipped once more, up to its update; collective.
+
+        Args:
+            step: the same.
+            probe: looks at what the micro-batches add.
+        """
+        self._probe, trace = probe, self.executor.trace
+        self.executor.trace = None
+        try:
+            self._run_plan(step)
+        finally:
+            self._probe, self.executor.trace = None, trace
+
+    def _run_plan(self, step: int) -> None:
         self.losses.zero_()
         self.gradients.begin()
         if self._prepares_weights:
@@ -183,56 +231,16 @@ class Trainer:
             self.executor.run(self.plan.actions[self.mesh.at.pp])
         finally:
             self.model.position.training = False
-        self.activity.begin("summing the loss")
-        return self._result(step)
 
     def _load(self, step: int) -> StepBatch:
-        train, at = self.config.train, self.mesh.at
-        first = first_sample_index(
-            step,
-            at.dp,
-            self.mesh.shape.dp,
-            0,
-            num_micro_batches=train.num_micro_batches,
-            micro_batch_size=train.micro_batch_size,
-        )
-        try:
-            arrays = self.corpus.train.batch(first, train.num_micro_batches * train.micro_batch_size)
-        except ValueError as error:
-            self._num_targets(None, step, str(error))  # raises on every rank
-            raise
-        tokens, labels = (torch.from_numpy(a).view(train.num_micro_batches, -1) for a in arrays)
-        scale = 1.0 / self._num_targets(labels, step)
-        return StepBatch(to_device(tokens, self.device), to_device(labels, self.device), scale)
-
-    def _num_targets(self, labels: Tensor | None, step: int, error: str = "") -> int:
-        """Count the valid targets of the global step, and check that the micro-batches' shares sum to one.
-
-        A replica that cannot read its data passes None and the error: then every rank raises.
-        """
-        num = self.config.train.num_micro_batches
-        mine = torch.full((num,), -1) if labels is None else (labels != IGNORED_LABEL).sum(1)
-        counts = self.comms.dp.all_gather(mine.to(link_device(self.device))).view(self.mesh.shape.dp, num).tolist()
-        unreadable = [replica for replica, row in enumerate(counts) if row[0] < 0]
-        if unreadable:
-            raise RunError(
-                error or f"all replicas must read their data: replicas {unreadable} could not in step {step}"
-            )
-        total = sum(map(sum, counts))
-        if total == 0:
-            raise RunError(
-                f"a step needs at least one valid target: all labels of step {step} are ignored: "
-                "change --data.ignore-token"
-            )
-        verify_loss_weights([[Fraction(count, total) for count in replica] for replica in counts])
-        return int(total)
+        return self._reader.read(step)
 
     def _weighted_loss(self, logits: Tensor, microbatch: int) -> Tensor:
         loss = vocab_parallel_cross_entropy(
             logits, self._batch.labels[microbatch], self.config.model.vocab_size, self.comms.tp
         )
         self.losses[self.number_of(microbatch)] = loss.detach()
-        return loss * self._batch.loss_scale
+        return loss * self._batch.loss_scale.to(loss.dtype)
 
     def number_of(self, microbatch: int) -> int:
         """The number, over all replicas, of a micro-batch of this one."""
@@ -268,12 +276,16 @@ class Trainer:
             starts = {sub.index: sub for sub in action.reduces if sub.index is not None}
 
             def on_start(index: int) -> None:
+                if self._probe is not None:
+                    self._probe.before_sum(index)
                 if self.executor.trace is not None:
                     self.executor.trace.mark(starts[index])
 
             self.buckets.arm(list(starts), on_start)
             handler(action)
             self.buckets.disarm()
+            if self._probe is not None:
+                self._probe.after_backward()
             self.gradients.after_backward(*action.piece, reduced=starts.keys())
 
         return handle
@@ -309,16 +321,27 @@ class Trainer:
 
     def _step(self) -> None:
         self.model.release()
-        self.optimizer.step(self._lr)
+        self.optimizer.step(self._lr, self._skip)
 
     def _clip(self) -> None:
         self.gradients.finish()
         # Each shard of the model has its place; other ranks add zeros there, which is exact in whatever order.
         owned = {place: self.gradients.of[name] for name, place in self._places.items()}
-        squares = squared_norms(owned, self._num_places, self.device)
-        self.comms.tp.all_reduce_(squares)
-        self.comms.pp.all_reduce_(squares)
-        self.grad_norm = squares.sum().sqrt()
+        figures = squared_norms(owned, self._num_places + 1, self.device)
+        if self.model.is_last:
+            loss = self.comms.dp.all_reduce_(self.losses).sum() * self._batch.loss_scale
+            # The last place is the loss's: so it travels with the norm, and a NaN is one on every stage.
+            if self.mesh.at.tp == 0:
+                figures[-1] = loss
+        self.comms.tp.all_reduce_(figures)
+        self.comms.pp.all_reduce_(figures)
+        self.squares, self._loss = figures[:-1], figures[-1]
+        self.grad_norm = self.squares.sum().sqrt()
+        # The norm overflows before a moment would: the largest element's square is part of it.
+        finite = self._loss.isfinite() & self.grad_norm.isfinite()
+        self._skip = ~(finite & self._batch.usable)
+        if self._probe is not None:
+            self._skip = torch.ones_like(self._skip)
         clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm)
 
     def _places_of_gradients(self) -> tuple[int, dict[str, int]]:
@@ -333,21 +356,24 @@ class Trainer:
         }
         return len(specs) * table_size, places
 
-    def _result(self, step: int) -> StepResult:
-        loss = -math.inf
-        if self.model.is_last:
-            loss = float(self.comms.dp.all_reduce_(self.losses).sum()) * self._batch.loss_scale
-        norm = float(self.grad_norm)
+    def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
+        skip = self._skip.double()
+        own = torch.stack([self._loss, self.grad_norm, skip, self._batch.usable.double()])
+        told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
+        shared = torch.cat([torch.stack([skip, -skip]), to_device(told, self.device)])
+        (loss, norm, skipped, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
         # The device has been waited for: what its kernels gave up on is known.
         self.comms.tp.check()
-        # max() would hide a NaN of another rank, which the norm, summed over all of them, shows.
-        (loss,) = max_over_ranks([loss], self.device)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not usable:
+            raise RunError(self._batch.refusal(step))
+        if some_skip != -all_skip:
             raise RunError(
-                f"loss and gradient norm must be finite: step {step} has loss {loss}, gradient norm {norm}: "
-                "lower --optim.lr or lengthen --optim.warmup-steps"
+                f"all ranks must agree whether a step is finite: in step {step + 1} rank {dist.get_rank()} has loss "
+                f"{loss}, gradient norm {norm}, other ranks do not: replicas have drifted apart: --resume from the "
+                "newest checkpoint, and check this machine's memory and network"
             )
-        return StepResult(loss, norm, self._lr)
+        self.num_updates += not skipped
+        return StepResult(loss, norm, self._lr, bool(skipped), tuple(largest))
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
@@ -360,24 +386,3 @@ class Trainer:
                     f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
                     "the same version, command line and data"
                 )
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The micro-batches of one replica and step, on the device.
-
-    Attributes:
-        tokens, labels: int64 [micro-batches, T].
-        loss_scale: 1 / valid targets of the global step.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_scale: float
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, through pinned memory and without waiting on CUDA."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

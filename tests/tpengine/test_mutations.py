@@ -19,7 +19,7 @@ from rank_pool import RankPool
 from tpengine.data import open_corpus
 from tpengine.layers import IGNORED_LABEL
 from tpengine.parameters import EMBEDDING
-from tpengine.trainer import StepBatch, Trainer
+from tpengine.trainer import Trainer
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:
@@ -43,7 +43,7 @@ def mean_of_micro_batch_means(trainer: Trainer) -> None:
         batch = trainer._batch
         valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
         total = trainer.config.train.num_micro_batches * trainer.mesh.shape.dp
-        trainer._batch = StepBatch(batch.tokens, batch.labels, 1 / (valid * total))
+        trainer._batch = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
         value = weighted(logits, microbatch)
         trainer._batch = batch
         return value
@@ -129,8 +129,8 @@ def weights_differ_between_shards(trainer: Trainer) -> None:
 
 
 def data_order_ignores_the_replica(trainer: Trainer) -> None:
-    at = trainer.mesh.at
-    trainer.mesh = replace(trainer.mesh, at=replace(at, dp=0))
+    mesh = trainer.mesh
+    trainer._reader._mesh = replace(mesh, at=replace(mesh.at, dp=0))
 
 
 def positions_shifted(trainer: Trainer) -> None:

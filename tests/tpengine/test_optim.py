@@ -59,3 +59,31 @@ def test_only_named_parameters_decay() -> None:
     AdamW(parameters, gradients, ["matrix"], OptimConfig(weight_decay=0.5)).step(0.1)
     assert parameters["norm"].tolist() == [1, 1]
     torch.testing.assert_close(parameters["matrix"].detach(), torch.full((2,), 0.95))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -> None:
+    """Two optimizers, of which one also meets gradients that are not finite: they stay equal to the last bit."""
+    torch.manual_seed(0)
+    start, wide = torch.randn(33, 7).to(dtype), torch.promote_types(dtype, torch.float32)
+    parameters = [{"w": Parameter(start.clone())} for _ in range(2)]
+    gradients = [{"w": torch.zeros(33, 7, dtype=wide)} for _ in range(2)]
+    one, other = (AdamW(p, g, ["w"], OptimConfig()) for p, g in zip(parameters, gradients, strict=True))
+    yes, no = torch.tensor(True), torch.tensor(False)
+
+    def compare() -> None:
+        assert torch.equal(parameters[0]["w"], parameters[1]["w"])
+        assert torch.equal(one.masters["w"], other.masters["w"])
+        for name, tensor in one.torch.state[one.masters["w"]].items():
+            assert torch.equal(tensor, other.torch.state[other.masters["w"]][name]), name
+
+    for poison in (torch.nan, torch.inf):
+        gradients[1]["w"].fill_(poison)
+        other.step(1e-2, yes)
+        assert torch.equal(parameters[1]["w"], parameters[0]["w"])
+        for both in gradients:
+            both["w"].copy_(torch.arange(33 * 7.0).view(33, 7) / 100)
+        one.step(1e-2)
+        other.step(1e-2, no)
+        compare()
+    assert not torch.equal(parameters[0]["w"], start)

@@ -218,18 +218,17 @@ def test_held_out_samples_count_once_and_valid_targets_only(ranks: RankPool, tmp
     assert ranks.run(held_out, 2, ignoring) == [None, None]
 
 
-def exploding(config: Config) -> str:
+def exploding(config: Config) -> list[tuple[str, str, bool]]:
+    """Weights of the first stage alone are not finite: the loss is made on the last."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.fill_(torch.inf)
-    try:
-        trainer.train_step(0)
-    except RunError as error:
-        return str(error)
-    return "no error"
+    if trainer.mesh.at.pp == 0:
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.fill_(torch.inf)
+    results = [trainer.train_step(step) for step in range(2)]
+    return [(str(result.loss), str(result.grad_norm), result.skipped) for result in results]
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks(ranks: RankPool) -> None:
-    for message in ranks.run(exploding, 2, config_of(1, 1, 2, tied=False, kv_heads=2)):
-        assert "must be finite" in message and "--optim.lr" in message
+def test_a_loss_that_is_not_a_number_is_reported_as_that_on_every_stage(ranks: RankPool) -> None:
+    for results in ranks.run(exploding, 2, config_of(1, 1, 2, tied=False, kv_heads=2)):
+        assert results == [("nan", "nan", True)] * 2
