@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import resource
 import shutil
@@ -82,6 +83,8 @@ def step_record(
     lr: float,
     step_seconds: float,
     peak_memory_bytes: int,
+    skipped: bool = False,
+    skipped_steps: int = 0,
 ) -> dict[str, Any]:
     """Assemble one line of metrics.jsonl.
 
@@ -90,6 +93,8 @@ def step_record(
         loss: nats per valid target of the global step.
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
+        skipped: whether the step's update was left out, since loss or norm are not finite.
+        skipped_steps: how many were, up to this one.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
@@ -108,6 +113,8 @@ def step_record(
         "tokens_per_second": tokens / step_seconds,
         "model_flops_per_second": step_flops(config, causal_half=False) / step_seconds,
         "peak_memory_bytes": peak_memory_bytes,
+        "skipped": skipped,
+        "skipped_steps": skipped_steps,
     }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = peak_flops_per_second(name, train.dtype)
@@ -115,6 +122,11 @@ def step_record(
         for field, half in (("mfu_attention_full", False), ("mfu_attention_causal", True)):
             record[field] = step_flops(config, causal_half=half) / step_seconds / (peak * world_size)
     return record
+
+
+def left_out_record(step: int, skipped_steps: int) -> dict[str, Any]:
+    """The line of a step that was skipped before the run started again, and is not computed this time."""
+    return {"step": step, "skipped": True, "left_out": True, "skipped_steps": skipped_steps}
 
 
 class MetricsWriter:
@@ -148,12 +160,13 @@ class MetricsWriter:
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; the file is complete up to it when this returns.
+        """Append one record; the file is complete up to it when this returns. JSON has no NaN: null stands for it.
 
         A full disk does not end the run: it is said once, and what could not be written is tried again with the next.
         """
         try:
-            self._file.write(json.dumps(record) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            self._file.write(json.dumps(finite) + "\n")
             if self._events is not None:
                 for name, value in record.items():
                     if name != "step":

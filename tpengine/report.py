@@ -108,7 +108,11 @@ class ProgressLine:
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` as metrics.step_record."""
-        figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if record.get("left_out"):
+            figures = "left out, as it was skipped before"
+        else:
+            figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+            figures += "  skipped" if record.get("skipped") else ""
         done = record["step"] + 1
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, figures=figures)

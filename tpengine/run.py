@@ -24,7 +24,7 @@ from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, sample
 from tpengine.launch import Launch
-from tpengine.metrics import MetricsWriter, keep_copy_aside, peak_memory_bytes, step_record
+from tpengine.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
 from tpengine.peers import Peers
 from tpengine.plan import SCHEDULES
 from tpengine.profile import Profiler
@@ -32,6 +32,7 @@ from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.restoring import restore_newest
 from tpengine.resume import Checkpoint
 from tpengine.run_checkpoints import RunCheckpoints
+from tpengine.skipped_steps import SkippedSteps
 from tpengine.trainer import RunError, Trainer
 from tpengine.watch import Watch
 
@@ -95,11 +96,12 @@ def _train(job: Job, watch: Watch) -> None:
     checkpoint = restore_newest(trainer, job.checkpoint)
     first_step = 0 if checkpoint is None else checkpoint.index.step
     checkpoints = RunCheckpoints(trainer, job.run_dir)
+    skipped = SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
     content = ContentCheck(corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints, content:
         profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
-        _steps(trainer, first_step, console, writer, checkpoints, profiler, watch, content)
+        _steps(trainer, first_step, console, writer, checkpoints, skipped, profiler, watch, content)
     held_out = None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
@@ -199,6 +201,7 @@ def _steps(
     console: Console,
     writer: MetricsWriter | None,
     checkpoints: RunCheckpoints,
+    skipped: SkippedSteps,
     profiler: Profiler,
     watch: Watch,
     content: ContentCheck,
@@ -208,6 +211,13 @@ def _steps(
     watch.stoppable = True
     with ProgressLine(console, config.train.steps, first_step) as progress:
         for step in range(first_step, config.train.steps):
+            if skipped.leaves_out(step):
+                record = left_out_record(step, skipped.num_until(step))
+                if writer is not None:
+                    writer.write(record)
+                progress.update(record)
+                checkpoints.after_step(step + 1)
+                continue
             profiler.begin(step)
             begin = time.perf_counter()
             result = trainer.train_step(step, partial(_figures, begin, device, watch, content))
@@ -223,6 +233,8 @@ def _steps(
                 lr=result.lr,
                 step_seconds=seconds,
                 peak_memory_bytes=int(memory),
+                skipped=result.skipped,
+                skipped_steps=skipped.num_until(step) + result.skipped,
             )
             trainer.activity.begin("writing what it measured", timed=False)
             if writer is not None:
@@ -231,11 +243,13 @@ def _steps(
             profiler.end(step, seconds)
             if content_flag:
                 raise RunError(content.explain(int(content_flag)))
+            skipped.note(step, result)
             if stop_signal:
                 progress.__exit__()
                 profiler.finish()
                 watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
             checkpoints.after_step(step + 1)
+    profiler.finish()
     checkpoints.wait()
     stop_signal, content_flag = max_over_ranks([float(watch.stop), float(content.flag)], device)
     if content_flag:
@@ -245,7 +259,6 @@ def _steps(
         watch.leave_stopped(int(stop_signal), message)
     watch.parting = checkpoints.where()
     watch.stoppable = False
-
 
 
 def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:

@@ -104,7 +104,7 @@ class RunCheckpoints:
         if self._saved_step == num_steps:
             return
         trainer.activity.begin("copying a checkpoint aside", timed=False)
-        state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps)
+        state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps, trainer.num_updates)
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps

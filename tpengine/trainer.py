@@ -134,7 +134,9 @@ class Trainer:
         # they save some 2 % of a step, which a pipeline does without. The bits of exact mode are those of the copies.
         self._prepares_weights = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
         self._num_places, self._places = self._places_of_gradients()
-        self._reader = BatchReader(config, corpus.train, self.mesh, ends, device)
+        self._reader = BatchReader(
+            config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
+        )
         self._batch: StepBatch
         self.num_updates = 0
         self._probe: Probe | None = None

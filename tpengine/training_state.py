@@ -46,7 +46,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
         CheckpointError: on all ranks alike: another model.
     """
     load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
-    trainer.optimizer.resume_after(checkpoint.index.step)
+    # Checkpoints that are too old to say so skipped nothing.
+    trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
+    trainer.optimizer.resume_after(trainer.num_updates)
     return checkpoint.index.step
 
 
