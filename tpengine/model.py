@@ -7,7 +7,7 @@ layout starts from the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,28 +148,35 @@ class Transformer(nn.Module):
         return x
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Fill the weights: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows."""
+    def initialise(self, seed: int, masters: Mapping[str, Tensor] | None = None) -> None:
+        """Fill the weights: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows.
+
+        Args:
+            masters: by piece, what is filled first and the weights are roundings of; a weight may be its own.
+        """
         for name, parameter in self.held.items():
             spec = self.pieces[name].spec
             offset, size = self.pieces[name].block
+            target = parameter if masters is None else masters[name]
             if spec.init_std is None:
-                parameter.fill_(1.0)
-                continue
-            parameter.copy_(
-                normal_block(
-                    seed,
-                    spec.name,
-                    spec.shape,
-                    offset,
-                    size,
-                    std=spec.init_std,
-                    dtype=parameter.dtype,
-                    device=parameter.device,
+                target.fill_(1.0)
+            else:
+                target.copy_(
+                    normal_block(
+                        seed,
+                        spec.name,
+                        spec.shape,
+                        offset,
+                        size,
+                        std=spec.init_std,
+                        dtype=target.dtype,
+                        device=target.device,
+                    )
                 )
-            )
             if spec.valid_rows is not None:
-                parameter[max(spec.valid_rows - offset[0], 0) :] = 0
+                target[max(spec.valid_rows - offset[0], 0) :] = 0
+            if target is not parameter:
+                parameter.copy_(target)
 
     def prepare(self, num_tokens: int) -> None:
         """Bring the weights into the layout their products read fastest; used until a weight changes.

@@ -122,7 +122,6 @@ class Trainer:
 
         halves = WeightHalves()
         self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device, halves)
-        self.model.initialise(config.train.seed)
         self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
             self.model.held,
@@ -130,6 +129,7 @@ class Trainer:
             [name for name, piece in self.model.pieces.items() if piece.spec.decays],
             config.optim,
         )
+        self.model.initialise(config.train.seed, self.optimizer.masters)
         # Prepared copies are two more of all matrices. They pay most where shards are multiplied as they arrive; alone
         # they save some 2 % of a step, which a pipeline does without. The bits of exact mode are those of the copies.
         self._prepares_weights = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1

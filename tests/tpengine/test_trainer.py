@@ -232,3 +232,20 @@ def exploding(config: Config) -> list[tuple[str, str, bool]]:
 def test_a_loss_that_is_not_a_number_is_reported_as_that_on_every_stage(ranks: RankPool) -> None:
     for results in ranks.run(exploding, 2, config_of(1, 1, 2, tied=False, kv_heads=2)):
         assert results == [("nan", "nan", True)] * 2
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_masters_begin_with_what_the_weights_are_roundings_of(ranks: RankPool, reduction: str) -> None:
+    """In bfloat16 a weight keeps 8 bits of its initial value; its master has them all."""
+    config = config_of(1, 2, 1, tied=False, kv_heads=1)
+    config = replace(config, train=replace(config.train, dtype="bfloat16", reduction=reduction))  # type: ignore[arg-type]
+    assert ranks.run(initial_masters, 2, config) == [(True, True)] * 2
+
+
+def initial_masters(config: Config) -> tuple[bool, bool]:
+    """Whether masters are float32's initial values, and weights their roundings."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    wide = Trainer(replace(config, train=replace(config.train, dtype="float32")), open_corpus(config), CPU)
+    masters, held = trainer.optimizer.masters, trainer.model.held
+    are_wide = all(torch.equal(masters[name], weight) for name, weight in wide.model.held.items())
+    return are_wide, all(torch.equal(held[name], masters[name].bfloat16()) for name in held)

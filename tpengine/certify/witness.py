@@ -20,6 +20,7 @@ from tpengine.certify.evidence import GRADIENT, OPTIMIZER, WEIGHT, Observation, 
 from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
 from tpengine.execute import Handler
+from tpengine.gradients import accumulation_dtype
 from tpengine.model import Block
 from tpengine.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.plan import Action, Kind
@@ -226,9 +227,11 @@ class Gradients:
 
     def __init__(self, config: Config, weights_in: str) -> None:
         self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        dtype = getattr(torch, weights_in)
         with torch.no_grad():
             for parameter in self.trainer.model.held.values():
-                parameter.copy_(parameter.to(getattr(torch, weights_in)))
+                # Rounded twice, as a weight is whose master is wider.
+                parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
         self.trainer.gradients = _Watched(self.trainer.gradients, self._keep)
         self._kept: list[Values] = []
 
