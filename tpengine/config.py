@@ -121,6 +121,8 @@ class TrainConfig:
     """How many checkpoints are kept, the newest."""
     nonfinite_steps: int = 3
     """A step whose loss or gradient is not finite is skipped: nothing is updated. So many in a row end the run."""
+    check_replicas_every: int = 20
+    """Steps after which ranks that hold the same weights compare a hash of them; 0 does so at checkpoints only."""
     timeout_seconds: float = 300.0
     """An action of a step that takes longer ends the run, with a report of each rank. With 0, or more than its own
     limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
@@ -324,6 +326,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.checkpoint_every": (0, 2**40),
         "train.keep_checkpoints": (1, 2**20),
         "train.nonfinite_steps": (1, 2**20),
+        "train.check_replicas_every": (0, 2**40),
         "train.timeout_seconds": (0, None),
         "data.held_out_fraction": (0, 0.9),
         "optim.lr": (_POSITIVE, None),

@@ -14,6 +14,7 @@ from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.save import Saver
 from tpengine.messages import all_gather_json, broadcast_json
 from tpengine.resume import checkpoints_of, state_of
+from tpengine.state_check import check_finite, check_replicas
 from tpengine.trainer import RunError, Trainer
 from tpengine.training_state import blocks_of
 
@@ -54,16 +55,26 @@ class RunCheckpoints:
             self._saver.wait(_LAST_WRITE_SECONDS)
 
     def after_step(self, num_steps: int) -> None:
-        """Begin to save if it is time."""
+        """Begin to save if it is time; if it is not, compare replicas if it is time for that.
+
+        Raises:
+            RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
+        """
         every = self._train.checkpoint_every
         if every and (num_steps % every == 0 or num_steps == self._train.steps):
             self._save(num_steps)
+        elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
+            self._trainer.activity.begin("comparing replicas")
+            check_replicas(self._trainer, num_steps, masters_only=True)
 
     def save_and_say(self, num_steps: int, stop_signal: int) -> str:
         """Save now, because a signal asked the run to stop, and wait for it.
 
         Returns:
             What to tell the user.
+
+        Raises:
+            RunError: as `after_step`.
         """
         number = signal.Signals(stop_signal)
         what = _WORDS.get(number, f"asked to stop by {number.name}")
@@ -103,6 +114,9 @@ class RunCheckpoints:
         self._note(self._saver.wait())
         if self._saved_step == num_steps:
             return
+        trainer.activity.begin("checking what is to be saved")
+        check_finite(trainer)
+        check_replicas(trainer, num_steps)
         trainer.activity.begin("copying a checkpoint aside", timed=False)
         state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps, trainer.num_updates)
         self._failure = None
