@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tpkernels.random import uniform
 
+from tpengine.data import batch_digest
 from tpengine.distributed import to_device
 from tpengine.execute import Executor
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
+from tpengine.messages import all_gather_json, broadcast_json
 from tpengine.plan import Kind
 from tpengine.rank_pipeline import RankPipeline
 from tpengine.step_plan import evaluation_micro_batches, forward_plan
-from tpengine.trainer import Trainer
+from tpengine.trainer import RunError, Trainer
 
 
 class ForwardPass:
@@ -59,16 +62,19 @@ def held_out_loss(trainer: Trainer) -> float | None:
 
     Returns:
         The mean; None if no target is valid.
+
+    Raises:
+        RunError: on all ranks alike: some rank cannot read its samples, or ranks of a replica have read others.
     """
     config, mesh = trainer.config, trainer.mesh
-    samples, size = trainer.corpus.held_out, config.train.micro_batch_size
+    size = config.train.micro_batch_size
     # Samples beyond the last one count nothing.
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
-    arrays = samples.batch(first, each * size)
-    last = min(config.train.eval_micro_batches * size, samples.num_windows)
-    arrays[1][max(last - first, 0) :] = IGNORED_LABEL
-    tokens, labels = (to_device(torch.from_numpy(a).view(each, -1), trainer.device) for a in arrays)
+    tokens, labels = _read_held_out(trainer, first, each * size)
+    last = min(config.train.eval_micro_batches * size, trainer.corpus.held_out.num_windows)
+    labels[max(last - first, 0) :] = IGNORED_LABEL
+    tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
     # Each micro-batch has its place: other replicas and stages add zero there, which is exact in whatever order.
     sums = torch.zeros(2, mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
 
@@ -78,11 +84,66 @@ def held_out_loss(trainer: Trainer) -> float | None:
         sums[1, place] = (target != IGNORED_LABEL).sum()
 
     ForwardPass(trainer, each, size).run(lambda mb: tokens[mb], add_loss)
+    trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)
     total, num_valid = math.fsum(sums[0].tolist()), float(sums[1].sum())
     trainer.comms.tp.check()
     return total / num_valid if num_valid else None
+
+
+def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
+
+    Args: first, count: of this rank's replica.
+    Returns: tokens[count, S] and labels[count, S], int64, on the host; zeros where neither is used.
+    """
+    trainer.activity.begin("reading the held-out text")
+    samples, model = trainer.corpus.held_out, trainer.model
+    tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
+    error, digest = "", None
+    if model.is_first or model.is_last:
+        try:
+            arrays = samples.batch(first, count)
+        except ValueError as problem:
+            error = str(problem)
+        else:
+            digest = batch_digest(*arrays)
+            tokens, labels = (torch.from_numpy(array) for array in arrays)
+    everyone = all_gather_json([trainer.mesh.at.dp, error, digest])
+    failed = [rank for rank, (_, of_rank, _) in enumerate(everyone) if of_rank]
+    if failed:
+        others = any(of_rank is not None for _, _, of_rank in everyone)
+        raise RunError(everyone[failed[0]][1] + (f" (ranks {failed} alone found this)" if others else ""))
+    read = [(rank, dp, of_rank) for rank, (dp, _, of_rank) in enumerate(everyone) if of_rank is not None]
+    of_replica = {dp: (rank, of_rank) for rank, dp, of_rank in reversed(read)}
+    differing = [rank for rank, dp, of_rank in read if of_rank != of_replica[dp][1]]
+    if differing:
+        raise RunError(
+            f"all ranks of a replica must read the same held-out text: ranks {differing} have read other tokens than "
+            "the first of theirs: give every host the same file"
+        )
+    return tokens, labels
+
+
+def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
+    """The first tokens of the held-out text, at most a window of them; rank 0 reads them for all ranks.
+
+    Raises:
+        RunError: on all ranks alike: they cannot be read.
+    """
+    trainer.activity.begin("reading the prompt")
+    told: Any = None
+    if dist.get_rank() == 0:
+        try:
+            told = {"prompt": trainer.corpus.held_out.batch(0, 1)[0][0, :num_tokens].tolist()}
+        except ValueError as problem:
+            told = {"error": str(problem)}
+    told = broadcast_json(told)
+    if "error" in told:
+        raise RunError(told["error"])
+    prompt: list[int] = told["prompt"]
+    return prompt
 
 
 def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
@@ -122,6 +183,7 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
             drawn[0] = candidates[candidates[:, 0].argmax(), 1].long()
 
         forward.run(lambda _, padded=padded: to_device(padded, trainer.device), draw)  # type: ignore[misc]
+        trainer.activity.begin("agreeing on the next token")
         trainer.comms.pp.all_reduce_max_(drawn)
         tokens.append(int(drawn))
         tp.check()

@@ -22,7 +22,7 @@ from tpengine.config import Config
 from tpengine.config_toml import dump_toml
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed import max_over_ranks, start, stop
-from tpengine.forward_pass import held_out_loss, sample
+from tpengine.forward_pass import held_out_loss, read_prompt, sample
 from tpengine.launch import Launch
 from tpengine.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
 from tpengine.peers import Peers
@@ -109,8 +109,7 @@ def _train(job: Job, watch: Watch) -> None:
             console.print("held-out loss: none, no target of the held-out text is valid")
     tokens: list[int] = []
     if config.train.sample_tokens:
-        prompt = corpus.held_out.batch(0, 1)[0][0, :_PROMPT_TOKENS].tolist()
-        tokens = sample(trainer, prompt, config.train.sample_tokens)
+        tokens = sample(trainer, read_prompt(trainer, _PROMPT_TOKENS), config.train.sample_tokens)
     show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
     checkpoints.raise_if_the_last_is_missing()
 

@@ -16,6 +16,7 @@ SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "2"),
     *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2", "--device", "cpu"),
     *("--train.eval-micro-batches", "2", "--train.sample-tokens", "5", "--train.checkpoint-every", "100000"),
+    *("--model.vocab-size", "200"),
 )
 
 
@@ -72,3 +73,17 @@ def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
     _, errors = process.communicate()
     assert process.returncode == 2 and errors.count("\n") == 1, errors
     assert str(path) in errors and "cut short" in errors
+
+
+def test_a_bad_token_in_the_held_out_text_is_one_line(tmp_path: Path) -> None:
+    """As in training; the header's hash is that of the file, which only its vocabulary does not fit."""
+    path = tmp_path / "some.tokens"
+    write_tokens(path, np.append(np.arange(85_500) % 200, np.full(4_500, 255)), 256)
+    content = bytearray(path.read_bytes())
+    content[16:24] = (200).to_bytes(8, "little")
+    path.write_bytes(content)
+    process = start(0, path, steps=1)
+    output, errors = process.communicate()
+    assert process.returncode == 2 and "step 1/1" in output, errors
+    assert errors.startswith("tpengine: error: tokens must be at least 0 and below model.vocab_size: got 255, ")
+    assert errors.count("\n") == 1 and checkpoints_of(tmp_path / "out").newest() is not None
