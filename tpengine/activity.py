@@ -15,7 +15,7 @@ class Doing:
     """One thing a rank does.
 
     Attributes:
-        what: an action of the plan, or words for what lies between plans ("summing the loss").
+        what: an action of the plan, or words for what lies between plans ("counting its targets").
         began_at: time.monotonic, in seconds.
         timed: whether the time limit applies to it. Writing a checkpoint takes as long as the disk does.
     """

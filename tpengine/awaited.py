@@ -42,7 +42,9 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
     if what.kind in COMPUTE:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
-        return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp)})
+        # The last stage has losses to sum.
+        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last else {}
+        return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
     ranks: dict[str, list[int]] = {}

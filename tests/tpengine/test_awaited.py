@@ -28,7 +28,7 @@ def test_each_action_names_its_peers(ranks: RankPool) -> None:
     by_action = ranks.run(who_waits_for_whom, 8, config)[5]
     assert by_action["1F0"] == by_action["1B0"] == {"tp": [4]}
     assert by_action["w[1RECV_F0]"] == {"pp": [1]}
-    assert by_action["CLIP"] == {"tp": [4], "pp": [1]}
+    assert by_action["CLIP"] == {"tp": [4], "pp": [1], "dp": [7]}  # the losses of the last stage
     assert by_action["t0"] == {"pp": [1]}
     assert by_action["STEP"] == {}
     assert by_action["words"] == {"all": [0, 1, 2, 3, 4, 6, 7]}

@@ -32,8 +32,9 @@ LAYOUTS = {
     "pp x tp, plain": ("--parallel.pp", "2", "--parallel.tp", "2", "--parallel.tp-comm", "plain"),
 }
 DOING = (
-    r"(\d+[FB]\d+(\[.*\])?|w\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|summing the loss|"
-    r"ending the step with all ranks|waiting for the checkpoint before|copying a checkpoint aside)"
+    r"(\d+[FB]\d+(\[.*\])?|w\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|"
+    r"ending the step with all ranks|waiting for the checkpoint before|checking what is to be saved|"
+    r"copying a checkpoint aside)"
 )
 ACTION = rf"step \d+, in {DOING} for [\d.]+ s, waiting for (ranks? [\d, ]+|nobody)"
 

@@ -65,7 +65,7 @@ class CostProfile:
         buckets: by index.
         ties, clip, step: seconds of a TIE_REDUCE, of CLIP and of STEP, waiting for others not counted.
         plan_seconds: from the beginning of the plan to its end.
-        outside_seconds: what a step takes besides: reading the batch, summing the loss.
+        outside_seconds: what a step takes besides: reading the batch, ending the step with all ranks.
     """
 
     schedule: str
