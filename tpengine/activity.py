@@ -31,7 +31,7 @@ class Activity:
     Attributes:
         now: the present thing.
         step: the optimizer step under way; None before the first.
-        longest_seconds: how long the longest timed thing took that has ended.
+        longest_seconds: how long the longest timed thing of a step took that has ended.
     """
 
     def __init__(self) -> None:
@@ -42,6 +42,6 @@ class Activity:
     def begin(self, what: object, *, timed: bool = True) -> None:
         """End the present thing and begin the next."""
         now, last = time.monotonic(), self.now
-        if last.timed:
+        if last.timed and self.step is not None:  # what ranks wait for when they start is no measure of a step
             self.longest_seconds = max(self.longest_seconds, now - last.began_at)
         self.now = Doing(what, now, timed)

@@ -20,7 +20,7 @@ import tyro
 
 from tpengine.config import Config, validate
 from tpengine.config_toml import load_toml
-from tpengine.exits import USER_ERROR, one_line, say
+from tpengine.exits import USER_ERROR, one_line, say, tell_torchrun
 from tpengine.launch import Launch
 from tpengine.presets import PRESETS, preset_config
 from tpengine.resume import continued_config, saved_config, without_layout
@@ -97,7 +97,9 @@ def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0
         leave(str(error), environ, speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
 
 
-def leave(message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0) -> NoReturn:
+def leave(
+    message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0, is_known: bool = False
+) -> NoReturn:
     """Leave with exit code 2; the rank that speaks says the message in one line first.
 
     Args:
@@ -107,10 +109,14 @@ def leave(message: str, environ: Mapping[str, str], *, speaks: bool, wait_second
         wait_seconds: how long the other ranks wait. torchrun ends all processes as soon as one has failed: a rank that
             left first would have rank 0 killed before it has spoken. A rank that is still there after the wait is
             the only one with this error (a file that one node lacks, say), and speaks itself.
+        is_known: all ranks have this error, so that one line is enough.
     """
     if not speaks:
+        if is_known:
+            tell_torchrun(message, environ)
         time.sleep(wait_seconds)
-    say(message, environ, prefix="error: ")
+    if speaks or not is_known:
+        say(message, environ, prefix="error: ")
     raise SystemExit(USER_ERROR)
 
 

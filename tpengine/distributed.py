@@ -17,7 +17,6 @@ import torch.distributed as dist
 # that group, and its threads, alive beyond `stop`.
 import torch.distributed.nn.functional
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 from tpkernels.processes import host_identity
 from tpkernels.signals import PeerError
 
@@ -51,13 +50,15 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
-def start(device: torch.device, launch: Launch) -> None:
+def start(device: torch.device, launch: Launch, store: Any) -> None:
     """Create the default process group: NCCL where every process has a card of its own, else gloo.
 
     Several processes on one card cannot use NCCL; their data is staged through the host, which is said once. The
     choice is made from the cards' identities on all nodes, so that it is the same on every rank.
-    Where all processes are on this host, gloo listens on loopback alone, unless GLOO_SOCKET_IFNAME says otherwise. A
-    process without torchrun makes a group of one.
+    Where all processes are on this host, gloo listens on loopback alone, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    Args:
+        store: where the ranks have met (meeting.py).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -65,13 +66,6 @@ def start(device: torch.device, launch: Launch) -> None:
         torch.cuda.init()
     elif launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-    store: Any
-    if launch.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
-    # torchrun --max-restarts may hand out the store of the attempt before, where dead ranks have left their addresses.
-    store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
     backend = "gloo"
     if device.type == "cuda":
         num_cards = len(_cards_of_all_ranks(store, device, launch))

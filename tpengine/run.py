@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,6 +48,7 @@ class Job:
         config: validated configuration.
         corpus: its text.
         launch, device: this rank and where it computes.
+        store: where the ranks have met (meeting.py).
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to go on, unless some rank cannot use it; None starts at step 0.
@@ -56,6 +58,7 @@ class Job:
     corpus: Corpus
     launch: Launch
     device: torch.device
+    store: Any
     run_dir: Path | None
     checkpoint: Checkpoint | None
 
@@ -70,7 +73,8 @@ def train(job: Job, watch: Watch) -> None:
     Raises:
         RunError: what the user can mend, raised on all ranks alike.
     """
-    start(job.device, job.launch)
+    watch.activity.begin("connecting with the other ranks")
+    start(job.device, job.launch, job.store)
     try:
         _train(job, watch)
     except RunError as error:
@@ -90,9 +94,11 @@ def _end_groups(watch: Watch) -> None:
 def _train(job: Job, watch: Watch) -> None:
     config, corpus, device = job.config, job.corpus, job.device
     console = console_for(job.launch.rank)
+    watch.activity.begin("building the model and its groups")
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
     watch.waits = lambda what: bool(awaited(trainer, what))
+    watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(trainer, job.checkpoint)
     first_step = 0 if checkpoint is None else checkpoint.index.step
     checkpoints = RunCheckpoints(trainer, job.run_dir)

@@ -1,7 +1,8 @@
 """Train a transformer: `torchrun --nproc-per-node 4 -m tpengine.train`, `srun python -m tpengine.train` under SLURM, or
 `python -m tpengine.train` for one process.
 
-Whatever a user can get wrong is found before a process group exists; hence torch is imported late.
+Whatever a user can get wrong is found before a process group exists; hence torch is imported late. So is all else that
+takes time: an interrupt while the program is being loaded is one line as well.
 """
 
 from __future__ import annotations
@@ -10,53 +11,153 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from tpengine.activity import Activity
-from tpengine.arguments import exit_on_user_error, leave, parse_config
-from tpengine.data import open_corpus
-from tpengine.resume import find_checkpoint
-from tpengine.run_dir import open_run_dir
-from tpengine.watch import Watch
+from tpengine.exits import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpengine.config import Config
+    from tpengine.data import Corpus
+    from tpengine.launch import Launch
+    from tpengine.resume import Checkpoint
+    from tpengine.watch import Watch
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
+# Without torchrun, which ends the others as soon as one has left.
+_LISTENING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank has found by itself; the lock is held until this process ends, so that no other run writes there."""
+
+    config: Config
+    corpus: Corpus
+    device: torch.device
+    run_dir: Path | None
+    lock: IO[str] | None
+    checkpoint: Checkpoint | None
 
 
 def main() -> None:
     """Parse, check, train."""
-    message = None
+    interrupt_in_one_line()
+    from tpengine.arguments import exit_on_user_error, leave
+    from tpengine.config import TrainConfig
+    from tpengine.watch import Watch
+
+    message = ""
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
-        config = parse_config(sys.argv[1:], launch.world_size)
-        # Reading a text without a hash takes as long as the disk does.
-        corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
-        from tpengine.distributed import choose_device, lost_peer
-        from tpengine.run import Job, train
-        from tpengine.trainer import RunError
-
-        device = choose_device(config.device, launch)
-        # Held until this process ends, so that no other run writes there.
-        run_dir, _lock = open_run_dir(config) if launch.rank == 0 else (None, None)
-        if run_dir is not None:
-            corpus.note_hash(run_dir)
-        checkpoint = None
-        if config.resume:
-            ends = corpus.fingerprint_of_ends
-            checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
+        prepared, mistake = None, ""
         try:
-            train(Job(config, corpus, launch, device, run_dir, checkpoint), watch)
-        except RunError as error:
-            message = str(error)
-        except Exception as error:
-            lost = lost_peer(error)
-            if lost:
-                time.sleep(_DYING_SECONDS)
-                watch.report_and_leave(lost)
-            traceback.print_exc()
-            watch.report_and_leave(repr(error.__cause__ or error))
-    if message is not None:
-        leave(message, os.environ, speaks=launch.rank == 0)
+            prepared = _prepare(launch)
+        except ValueError as error:
+            if not _others_must_be_told(launch):
+                raise
+            mistake = one_line(str(error))
+        watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
+        store = _meet(launch, mistake, watch)
+        assert prepared is not None
+        message = _train(prepared, launch, store, watch)
+    if message:
+        # All ranks know it. torchrun ends them all as soon as one has left, which must not be before rank 0 has spoken.
+        seconds = 10.0 if "TORCHELASTIC_RUN_ID" in os.environ else _LISTENING_SECONDS
+        leave(message, os.environ, speaks=launch.rank == 0, wait_seconds=seconds, is_known=True)
+
+
+def _prepare(launch: Launch) -> _Prepared:
+    """Find whatever a user can get wrong and this rank can see.
+
+    Raises:
+        ValueError: in one line.
+    """
+    from tpengine.arguments import parse_config
+    from tpengine.data import open_corpus
+    from tpengine.resume import find_checkpoint
+    from tpengine.run_dir import open_run_dir
+
+    config = parse_config(sys.argv[1:], launch.world_size)
+    # Reading a text without a hash takes as long as the disk does.
+    corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
+    from tpengine.distributed import choose_device
+
+    device = choose_device(config.device, launch)
+    run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
+    if run_dir is not None:
+        corpus.note_hash(run_dir)
+    checkpoint = None
+    if config.resume:
+        ends = corpus.fingerprint_of_ends
+        checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
+    return _Prepared(config, corpus, device, run_dir, lock, checkpoint)
+
+
+def _others_must_be_told(launch: Launch) -> bool:
+    """Whether this rank's end alone leaves others waiting: torchrun on one node ends all with rank 0, which speaks."""
+    all_are_torchruns = "TORCHELASTIC_RUN_ID" in os.environ and launch.local_world_size == launch.world_size
+    return launch.world_size > 1 and not (all_are_torchruns and launch.rank == 0)
+
+
+def _meet(launch: Launch, mistake: str, watch: Watch) -> Any:
+    """Meet the other ranks and end all if one has made a mistake; return the store for the process groups."""
+
+    def speak(line: str) -> None:
+        say(line, prefix="error: ")
+
+    if mistake and launch.rank == 0:
+        speak(mistake)
+    elif mistake:
+        tell_torchrun(mistake)
+    from tpengine.meeting import Meeting
+
+    meeting = Meeting(launch, os.environ)
+    watch.explain = meeting.explain
+    watch.activity.begin("meeting the other ranks")
+    try:
+        store = meeting.connect()
+        all_go_on = launch.world_size == 1 or meeting.agree(mistake, speak)
+    except ValueError:
+        raise
+    except Exception as error:
+        _report(error, watch)
+    if not all_go_on:
+        raise SystemExit(USER_ERROR)
+    return store
+
+
+def _train(prepared: _Prepared, launch: Launch, store: Any, watch: Watch) -> str:
+    """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
+    from tpengine.run import Job, train
+    from tpengine.trainer import RunError
+
+    config, corpus, device = prepared.config, prepared.corpus, prepared.device
+    try:
+        train(Job(config, corpus, launch, device, store, prepared.run_dir, prepared.checkpoint), watch)
+    except RunError as error:
+        return str(error)
+    except Exception as error:
+        _report(error, watch)
+    return ""
+
+
+def _report(error: Exception, watch: Watch) -> NoReturn:
+    """Say why this rank cannot go on, and leave."""
+    from tpengine.distributed import lost_peer
+
+    lost = lost_peer(error)
+    if lost:
+        time.sleep(_DYING_SECONDS)
+        watch.report_and_leave(lost)
+    traceback.print_exc()
+    watch.report_and_leave(repr(error.__cause__ or error))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpengine.arguments import ConfigError, HelpRequested, exit_on_user_error, parse_config
+from tpengine.arguments import ConfigError, HelpRequested, exit_on_user_error, leave, parse_config
 from tpengine.config import Config
 from tpengine.config_toml import dump_toml
 from tpengine.presets import bench
@@ -138,6 +138,15 @@ def test_other_ranks_wait_for_rank_0_and_speak_only_if_they_are_still_there(
     assert waited == [(3.0, "")]
     # torchrun has not ended it: rank 0 has no error, and nobody else would say this one.
     assert capsys.readouterr().err == "tpengine: error: train.steps must be at least 1: got 0: use 1\n"
+
+
+def test_a_mistake_that_all_ranks_know_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without torchrun nobody ends the others, which would each say it again."""
+    environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    with pytest.raises(SystemExit) as stop:
+        leave("a rule", environ, speaks=False, wait_seconds=0.0, is_known=True)
+    assert stop.value.code == 2 and capsys.readouterr().err == ""
+    assert "a rule" in (tmp_path / "error.json").read_text(), "torchrun's report may end with this rank"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -63,3 +66,71 @@ def test_srun_needs_no_wrapper(tmp_path: Path) -> None:
     (said, errors), (silence, more_errors) = (task.communicate(timeout=170) for task in tasks)
     assert [task.returncode for task in tasks] == [0, 0], errors + more_errors
     assert "tp 2 x pp 1 x dp 1" in said and "step 2/2" in said and not silence
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Exit code and what it wrote to standard error, by line."""
+    _, errors = process.communicate(timeout=170)
+    return process.returncode, errors.splitlines()
+
+
+def test_a_mistake_that_only_rank_0_can_see_ends_all(tmp_path: Path) -> None:
+    """Rank 1 would stand in the rendezvous for half an hour."""
+    port = free_port()
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tasks = [start(srun(rank, 2, port), "--run-dir", "out", cwd=tmp_path) for rank in range(2)]
+        (code, errors), other = (end_of(task) for task in tasks)
+    assert code == 2 and len(errors) == 1, errors
+    assert errors[0].startswith("tpengine: error: a run directory belongs to one run at a time: out cannot be locked")
+    assert other == (2, [])
+
+
+def test_a_mistake_that_only_another_rank_can_see_ends_all(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 2\n")
+    here = start(srun(0, 2, port), "--config", "run.toml", cwd=tmp_path)
+    there = start(srun(1, 2, port), "--config", "run.toml", cwd=tmp_path / "bare")
+    (code, errors), other = end_of(here), end_of(there)
+    assert code == 2 and len(errors) == 1, errors
+    assert errors[0].startswith("tpengine: error: rank 1: ") and "run.toml" in errors[0]
+    assert other == (2, [])
+
+
+def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
+    """Starting has a limit; the time limit of an action is also that of the meeting."""
+    ports = free_port(), free_port() + 1
+    alone = [
+        start(srun(rank, 3, port), "--train.timeout-seconds", "3", cwd=tmp_path)
+        for rank, port in zip((0, 2), ports, strict=True)
+    ]
+    head = "--train.timeout-seconds 3 is over: in meeting the other ranks for "
+    code, errors = end_of(alone[0])
+    assert code == 70 and len(errors) == 1, errors
+    assert errors[0].startswith(f"tpengine: rank 0 ends: {head}") and errors[0].endswith(", waiting for ranks 1, 2")
+    code, errors = end_of(alone[1])
+    assert code == 70 and len(errors) == 1, errors
+    assert errors[0].startswith(f"tpengine: rank 2 ends: {head}") and f"rank 0 at 127.0.0.1:{ports[1]}" in errors[0]
+
+
+IMPATIENT = """
+import os, signal, sys
+
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == "tpengine.arguments":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Impatient())
+from tpengine.train import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, ["tpengine: interrupted"]), (1, [])])
+def test_an_interrupt_while_the_program_is_loaded_is_one_line(tmp_path: Path, rank: int, line: list[str]) -> None:
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    process = start(srun(rank, 2, free_port()), cwd=tmp_path, program=("impatient.py",))
+    assert end_of(process) == (130, line)

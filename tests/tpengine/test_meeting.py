@@ -1,0 +1,89 @@
+"""Rung: pure, threads as ranks over a store in memory. Ranks that cannot go on, and what rank 0 says of them.
+
+Processes, a real store and a rank that never comes are in test_start.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from tpengine.launch import Launch
+from tpengine.meeting import Meeting
+
+
+class Ranks:
+    """Threads that meet: what each has said and whether it goes on."""
+
+    def __init__(self, world_size: int) -> None:
+        self._store = dist.HashStore()
+        self._world_size = world_size
+        self.said: dict[int, list[str]] = {rank: [] for rank in range(world_size)}
+        self.goes_on: dict[int, bool] = {}
+        self._threads: list[threading.Thread] = []
+
+    def come(self, rank: int, mistake: str, clock: Callable[[], float] = time.monotonic) -> None:
+        meeting = Meeting(Launch(rank, self._world_size, rank, self._world_size, "nowhere", 1), {}, clock)
+        meeting._store = self._store
+
+        def meet() -> None:
+            self.goes_on[rank] = meeting.agree(mistake, self.said[rank].append)
+
+        self._threads.append(threading.Thread(target=meet, daemon=True))
+        self._threads[-1].start()
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def test_all_go_on_if_nobody_has_a_mistake() -> None:
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.come(rank, "")
+    ranks.end()
+    assert ranks.goes_on == {0: True, 1: True, 2: True} and not any(ranks.said.values())
+
+
+def test_rank_0_says_every_mistake_of_the_others_once() -> None:
+    ranks = Ranks(5)
+    for rank, mistake in enumerate(("", "no file", "", "no file", "no\nGPU")):
+        ranks.come(rank, mistake, clock=lambda: 0.0)  # so that nobody's patience ends
+    ranks.end()
+    assert not any(ranks.goes_on.values())
+    assert ranks.said == {0: ["ranks 1, 3: no file; rank 4: no GPU"], 1: [], 2: [], 3: [], 4: []}
+
+
+def test_a_mistake_of_rank_0s_own_is_known_before() -> None:
+    ranks = Ranks(2)
+    ranks.come(0, "a directory is taken")
+    ranks.come(1, "")
+    ranks.end()
+    assert ranks.goes_on == {0: False, 1: False} and not any(ranks.said.values())
+
+
+def test_who_comes_after_the_end_hears_of_it() -> None:
+    ranks = Ranks(3)
+    ranks.come(0, "")
+    ranks.come(1, "no file")
+    while not ranks.said[0]:
+        time.sleep(0.01)
+    ranks.come(2, "")
+    ranks.end()
+    assert ranks.goes_on == {0: False, 1: False, 2: False} and ranks.said[0] == ["rank 1: no file"]
+
+
+def test_a_rank_that_hears_nothing_says_its_own_mistake_once() -> None:
+    ranks, now = Ranks(2), [0.0]
+    ranks.come(1, "no file", clock=lambda: now[0])
+    time.sleep(0.2)
+    assert not ranks.said[1]
+    now[0] = 11.0
+    while not ranks.said[1]:
+        time.sleep(0.01)
+    ranks.come(0, "")
+    ranks.end()
+    assert ranks.said[1] == ["no file"] and ranks.goes_on == {0: False, 1: False}
