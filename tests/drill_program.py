@@ -7,6 +7,7 @@ The rank dies (SIGKILL) or hangs at a given place, a number of steps after the o
     reduce    right after it has started to sum a gradient bucket
     write     when half of its file of a checkpoint is written
     hang      in a forward pass, for ever
+    busy      nothing happens, but a forward pass computes for 9 s
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class Accident:
             due = self.due(trainer) and action.microbatch == 1
             if due and self.what == "hang" and kind == "F":
                 time.sleep(3600)
+            if due and self.what == "busy" and kind == "F":
+                end = time.monotonic() + 9
+                while time.monotonic() < end:
+                    torch.ones(100).exp_()
             if due and self.what == kind:
                 die()
             handler(action)

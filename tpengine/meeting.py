@@ -50,12 +50,17 @@ class Meeting:
         self._prefix = f"attempt/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._awaited = ""
 
+    @property
+    def store(self) -> Any:
+        """Where the process groups meet, too; after `connect`."""
+        return self._store
+
     def explain(self, _: object) -> str:
         """Whom this rank waits for; any thread."""
         return f", waiting for {self._awaited}" if self._awaited else ""
 
-    def connect(self) -> Any:
-        """Open the store, and wait until it is there; return it.
+    def connect(self) -> None:
+        """Open the store, and wait until it is there.
 
         Raises:
             ValueError: the port is taken.
@@ -63,11 +68,10 @@ class Meeting:
         launch = self._launch
         if launch.world_size == 1:
             self._store = dist.HashStore()  # type: ignore[attr-defined]
-            return self._store
+            return
         if not self._keeps_store:
             self._await_server()
         self._store = self._client(is_master=self._keeps_store)
-        return self._store
 
     def agree(self, mistake: str, speak: Callable[[str], None]) -> bool:
         """Tell the others whether this rank can go on, and hear whether all can; collective.

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,10 +24,12 @@ from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed import max_over_ranks, start, stop
 from tpengine.forward_pass import held_out_loss, read_prompt, sample
 from tpengine.launch import Launch
+from tpengine.meeting import Meeting
 from tpengine.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
 from tpengine.peers import Peers
 from tpengine.plan import SCHEDULES
 from tpengine.profile import Profiler
+from tpengine.pulse import Pulse
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.restoring import restore_newest
 from tpengine.resume import Checkpoint
@@ -48,7 +49,7 @@ class Job:
         config: validated configuration.
         corpus: its text.
         launch, device: this rank and where it computes.
-        store: where the ranks have met (meeting.py).
+        meeting: where the ranks have met.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to go on, unless some rank cannot use it; None starts at step 0.
@@ -58,7 +59,7 @@ class Job:
     corpus: Corpus
     launch: Launch
     device: torch.device
-    store: Any
+    meeting: Meeting
     run_dir: Path | None
     checkpoint: Checkpoint | None
 
@@ -74,15 +75,28 @@ def train(job: Job, watch: Watch) -> None:
         RunError: what the user can mend, raised on all ranks alike.
     """
     watch.activity.begin("connecting with the other ranks")
-    start(job.device, job.launch, job.store)
+    start(job.device, job.launch, job.meeting.store)
     try:
-        _train(job, watch)
+        with _pulse(job, watch):
+            _train(job, watch)
     except RunError as error:
         # All ranks are here. What the traceback keeps alive holds process groups.
         traceback.clear_frames(error.__traceback__)
         _end_groups(watch)
         raise
     _end_groups(watch)
+
+
+@contextlib.contextmanager
+def _pulse(job: Job, watch: Watch) -> Iterator[None]:
+    """Let the watch know whether any rank still moves."""
+    if job.launch.world_size == 1:
+        yield
+        return
+    watch.computes_on_cores = job.device.type == "cpu"
+    with Pulse(job.meeting.another_client(), lambda: bool(watch.stop), watch.moves) as watch.pulse:
+        yield
+    watch.pulse = None
 
 
 def _end_groups(watch: Watch) -> None:
@@ -94,7 +108,7 @@ def _end_groups(watch: Watch) -> None:
 def _train(job: Job, watch: Watch) -> None:
     config, corpus, device = job.config, job.corpus, job.device
     console = console_for(job.launch.rank)
-    watch.activity.begin("building the model and its groups")
+    watch.activity.begin("building the model and its groups", timed=False)
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
     watch.waits = lambda what: bool(awaited(trainer, what))

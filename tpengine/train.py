@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from tpengine.activity import Activity
 from tpengine.exits import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpengine.config import Config
     from tpengine.data import Corpus
     from tpengine.launch import Launch
+    from tpengine.meeting import Meeting
     from tpengine.resume import Checkpoint
     from tpengine.watch import Watch
 
@@ -64,9 +65,9 @@ def main() -> None:
                 raise
             mistake = one_line(str(error))
         watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
-        store = _meet(launch, mistake, watch)
+        meeting = _meet(launch, mistake, watch)
         assert prepared is not None
-        message = _train(prepared, launch, store, watch)
+        message = _train(prepared, launch, meeting, watch)
     if message:
         # All ranks know it. torchrun ends them all as soon as one has left, which must not be before rank 0 has spoken.
         seconds = 10.0 if "TORCHELASTIC_RUN_ID" in os.environ else _LISTENING_SECONDS
@@ -106,8 +107,8 @@ def _others_must_be_told(launch: Launch) -> bool:
     return launch.world_size > 1 and not (all_are_torchruns and launch.rank == 0)
 
 
-def _meet(launch: Launch, mistake: str, watch: Watch) -> Any:
-    """Meet the other ranks and end all if one has made a mistake; return the store for the process groups."""
+def _meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
+    """Meet the other ranks, and end all if one has made a mistake."""
 
     def speak(line: str) -> None:
         say(line, prefix="error: ")
@@ -122,7 +123,7 @@ def _meet(launch: Launch, mistake: str, watch: Watch) -> Any:
     watch.explain = meeting.explain
     watch.activity.begin("meeting the other ranks")
     try:
-        store = meeting.connect()
+        meeting.connect()
         all_go_on = launch.world_size == 1 or meeting.agree(mistake, speak)
     except ValueError:
         raise
@@ -130,17 +131,17 @@ def _meet(launch: Launch, mistake: str, watch: Watch) -> Any:
         _report(error, watch)
     if not all_go_on:
         raise SystemExit(USER_ERROR)
-    return store
+    return meeting
 
 
-def _train(prepared: _Prepared, launch: Launch, store: Any, watch: Watch) -> str:
+def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
     from tpengine.run import Job, train
     from tpengine.trainer import RunError
 
     config, corpus, device = prepared.config, prepared.corpus, prepared.device
     try:
-        train(Job(config, corpus, launch, device, store, prepared.run_dir, prepared.checkpoint), watch)
+        train(Job(config, corpus, launch, device, meeting, prepared.run_dir, prepared.checkpoint), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

@@ -7,8 +7,9 @@ never comes. The interpreter's C handler, however, writes the signal's number in
     a request to stop    SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 (SLURM's notice of preemption), or the end of the
                          torchrun that started this rank: noted in `stop`. The training loop saves at the end of its
                          step and leaves.
-    no way to go on      after a request nothing moved for a while: a peer is gone (torchrun sends SIGTERM to the rest
-                         as soon as one rank has died). The rank says what it was doing, and leaves with 70.
+    no way to go on      after a request no rank moved for a while (pulse.py): a peer is gone (torchrun sends SIGTERM to
+                         the rest as soon as one rank has died). The rank says what it was doing, and leaves with 70.
+                         As long as some rank moves it waits, unless torchrun is about to kill it.
     a hang               an action outlives the time limit: the same.
 
 `os._exit` is the way out of a thread: the main thread cannot be told. What must survive is on disk by then
@@ -28,14 +29,22 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from tpkernels.signals import waits_for_peer
+
 from tpengine.activity import Activity, Doing
 from tpengine.exits import RANK_FAILED, one_line, say
+from tpengine.pulse import Pulse
 
 _POLL_SECONDS = 0.25
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# After a request to stop, an action that waits for other ranks may take three times as long as any before it, within
-# these bounds: torchrun kills what is left 30 s after its SIGTERM.
+# After a request to stop, an action that waits for other ranks may take three times as long as any before it and at
+# least 5 s; if none is known, 20 s.
 _PATIENCE_SECONDS = (5.0, 20.0)
+# torchrun kills what is left 30 s after it has passed a signal on.
+_TORCHRUN_SECONDS = 27.0
+_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # unless --signals-to-handle says others
+# A rank that computes takes more of a core than this between two looks, however busy the machine is.
+_COMPUTING_SECONDS = 0.01
 # torchrun passes on to its ranks what the terminal has already sent them; a person's second Ctrl-C comes later.
 _SAME_REQUEST_SECONDS = 2.0
 _LAST_WORD_SECONDS = 5.0
@@ -48,6 +57,7 @@ class Watch:
     Args:
         rank: this rank, for messages.
         activity: what the main thread does.
+        clock: seconds on time.monotonic's scale, which is the activity's.
 
     Attributes:
         activity: the one given.
@@ -57,18 +67,25 @@ class Watch:
         timeout_seconds: how long a timed activity may take; 0 for ever.
         waits: whether what it does can only end if other ranks act; a rank that computes is never given up.
         explain: what the rank waits for, in words, for the report: (what it does) -> ", waiting for rank 3 (pp)".
+        pulse: when some rank moved last, after a request to stop; None for one process.
+        computes_on_cores: whether time on a core shows that this rank computes; not so where it waits for a GPU.
         parting: ends the line of rank 0 when an interrupt ends it at once: what is left on disk.
     """
 
-    def __init__(self, rank: int, activity: Activity) -> None:
+    def __init__(self, rank: int, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self.activity = rank, activity
         self.stop = 0
         self.stoppable = False
         self.timeout_seconds = 0.0
         self.waits: Callable[[object], bool] = lambda _: True
         self.explain: Callable[[object], str] = lambda _: ""
+        self.pulse: Pulse | None = None
+        self.computes_on_cores = True
         self.parting = ""
+        self._clock = clock
         self._stopped_at = 0.0
+        self._parent: int | None = None
+        self._seen, self._seen_cpu_seconds = activity.now, 0.0
         self._leaving = threading.Lock()
         self._handlers: dict[signal.Signals, object] = {}
 
@@ -106,8 +123,24 @@ class Watch:
         """Leave as a signal to some rank asked, with 128 + its number; rank 0 says the message. After saving."""
         self._leave(128 + number, message if self._rank == 0 else "")
 
+    def moves(self) -> bool:
+        """Whether this rank has done something since it was last asked this; for the pulse, whose thread alone may ask.
+
+        It has if it has begun something else, if what it does is not timed or waits for nobody, or if the main thread
+        computes: it has taken time on a core, and stands in no wait that takes time, too.
+        """
+        doing, before = self.activity.now, self._seen
+        main = threading.main_thread().ident
+        assert main is not None
+        cpu_seconds = time.clock_gettime(time.pthread_getcpuclockid(main))
+        used, self._seen_cpu_seconds, self._seen = cpu_seconds - self._seen_cpu_seconds, cpu_seconds, doing
+        if doing is not before or not doing.timed or not self.waits(doing.what):
+            return True
+        computes = self.computes_on_cores and used > _COMPUTING_SECONDS
+        return computes and not waits_for_peer(sys._current_frames().get(main))
+
     def _describe(self, doing: Doing) -> str:
-        seconds = time.monotonic() - doing.began_at
+        seconds = self._clock() - doing.began_at
         step = "" if self.activity.step is None else f"step {self.activity.step + 1}, "
         try:
             waits = self.explain(doing.what)
@@ -139,23 +172,31 @@ class Watch:
             name = signal.Signals(number).name
             self._leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
         if not self.stop:
-            self.stop, self._stopped_at = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._stopped_at > _SAME_REQUEST_SECONDS:
+            self.stop, self._stopped_at = number, self._clock()
+        elif number == signal.SIGINT and self._clock() - self._stopped_at > _SAME_REQUEST_SECONDS:
             self._leave(128 + number, f"interrupted again: this step is lost{self.parting}" if self._rank == 0 else "")
 
     def _look_at_the_clock(self) -> None:
-        doing, now = self.activity.now, time.monotonic()
+        doing, now = self.activity.now, self._clock()
         if not doing.timed:
             return
         if self.timeout_seconds and now - doing.began_at > self.timeout_seconds:
             self.report_and_leave(f"--train.timeout-seconds {self.timeout_seconds:g} is over")
-        if self.stop and self.stoppable:
-            low, high = _PATIENCE_SECONDS
-            longest = self.activity.longest_seconds
-            patience = min(max(low, 3 * longest), high) if longest else high
-            if now - max(doing.began_at, self._stopped_at) > patience and self.waits(doing.what):
-                name = signal.Signals(self.stop).name
-                self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")
+        if not (self.stop and self.stoppable and self.waits(doing.what)):
+            return
+        name = signal.Signals(self.stop).name
+        moved_at = max(doing.began_at, self._stopped_at, self.pulse.moved_at if self.pulse else 0.0)
+        patience = self._patience_seconds()
+        if now - moved_at > patience:
+            self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")
+        passes_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _PASSED_ON).split(",")
+        if self._parent is not None and name in passes_on and now - self._stopped_at > _TORCHRUN_SECONDS:
+            self.report_and_leave(f"{name}, and torchrun kills what is left 30 s after it")
+
+    def _patience_seconds(self) -> float:
+        least, unknown = _PATIENCE_SECONDS
+        longest = self.activity.longest_seconds
+        return max(least, 3 * longest) if longest else unknown
 
     def _leave(self, code: int, line: str) -> NoReturn:
         # The main thread and this one may both have found out: one speaks, the other waits for the end. Whatever has

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol
 
 from tpkernels.processes import lives
@@ -152,6 +153,15 @@ def words_refused() -> str:
 def words_over(memory: memoryview) -> Words:
     """The words of `memory`, accessed as this machine needs it."""
     return OrderedWords(memory) if _stores_are_ordered() else AtomicWords(memory)
+
+
+def waits_for_peer(frame: FrameType | None) -> bool:
+    """Whether a thread, by its innermost frame, is in a wait for a peer: it then does nothing, but uses a core."""
+    while frame is not None:
+        if frame.f_code is Signals._poll.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def control_bytes(world: int) -> int:

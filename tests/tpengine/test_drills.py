@@ -129,12 +129,12 @@ def test_a_killed_run_is_resumed_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path) -> None:
-    process = start(*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "4", drill="hang:1:3")
+    process = start(*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "10", drill="hang:1:3")
     errors = finish(process)
     assert process.returncode != 0
     reports = last_words(errors)
     assert sorted(reports) == [0, 1, 2, 3], errors
-    assert "--train.timeout-seconds 4 is over" in errors
+    assert "--train.timeout-seconds 10 is over" in errors
     for report in reports.values():
         assert re.search(ACTION, report), report
     assert re.search(r"in 0F1 for", reports[1]), reports[1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,31 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     code, errors = end_of(alone[1])
     assert code == 70 and len(errors) == 1, errors
     assert errors[0].startswith(f"tpengine: rank 2 ends: {head}") and f"rank 0 at 127.0.0.1:{ports[1]}" in errors[0]
+
+
+def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> None:
+    """Rank 1 waits in a collective of two for longer than its patience, while rank 0 computes. Only rank 1 is asked."""
+    port = free_port()
+    drill = Path(__file__).parent.parent / "drill_program.py"
+    forever = "--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", "out"
+    ranks = [
+        start(
+            {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            | {"DRILL": "busy:0:2"},
+            *forever,
+            cwd=tmp_path,
+            program=(str(drill),),
+        )
+        for rank in range(2)
+    ]
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        assert ranks[0].poll() is None and ranks[1].poll() is None
+        time.sleep(0.05)
+    ranks[1].send_signal(signal.SIGTERM)
+    (code, errors), other = (end_of(rank) for rank in ranks)
+    assert code == 143 and other == (143, []), errors
+    assert "tpengine: terminated after step 3 of 100000: saved in out/checkpoints/step-00000003" in errors[-1]
 
 
 IMPATIENT = """

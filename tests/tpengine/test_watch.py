@@ -6,10 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from tpkernels.signals import Signals, control_bytes, waits_for_peer, words_over
+
+from tpengine.activity import Activity, Doing
+from tpengine.watch import Watch
 
 HEAD = """
 import signal, sys, time
@@ -191,3 +197,138 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
     assert process.stdout is not None and process.stdout.readline()
     process.send_signal(signal.SIGHUP)
     assert process.communicate(timeout=30)[1] == "0\n"
+
+
+class Left(Exception):
+    """What a rank says when it leaves."""
+
+
+class Pulses:
+    moved_at = float("-inf")
+
+
+def stopped_watch(
+    monkeypatch: pytest.MonkeyPatch, longest_seconds: float, number: signal.Signals = signal.SIGTERM
+) -> tuple[Watch, list[float], Pulses]:
+    """A watch of a rank that waits in 0B1 since 100 s and was asked to stop then; with its clock and its pulse."""
+    now, activity, pulse = [100.0], Activity(), Pulses()
+    activity.step, activity.longest_seconds = 6, longest_seconds
+    activity.now = Doing("0B1", 100.0, timed=True)
+    watch = Watch(3, activity, lambda: now[0])
+    watch.stoppable, watch.pulse = True, pulse  # type: ignore[assignment]
+    watch._hear(number)
+
+    def leave(code: int, line: str) -> NoReturn:
+        raise Left(line)
+
+    monkeypatch.setattr(watch, "_leave", leave)
+    return watch, now, pulse
+
+
+def left_at(watch: Watch, now: list[float], until: int) -> int | None:
+    """The first second at which the watch gives its rank up."""
+    for second in range(int(now[0]), until):
+        now[0] = float(second)
+        try:
+            watch._look_at_the_clock()
+        except Left:
+            return second
+    return None
+
+
+@pytest.mark.parametrize(("longest_seconds", "patience"), [(0.0, 20), (0.5, 5), (50.0, 150)])
+def test_patience_follows_the_longest_wait_known(
+    monkeypatch: pytest.MonkeyPatch, longest_seconds: float, patience: int
+) -> None:
+    """A rank that had waited 50 s before for a busy peer was given up after 20 s, unsaved."""
+    watch, now, _ = stopped_watch(monkeypatch, longest_seconds)
+    assert left_at(watch, now, 500) == 100 + patience + 1
+
+
+def test_a_rank_waits_as_long_as_any_rank_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, now, pulse = stopped_watch(monkeypatch, 0.5)
+    for now[0] in range(100, 200):
+        pulse.moved_at = now[0]
+        watch._look_at_the_clock()
+    assert left_at(watch, now, 500) == 199 + 5 + 1, "nobody moves any more"
+
+
+@pytest.mark.parametrize(
+    ("number", "handled", "leaves"),
+    [
+        (signal.SIGTERM, None, True),
+        (signal.SIGUSR1, None, False),
+        (signal.SIGUSR1, "SIGTERM,SIGUSR1", True),
+    ],
+)
+def test_torchruns_limit_is_kept_where_torchrun_sent_the_signal(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, handled: str | None, leaves: bool
+) -> None:
+    """It kills 30 s after the signals that it passes on; the report comes before. srun knows no such limit."""
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    if handled is not None:
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
+    watch, now, pulse = stopped_watch(monkeypatch, 0.5, number)
+    pulse.moved_at = 1000.0
+    assert left_at(watch, now, 200) is None, "there is no torchrun"
+    now[0], watch._parent = 100.0, os.getppid()
+    assert left_at(watch, now, 200) == (128 if leaves else None)
+
+
+def test_a_rank_moves_if_it_begins_another_thing_or_waits_for_nobody() -> None:
+    watch = Watch(0, Activity())
+    watch.activity.begin("0F0")
+    assert watch.moves()
+    time.sleep(0.05)
+    assert not watch.moves(), "asleep in a wait"
+    watch.waits = lambda what: what != "0F0"
+    assert watch.moves()
+    watch.activity.begin("0F1")
+    assert watch.moves() and not watch.moves()
+    watch.activity.begin("writing", timed=False)
+    assert watch.moves() and watch.moves()
+
+
+def test_a_rank_that_computes_while_others_might_have_to_act_moves() -> None:
+    """A forward pass of a tensor-parallel rank is one action, in which it may compute or wait."""
+    watch = Watch(0, Activity())
+    watch.activity.begin("0F0")
+    watch.moves()
+
+    def take_time() -> None:
+        begin = time.process_time()
+        while time.process_time() - begin < 0.1:
+            pass
+
+    take_time()
+    assert watch.moves()
+    watch.computes_on_cores = False  # what waits for a GPU takes time on a core, too
+    take_time()
+    assert not watch.moves()
+
+
+def test_a_rank_that_polls_for_a_peer_does_not_move() -> None:
+    """It takes time on a core as one that computes does."""
+    areas = [words_over(memoryview(bytearray(control_bytes(2)))) for _ in range(2)]
+    signals = Signals(areas, 0, [os.getpid()] * 2, [0, 1], "pair", ["call"], timeout_seconds=1e9)
+    watch = Watch(0, Activity())
+    watch.activity.begin("0F0")
+    watch.moves()
+    answers: list[bool] = []
+
+    def ask() -> None:
+        main = threading.main_thread().ident or 0
+        while not waits_for_peer(sys._current_frames()[main]):
+            time.sleep(0.01)
+        watch.moves()
+        used = time.clock_gettime(time.pthread_getcpuclockid(main))
+        while time.clock_gettime(time.pthread_getcpuclockid(main)) - used < 0.02:
+            time.sleep(0.01)
+        answers.append(watch.moves())
+        areas[0].store(16, 1)  # the peer's notice
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    signals.wait(1, 1, 0)
+    thread.join()
+    assert answers == [False]
