@@ -64,8 +64,6 @@ def start(device: torch.device, launch: Launch, store: Any) -> None:
         torch.cuda.set_device(device)
         # A DeviceMesh would otherwise initialise CUDA itself, on the card numbered LOCAL_RANK.
         torch.cuda.init()
-    elif launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     backend = "gloo"
     if device.type == "cuda":
         num_cards = len(_cards_of_all_ranks(store, device, launch))

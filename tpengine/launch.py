@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 # Ports that SLURM's job and step choose: below those that Linux hands out by itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
@@ -157,6 +159,77 @@ def _port(environ: Mapping[str, str]) -> int:
     return _FIRST_PORT + number % _NUM_PORTS
 
 
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_cores(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The cores that this process may use: those it may run on, or fewer where a control group (a container's) gives it
+    less time than that.
+
+    Args:
+        control_groups: where they are mounted.
+        own: which one this process is in.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *(math.ceil(limit) for limit in _core_limits(control_groups, own))])
+
+
+def _core_limits(control_groups: Path, own: Path) -> Iterator[float]:
+    """Cores' worth of time that each control group of this process allows."""
+    try:
+        names = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
+    except OSError:
+        return
+    for controllers, name in names:
+        is_second = not controllers
+        if not (is_second or "cpu" in controllers.split(",")):
+            continue
+        mount = control_groups if is_second else control_groups / "cpu"
+        group = mount / name.lstrip("/")
+        # In a container the path may be the host's, and what is mounted is the group itself.
+        for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
+            try:
+                if is_second:
+                    quota, period = (directory / "cpu.max").read_text().split()
+                else:
+                    quota, period = ((directory / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+                if int(quota) > 0:
+                    yield int(quota) / int(period)
+            except (OSError, ValueError):
+                continue  # there is no limit: no file, "max" or -1
+
+
+def threads_of_rank(
+    launch: Launch, environ: Mapping[str, str], parents: Mapping[str, str] | None, cores: int
+) -> int | None:
+    """The threads that a rank on a CPU takes: its share of the host's cores.
+
+    Args:
+        launch: its place.
+        environ: its environment.
+        parents: the environment that its parent process was started with; None if that cannot be known.
+        cores: those that it may use.
+
+    Returns:
+        The number; None if what is set or the library's own choice is to stay. torchrun sets OMP_NUM_THREADS to 1
+        unless it is set already: a 1 that torchrun's own environment lacks is not the user's. Any other value is.
+    """
+    given = environ.get("OMP_NUM_THREADS")
+    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in environ and parents is not None
+    if given is not None and not (is_torchruns and "OMP_NUM_THREADS" not in (parents or {})):
+        return None
+    if launch.local_world_size == 1:
+        # Nobody shares the host. The library counts cores, and knows which of them are halves of one.
+        return None if given is None else cores
+    # srun may have bound each task to cores of its own, which are no other's.
+    per_task = environ.get("SLURM_CPUS_PER_TASK", "")
+    if per_task.isdecimal() and "TORCHELASTIC_RUN_ID" not in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return max(1, min(cores, int(per_task)))
+    return max(1, cores // launch.local_world_size)
+
+
+def environment_of_parent() -> dict[str, str] | None:
+    """The environment that the parent of this process was started with; None if it cannot be read."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode("utf-8", "surrogateescape")
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in text.split("\0") if "=" in entry)
+    return {name: value for name, _, value in pairs}

@@ -25,12 +25,20 @@ _LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kin
 
 
 def show_plan(
-    console: Console, config: Config, layout: Layout, plan: Plan, device: torch.device, exchange: str, run_dir: Path
+    console: Console,
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    device: torch.device,
+    exchange: str,
+    run_dir: Path,
+    shared_cores: int = 0,
 ) -> None:
     """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes.
 
     Args:
         exchange: how the ranks exchange tensors, in words.
+        shared_cores: of this host, of which each rank took its share; 0 if the number of threads was given.
     """
     train, model = config.train, config.model
     tokens = train.micro_batch_size * train.seq_len
@@ -51,6 +59,9 @@ def show_plan(
     if train.reduction == "exact":
         virtual = f"{virtual_tp_of(config)} virtual tp ranks, {num_blocks(config)} blocks of micro-batches"
         lines.append(("sums", f"exact, the bits of every other layout: {virtual}"))
+    if device.type == "cpu":
+        share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
+        lines.append(("threads", f"{torch.get_num_threads()} a rank{share}"))
     lines.append(("exchange", exchange))
     lines.append(("output", str(run_dir)))
     for name, text in lines:

@@ -108,14 +108,18 @@ def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
     return replace(wanted, parallel=parallel, train=train)
 
 
-def state_of(config: Config, fingerprint: str, step: int, num_updates: int | None = None) -> dict[str, Any]:
+def state_of(
+    config: Config, fingerprint: str, step: int, num_updates: int | None = None, threads: int | None = None
+) -> dict[str, Any]:
     """What a checkpoint after `step` steps holds besides tensors, as JSON.
 
     Args:
         num_updates: how many of the steps were applied; default all of them.
+        threads: that rank 0 computes with on a CPU. Sums are cut over them, so that in fast mode bits depend on it.
     """
     return {
         "updates": step if num_updates is None else num_updates,
+        "threads": threads,
         "config": asdict(replace(config, resume=False)),
         "data": {"fingerprint": fingerprint, "next_sample": step * _samples_per_step(config)},
         "random": {"generator": "philox4x32-10, counter-based: no state besides the seed", "seed": config.train.seed},

@@ -49,6 +49,7 @@ class Job:
         config: validated configuration.
         corpus: its text.
         launch, device: this rank and where it computes.
+        shared_cores: of which the ranks of this host took a share of threads each; 0 if their number was given.
         meeting: where the ranks have met.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
@@ -59,6 +60,7 @@ class Job:
     corpus: Corpus
     launch: Launch
     device: torch.device
+    shared_cores: int
     meeting: Meeting
     run_dir: Path | None
     checkpoint: Checkpoint | None
@@ -119,7 +121,7 @@ def _train(job: Job, watch: Watch) -> None:
     skipped = SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
     content = ContentCheck(corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
-    with _open_writer(trainer, job.run_dir, console, checkpoint) as writer, checkpoints, content:
+    with _open_writer(trainer, job, console, checkpoint) as writer, checkpoints, content:
         profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
         _steps(trainer, first_step, console, writer, checkpoints, skipped, profiler, watch, content)
     held_out = None
@@ -136,16 +138,17 @@ def _train(job: Job, watch: Watch) -> None:
 
 @contextlib.contextmanager
 def _open_writer(
-    trainer: Trainer, run_dir: Path | None, console: Console, checkpoint: Checkpoint | None
+    trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[MetricsWriter | None]:
     """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
+    run_dir = job.run_dir
     if run_dir is None:
         yield None
         return
     first_step = checkpoint.index.step if checkpoint is not None else 0
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
-    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir)
+    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
     if config.resume:
         _say_what_is_resumed(console, config, checkpoint)
     _write_config(trainer, run_dir)
@@ -175,6 +178,10 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
     before = checkpoint.index.state["config"].get("train", {}).get("reduction", "fast")
     if before != config.train.reduction:
         console.print(f"changed since the checkpoint: train.reduction from {before} to {config.train.reduction}")
+    threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
+    if config.train.reduction == "fast" and saved_threads not in (None, threads):
+        what = f"threads a rank from {saved_threads} to {threads}, which may change the last bits"
+        console.print(f"changed since the checkpoint: {what}", markup=False, highlight=False)
     for name, before in checkpoint.index.state["config"].get("optim", {}).items():
         now = getattr(config.optim, name, None)
         if now != before:

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -118,7 +119,9 @@ class RunCheckpoints:
         check_finite(trainer)
         check_replicas(trainer, num_steps)
         trainer.activity.begin("copying a checkpoint aside", timed=False)
-        state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps, trainer.num_updates)
+        threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
+        fingerprint = trainer.corpus.fingerprint()
+        state = state_of(trainer.config, fingerprint, num_steps, trainer.num_updates, threads)
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps

@@ -37,11 +37,17 @@ _LISTENING_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank has found by itself; the lock is held until this process ends, so that no other run writes there."""
+    """What a rank has found by itself.
+
+    Attributes:
+        shared_cores: see Job.
+        lock: held until this process ends, so that no other run writes there.
+    """
 
     config: Config
     corpus: Corpus
     device: torch.device
+    shared_cores: int
     run_dir: Path | None
     lock: IO[str] | None
     checkpoint: Checkpoint | None
@@ -88,9 +94,15 @@ def _prepare(launch: Launch) -> _Prepared:
     config = parse_config(sys.argv[1:], launch.world_size)
     # Reading a text without a hash takes as long as the disk does.
     corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
+    shared_cores = _take_threads(config, launch)
     from tpengine.distributed import choose_device
 
     device = choose_device(config.device, launch)
+    if shared_cores and device.type == "cpu":
+        import torch
+
+        # Left to itself it takes no more than it believes to be whole cores.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
         corpus.note_hash(run_dir)
@@ -98,7 +110,27 @@ def _prepare(launch: Launch) -> _Prepared:
     if config.resume:
         ends = corpus.fingerprint_of_ends
         checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
-    return _Prepared(config, corpus, device, run_dir, lock, checkpoint)
+    return _Prepared(config, corpus, device, shared_cores if device.type == "cpu" else 0, run_dir, lock, checkpoint)
+
+
+def _take_threads(config: Config, launch: Launch) -> int:
+    """Have torch, which is not yet loaded, compute with this rank's share of the host's cores.
+
+    Returns:
+        The cores that are shared; 0 if the number of threads stays what it is.
+    """
+    from tpengine.launch import environment_of_parent, num_cores, threads_of_rank
+
+    # Exact mode computes with one thread; what a GPU computes needs none.
+    if config.train.reduction == "exact" or config.device == "cuda":
+        return 0
+    cores = num_cores()
+    threads = threads_of_rank(launch, os.environ, environment_of_parent(), cores)
+    if threads is None:
+        return 0
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("MKL_NUM_THREADS", str(threads))
+    return cores
 
 
 def _others_must_be_told(launch: Launch) -> bool:
@@ -139,9 +171,9 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
     from tpengine.run import Job, train
     from tpengine.trainer import RunError
 
-    config, corpus, device = prepared.config, prepared.corpus, prepared.device
+    config, corpus, device, cores = prepared.config, prepared.corpus, prepared.device, prepared.shared_cores
     try:
-        train(Job(config, corpus, launch, device, meeting, prepared.run_dir, prepared.checkpoint), watch)
+        train(Job(config, corpus, launch, device, cores, meeting, prepared.run_dir, prepared.checkpoint), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

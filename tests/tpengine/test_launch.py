@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tpengine.launch import Launch
+from tpengine.launch import Launch, environment_of_parent, num_cores, threads_of_rank
 
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 # The second task of the second node of `srun -N 3 --ntasks 8`, three tasks on each of the first two.
@@ -98,3 +103,73 @@ def test_what_does_not_fit_together_is_refused(changed: dict[str, str], words: s
     with pytest.raises(ValueError, match="torchrun") as refusal:
         Launch.of({**SRUN, **changed})
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+RANK_OF_4 = Launch(1, 8, 1, 4, "head", 29500)
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "parents", "threads"),
+    [
+        (RANK_OF_4, TORCHRUN, {}, 16),
+        (RANK_OF_4, TORCHRUN, {"OMP_NUM_THREADS": "1"}, None),  # the user's own 1
+        (RANK_OF_4, TORCHRUN, None, None),  # nobody knows whose 1 it is
+        (RANK_OF_4, {**TORCHRUN, "OMP_NUM_THREADS": "3"}, {}, None),
+        (RANK_OF_4, {"OMP_NUM_THREADS": "1"}, {}, None),  # without torchrun only a user sets it
+        (RANK_OF_4, {}, {}, 16),
+        (Launch(0, 200, 0, 100), {}, {}, 1),  # more ranks than cores
+        (Launch(0, 1, 0, 1), {}, {}, None),  # one process: the library's choice
+        (RANK_OF_4, {**SRUN, "SLURM_CPUS_PER_TASK": "6"}, {}, 6),
+        (RANK_OF_4, {**SRUN, "SLURM_CPUS_PER_TASK": "600"}, {}, 64),
+        (RANK_OF_4, {**SRUN, **TORCHRUN, "SLURM_CPUS_PER_TASK": "6"}, {}, 16),  # of torchrun, not of a rank
+    ],
+)
+def test_a_rank_takes_its_share_of_the_cores_unless_the_user_says_otherwise(
+    launch: Launch, environ: dict[str, str], parents: dict[str, str] | None, threads: int | None
+) -> None:
+    assert threads_of_rank(launch, environ, parents, 64) == threads
+
+
+def test_the_environment_of_a_parent_is_the_one_it_was_started_with() -> None:
+    """torchrun changes its own after that."""
+    child = "from tpengine.launch import environment_of_parent as e; print('OMP_NUM_THREADS' in e(), e()['KEPT'])"
+    parent = (
+        "import os, subprocess, sys; os.environ['OMP_NUM_THREADS'] = '1'; "
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, env={**environ, "KEPT": "a=b"}, check=True
+    )
+    assert done.stdout == "False a=b\n"
+    assert environment_of_parent() is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/job/rank\n", {"job/cpu.max": "150000 100000\n", "job/rank/cpu.max": "max 100000\n"}, 2),
+        ("0::/job\n", {"cpu.max": "50000 100000\n"}, 1),
+        (
+            "5:cpu,cpuacct:/job\n0::/\n",
+            {"cpu/job/cpu.cfs_quota_us": "100000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            1,
+        ),
+        ("5:cpu:/job\n", {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 64),
+        ("0::/job\n", {"job/cpu.max": "9900000 100000\n"}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_a_containers_time_limits_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
+) -> None:
+    """A container of 2 cores on a machine of 64 has all 64 to run on: 64 threads would stand still most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert num_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert num_cores(tmp_path / "groups", tmp_path / "absent") == 64

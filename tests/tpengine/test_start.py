@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from progress import LOOK_SECONDS, Progress
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -65,15 +66,27 @@ def start(
 def test_srun_needs_no_wrapper(tmp_path: Path) -> None:
     port = free_port()
     tasks = [start(srun(rank, 2, port), "--run-dir", "out", cwd=tmp_path) for rank in range(2)]
-    (said, errors), (silence, more_errors) = (task.communicate(timeout=170) for task in tasks)
-    assert [task.returncode for task in tasks] == [0, 0], errors + more_errors
+    (code, errors, said), (other_code, other_errors, silence) = ends_of(*tasks)
+    assert code == other_code == 0, errors + other_errors
     assert "tp 2 x pp 1 x dp 1" in said and "step 2/2" in said and not silence
 
 
-def end_of(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """Exit code and what it wrote to standard error, by line."""
-    _, errors = process.communicate(timeout=170)
-    return process.returncode, errors.splitlines()
+def ends_of(*processes: subprocess.Popen[str]) -> list[tuple[int, list[str], str]]:
+    """Wait for as long as one of them works; return exit codes, lines of standard error, and standard output."""
+    progress = Progress([process.pid for process in processes])
+    while any(process.poll() is None for process in processes):
+        progress.look()
+        if progress.is_over():
+            for process in processes:
+                process.kill()
+        time.sleep(LOOK_SECONDS)
+    said = [process.communicate() for process in processes]
+    ends = [
+        (process.returncode, errors.splitlines(), output)
+        for process, (output, errors) in zip(processes, said, strict=True)
+    ]
+    assert not progress.is_over(), f"{progress}: {ends}"
+    return ends
 
 
 def test_a_mistake_that_only_rank_0_can_see_ends_all(tmp_path: Path) -> None:
@@ -83,10 +96,10 @@ def test_a_mistake_that_only_rank_0_can_see_ends_all(tmp_path: Path) -> None:
     with (tmp_path / "out" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         tasks = [start(srun(rank, 2, port), "--run-dir", "out", cwd=tmp_path) for rank in range(2)]
-        (code, errors), other = (end_of(task) for task in tasks)
+        (code, errors, _), other = ends_of(*tasks)
     assert code == 2 and len(errors) == 1, errors
     assert errors[0].startswith("tpengine: error: a run directory belongs to one run at a time: out cannot be locked")
-    assert other == (2, [])
+    assert other == (2, [], "")
 
 
 def test_a_mistake_that_only_another_rank_can_see_ends_all(tmp_path: Path) -> None:
@@ -95,10 +108,10 @@ def test_a_mistake_that_only_another_rank_can_see_ends_all(tmp_path: Path) -> No
     (tmp_path / "run.toml").write_text("[train]\nsteps = 2\n")
     here = start(srun(0, 2, port), "--config", "run.toml", cwd=tmp_path)
     there = start(srun(1, 2, port), "--config", "run.toml", cwd=tmp_path / "bare")
-    (code, errors), other = end_of(here), end_of(there)
+    (code, errors, _), other = ends_of(here, there)
     assert code == 2 and len(errors) == 1, errors
     assert errors[0].startswith("tpengine: error: rank 1: ") and "run.toml" in errors[0]
-    assert other == (2, [])
+    assert other == (2, [], "")
 
 
 def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
@@ -109,12 +122,12 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
         for rank, port in zip((0, 2), ports, strict=True)
     ]
     head = "--train.timeout-seconds 3 is over: in meeting the other ranks for "
-    code, errors = end_of(alone[0])
+    (code, errors, _), (other_code, other_errors, _) = ends_of(*alone)
     assert code == 70 and len(errors) == 1, errors
     assert errors[0].startswith(f"tpengine: rank 0 ends: {head}") and errors[0].endswith(", waiting for ranks 1, 2")
-    code, errors = end_of(alone[1])
-    assert code == 70 and len(errors) == 1, errors
-    assert errors[0].startswith(f"tpengine: rank 2 ends: {head}") and f"rank 0 at 127.0.0.1:{ports[1]}" in errors[0]
+    assert other_code == 70 and len(other_errors) == 1, other_errors
+    assert other_errors[0].startswith(f"tpengine: rank 2 ends: {head}")
+    assert f"rank 0 at 127.0.0.1:{ports[1]}" in other_errors[0]
 
 
 def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> None:
@@ -137,8 +150,8 @@ def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> No
         assert ranks[0].poll() is None and ranks[1].poll() is None
         time.sleep(0.05)
     ranks[1].send_signal(signal.SIGTERM)
-    (code, errors), other = (end_of(rank) for rank in ranks)
-    assert code == 143 and other == (143, []), errors
+    (code, errors, _), other = ends_of(*ranks)
+    assert code == 143 and other == (143, [], ""), errors
     assert "tpengine: terminated after step 3 of 100000: saved in out/checkpoints/step-00000003" in errors[-1]
 
 
@@ -160,4 +173,4 @@ main()
 def test_an_interrupt_while_the_program_is_loaded_is_one_line(tmp_path: Path, rank: int, line: list[str]) -> None:
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     process = start(srun(rank, 2, free_port()), cwd=tmp_path, program=("impatient.py",))
-    assert end_of(process) == (130, line)
+    assert ends_of(process) == [(130, line, "")]

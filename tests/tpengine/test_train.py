@@ -16,10 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from progress import run_program
 
+from tpengine.checkpoint.index import read_index
 from tpengine.config import Config
 from tpengine.config_toml import load_toml
 from tpengine.data import write_tokens
+from tpengine.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -206,6 +209,39 @@ def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     threads = [line for line in done.stdout.splitlines() if line.startswith("threads")]
     assert len(threads) == 2 and not any("gloo" in line for line in threads), threads
+
+
+SIX_CORES = """
+import os, tpengine.launch
+tpengine.launch.num_cores = lambda: 6
+from tpengine.train import main
+main()
+if os.environ["RANK"] == "1":
+    import torch
+    print(f"threads of rank 1: {torch.get_num_threads()}, {os.environ['OMP_NUM_THREADS']}")
+"""
+
+
+def test_ranks_of_a_run_share_the_cores(tmp_path: Path) -> None:
+    """torchrun gives each rank one thread. The number is said, saved, and compared by a run that goes on."""
+    (tmp_path / "script.py").write_text(SIX_CORES)
+    environ = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py")
+    short = "--train.steps", "2", "--train.eval-micro-batches", "0", "--train.sample-tokens", "0"
+    done = run_program(
+        [*torchrun, *SMALL, *short, "--run-dir", "out"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "threads   3 a rank, its share of 6 cores (OMP_NUM_THREADS sets another number)" in done.stdout
+    assert "threads of rank 1: 3, 3" in done.stdout
+    assert read_index(checkpoints_of(tmp_path / "out").of_step(2)).state["threads"] == 3
+    done = run(0, "--run-dir", "out", "--resume", cwd=tmp_path)
+    assert "threads   1 a rank\n" in done.stdout, done.stderr
+    assert "changed since the checkpoint: threads a rank from 3 to 1, which may change the last bits" in done.stdout
 
 
 def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
