@@ -36,7 +36,7 @@ from tpkernels.random import normal_block
 from benchmarks.contestants import RivalOptions
 from benchmarks.torch_model import LlamaStage
 from benchmarks.torch_tensor_parallel import tensor_parallelise
-from tpengine.config import IGNORED_LABEL, Config
+from tpengine.config import IGNORED_LABEL, Config, decay_steps_of
 from tpengine.data import Corpus, first_sample_index
 from tpengine.optim import learning_rate
 from tpengine.parameters import stage_specs
@@ -106,7 +106,7 @@ class TorchRival:
             dist.all_reduce(loss, group=self.mesh.get_group("dp"))
         norm = self._clip()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.optim, step, self.config.train.steps)
+            group["lr"] = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.options.zero_to_none)
         return loss.item(), norm

@@ -13,17 +13,17 @@ import io
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
-from tpengine.config import Config, validate
+from tpengine.config import Config, decay_steps_of, validate
 from tpengine.config_toml import load_toml
 from tpengine.exits import USER_ERROR, one_line, say, tell_torchrun
 from tpengine.launch import Launch
 from tpengine.presets import PRESETS, preset_config
-from tpengine.resume import continued_config, saved_config, without_layout
+from tpengine.resume import continued_config, has_begun, saved_config, without_layout
 
 PROGRAM = "python -m tpengine.train"
 
@@ -51,8 +51,9 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     Args:
         argv: arguments without the program's name.
         world_size: number of processes.
-    Returns: preset (default tiny), then --config file, then flags; layout resolved. With --resume and neither preset
-        nor file: the configuration of the run in --run-dir, then flags.
+    Returns: preset (default tiny), then --config file, then flags; layout and optim.decay_steps resolved. With --resume
+        and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and one of
+        them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fills the processes.
     Raises:
         ConfigError: any mistake, one line.
         HelpRequested: argv asks for help.
@@ -65,10 +66,13 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         config = _override(base, flags)
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
-        if config.resume and preset is None and path is None:
+        is_alone = preset is None and path is None
+        if config.resume and (is_alone or has_begun(config.run_dir)):
             saved = saved_config(config.run_dir)
-            config = continued_config(saved, _override(without_layout(saved), flags), world_size)
-        return validate(config, world_size)
+            base = saved if is_alone else base
+            config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
+        config = validate(config, world_size)
+        return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
     except ValueError as error:
         raise ConfigError(one_line(str(error))) from None
 

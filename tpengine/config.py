@@ -156,6 +156,9 @@ class OptimConfig:
     """Decoupled weight decay of matrices."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
+    decay_steps: int = 0
+    """Steps after which the learning rate is at its end, warm-up included; 0 is the steps that the run begins with. A
+    resumed run keeps it, however long it becomes."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak."""
     clip_norm: float = 1.0
@@ -235,6 +238,11 @@ def validate(config: Config, world_size: int) -> Config:
     _check_layout(config)
     _check_schedule(config)
     return config
+
+
+def decay_steps_of(config: Config) -> int:
+    """Length of the learning-rate schedule in steps."""
+    return config.optim.decay_steps or config.train.steps
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -335,6 +343,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "optim.eps": (_POSITIVE, None),
         "optim.weight_decay": (0, None),
         "optim.warmup_steps": (0, None),
+        "optim.decay_steps": (0, 2**40),
         "optim.min_lr_ratio": (0, 1),
         "optim.clip_norm": (0, None),
     }

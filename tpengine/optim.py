@@ -13,13 +13,13 @@ from tpengine.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at the last step.
+    """Linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio`, where it stays.
 
         step < w:  lr (step+1)/w          else  lr (r + (1-r) (1 + cos(pi (step-w)/(n-1-w))) / 2)
 
     Args:
         step: 0-based.
-        num_steps: n, length of the run.
+        num_steps: n, length of the schedule (config.decay_steps_of).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

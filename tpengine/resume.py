@@ -8,6 +8,8 @@ are written all the same, and compared.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +18,7 @@ from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.config import Config, ModelConfig, resolve_layout
+from tpengine.config import Config, ModelConfig, ParallelConfig, decay_steps_of, resolve_layout, validate
 from tpengine.config_toml import load_toml
 from tpengine.plan import SCHEDULES
 
@@ -53,6 +55,8 @@ def saved_config(run_dir: str) -> Config:
             "with --preset or --config beside --resume"
         )
     saved = load_toml(path, Config())
+    # One that is too old to say it decayed over all its steps.
+    saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
     # The run's copy of a schedule file, wherever its directory is now.
     kept = path.with_name(Path(saved.parallel.schedule).name)
     if saved.parallel.schedule in SCHEDULES or not kept.is_file():
@@ -60,52 +64,151 @@ def saved_config(run_dir: str) -> Config:
     return replace(saved, parallel=replace(saved.parallel, schedule=str(kept)))
 
 
-def without_layout(saved: Config) -> Config:
+def has_begun(run_dir: str) -> bool:
+    """Whether a directory holds a run that must be continued as it is: one that has saved a checkpoint."""
+    return bool(checkpoints_of(run_dir).steps()) and (Path(run_dir) / "config.toml").is_file()
+
+
+def without_layout(base: Config) -> Config:
     """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs.
 
-    The number of micro-batches becomes 0, which no flag may say.
+    The number of micro-batches becomes 0 and an open optim.decay_steps -1, which no flag may say.
     """
     return replace(
-        saved,
-        parallel=replace(saved.parallel, tp=None, pp=None, dp=None),
-        train=replace(saved.train, num_micro_batches=0),
+        base,
+        parallel=replace(base.parallel, tp=None, pp=None, dp=None),
+        train=replace(base.train, num_micro_batches=0),
+        optim=replace(base.optim, decay_steps=base.optim.decay_steps or -1),
     )
 
 
-def continued_config(saved: Config, wanted: Config, world_size: int) -> Config:
-    """The layout and micro-batches a run continues with, on any number of processes.
+def continued_config(saved: Config, wanted: Config, world_size: int, base: ParallelConfig | None = None) -> Config:
+    """What a run continues with on any number of processes: the global batch and the learning rates that it began with.
 
     Args:
         saved: of the run so far, layout resolved.
-        wanted: `without_layout(saved)` with the new command line's flags applied.
+        wanted: `without_layout` of the command line's preset and file, or of `saved`, with its flags applied.
         world_size: number of processes.
+        base: the sizes that preset and file give, which flags overrule; they count where they fill the processes.
 
     Returns:
-        `wanted` with the saved sizes where they fill the processes, else those that resolve_layout finds, and with the
-        micro-batches of a step shared over the new replicas, unless the flags say how many each runs.
+        `wanted` with the layout nearest to the saved one that is legal and fills the processes (tp is kept before pp,
+        and pp before dp), the samples of a step shared over its replicas, and the saved optim.decay_steps, each unless
+        flags say otherwise.
 
     Raises:
         ValueError: no layout fills the processes; the micro-batches of a step do not divide over the replicas.
     """
-    sizes = {axis: getattr(wanted.parallel, axis) or getattr(saved.parallel, axis) for axis in ("tp", "pp", "dp")}
-    if sizes["tp"] * sizes["pp"] * sizes["dp"] == world_size:
-        parallel = replace(wanted.parallel, **sizes)
-    else:
-        parallel = resolve_layout(wanted.parallel, world_size)
-    train = wanted.train
-    if train.num_micro_batches == 0:
-        in_all = saved.train.num_micro_batches * (saved.parallel.dp or 1)
-        each, rest = divmod(in_all, parallel.dp or 1)
-        if rest:
-            legal = [dp for dp in range(1, world_size + 1) if in_all % dp == 0 and world_size % dp == 0]
-            nearest = min(legal, key=lambda dp: abs(dp - (parallel.dp or 1)))
-            raise ValueError(
-                f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, "
-                f"dp {parallel.dp}: use --parallel.dp {nearest}, or, in fast mode without dropout, another "
-                "--train.micro-batch-size and --train.num-micro-batches of the same product with dp"
-            )
-        train = replace(train, num_micro_batches=each)
-    return replace(wanted, parallel=parallel, train=train)
+    flags = wanted.parallel
+    if wanted.optim.decay_steps < 0:
+        wanted = replace(wanted, optim=replace(wanted.optim, decay_steps=saved.optim.decay_steps))
+    given = flags
+    if base is not None:
+        given = replace(flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp)
+    layouts = _layouts(given, saved, world_size) + _layouts(flags, saved, world_size)
+    if not layouts:
+        return replace(wanted, parallel=resolve_layout(flags, world_size))  # raises, and says which sizes would do
+    in_all = _micro_batches_in_all(saved, wanted.train.micro_batch_size)
+    dividing = [layout for layout in layouts if wanted.train.num_micro_batches or in_all % (layout.dp or 1) == 0]
+    if not dividing:
+        dp = layouts[0].dp or 1
+        legal = [number for number in _divisors(world_size) if in_all % number == 0]
+        nearest = min(legal, key=lambda number: abs(number - dp))
+        raise ValueError(
+            f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, dp {dp}: use "
+            f"--parallel.dp {nearest}, or, in fast mode without dropout, another --train.micro-batch-size and "
+            "--train.num-micro-batches of the same product with dp"
+        )
+    continued = [_laid_out(wanted, layout, in_all) for layout in dividing]
+    # Where none is legal, whoever validates the nearest says why.
+    return next((config for config in continued if _is_legal(config, world_size)), continued[0])
+
+
+_AXES = ("tp", "pp", "dp")
+
+
+def _layouts(given: ParallelConfig, saved: Config, world_size: int) -> list[ParallelConfig]:
+    """Every layout of the given sizes that fills the processes, the nearest to the saved one first."""
+    found = []
+    for tp, pp in itertools.product(_divisors(world_size), repeat=2):
+        layout = replace(given, tp=tp, pp=pp, dp=world_size // (tp * pp))
+        fills = world_size % (tp * pp) == 0
+        if fills and all(getattr(given, axis) in (None, getattr(layout, axis)) for axis in _AXES):
+            found.append(layout)
+    return sorted(found, key=lambda layout: [_ratio(layout, saved.parallel, axis) for axis in ("tp", "pp")])
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _ratio(layout: ParallelConfig, saved: ParallelConfig, axis: str) -> float:
+    """How many times larger or smaller an axis becomes, as a logarithm."""
+    return abs(math.log((getattr(layout, axis) or 1) / (getattr(saved, axis) or 1)))
+
+
+def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
+    """Micro-batches of the run's global batch; of the saved size, and so too many or few, where another does not divide
+    it: find_checkpoint refuses that with a way out."""
+    number, rest = divmod(_samples_per_step(saved), max(1, micro_batch_size))
+    return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
+
+
+def _laid_out(wanted: Config, layout: ParallelConfig, in_all: int) -> Config:
+    num_micro_batches = wanted.train.num_micro_batches or in_all // (layout.dp or 1)
+    return replace(wanted, parallel=layout, train=replace(wanted.train, num_micro_batches=num_micro_batches))
+
+
+def _is_legal(config: Config, world_size: int) -> bool:
+    try:
+        validate(config, world_size)
+    except ValueError:
+        return False
+    return True
+
+
+# What says nothing about the run: where it is, and how it was started.
+_SAYS_NOTHING = ("run_dir", "resume")
+
+
+def changes_since(index: Index, config: Config) -> list[str]:
+    """Say each setting that is not the checkpoint's as "section.name from A to B", sorted.
+
+    A setting that the checkpoint is too old to have was as it is by default; one that only the checkpoint has is
+    nobody's any more.
+    """
+    before, now = _flat(asdict(Config())) | _flat(index.state["config"]), _flat(asdict(config))
+    for settings in (before, now):
+        settings["optim.decay_steps"] = settings["optim.decay_steps"] or settings["train.steps"]
+    return [
+        f"{name} from {_spelled(before[name])} to {_spelled(value)}"
+        for name, value in sorted(now.items())
+        if name not in _SAYS_NOTHING and before[name] != value and not _is_the_same(name, before[name], value)
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting by the name that its flag has."""
+    settings: dict[str, Any] = {}
+    for section, value in config.items():
+        if isinstance(value, Mapping):
+            settings.update((f"{section}.{name}", inner) for name, inner in value.items())
+        else:
+            settings[section] = value
+    return settings
+
+
+def _is_the_same(name: str, before: object, now: object) -> bool:
+    """Two spellings: a device that was left open, the run's own copy of a schedule file."""
+    if name == "device":
+        return "auto" in (before, now)
+    if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
+        return Path(str(before)).stem == Path(str(now)).stem
+    return False
+
+
+def _spelled(value: object) -> str:
+    return repr(value) if value == "" else str(value)
 
 
 def state_of(

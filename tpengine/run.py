@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from tpengine.awaited import awaited, explain
-from tpengine.config import Config
+from tpengine.config import Config, decay_steps_of
 from tpengine.config_toml import dump_toml
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed import max_over_ranks, start, stop
@@ -32,7 +32,7 @@ from tpengine.profile import Profiler
 from tpengine.pulse import Pulse
 from tpengine.report import ProgressLine, console_for, show_plan, show_result
 from tpengine.restoring import restore_newest
-from tpengine.resume import Checkpoint
+from tpengine.resume import Checkpoint, changes_since
 from tpengine.run_checkpoints import RunCheckpoints
 from tpengine.skipped_steps import SkippedSteps
 from tpengine.trainer import RunError, Trainer
@@ -150,7 +150,9 @@ def _open_writer(
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
     if config.resume:
-        _say_what_is_resumed(console, config, checkpoint)
+        used = replace(config, device="cuda" if device.type == "cuda" else "cpu")
+        _say_what_is_resumed(console, used, checkpoint)
+    _say_where_learning_ends(console, config)
     _write_config(trainer, run_dir)
     writer = MetricsWriter(run_dir, first_step or None)
     if writer.kept is not None:
@@ -168,24 +170,31 @@ def _open_writer(
 
 
 def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
-    """Say where the run goes on, and which settings of the optimizer are not those of the checkpoint."""
+    """Say where the run goes on, and which settings are not those of the checkpoint."""
     if checkpoint is None:
-        console.print("no checkpoint yet: starting at step 1", highlight=False)
-        return
-    step = checkpoint.index.step
-    what = f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"
-    console.print(what, highlight=False)
-    before = checkpoint.index.state["config"].get("train", {}).get("reduction", "fast")
-    if before != config.train.reduction:
-        console.print(f"changed since the checkpoint: train.reduction from {before} to {config.train.reduction}")
-    threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
-    if config.train.reduction == "fast" and saved_threads not in (None, threads):
-        what = f"threads a rank from {saved_threads} to {threads}, which may change the last bits"
-        console.print(f"changed since the checkpoint: {what}", markup=False, highlight=False)
-    for name, before in checkpoint.index.state["config"].get("optim", {}).items():
-        now = getattr(config.optim, name, None)
-        if now != before:
-            console.print(f"changed since the checkpoint: optim.{name} from {before} to {now}", highlight=False)
+        lines = ["no checkpoint yet: starting at step 1"]
+    else:
+        step = checkpoint.index.step
+        lines = [f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"]
+        changes = changes_since(checkpoint.index, config)
+        threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
+        if config.train.reduction == "fast" and saved_threads not in (None, threads):
+            changes.append(f"threads a rank from {saved_threads} to {threads}, which may change the last bits")
+        lines += [f"changed since the checkpoint: {change}" for change in changes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_where_learning_ends(console: Console, config: Config) -> None:
+    """Say it where the schedule is shorter than the run, which was resumed or begun with another run's config.toml."""
+    steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
+    last = max(decay_steps_of(config), config.optim.warmup_steps + 2)
+    if last < steps:
+        line = (
+            f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
+            "stretch its schedule over the whole run"
+        )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write_config(trainer: Trainer, run_dir: Path) -> None:

@@ -6,6 +6,7 @@ import secrets
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -119,9 +120,10 @@ class RunCheckpoints:
         check_finite(trainer)
         check_replicas(trainer, num_steps)
         trainer.activity.begin("copying a checkpoint aside", timed=False)
+        config = replace(trainer.config, device="cuda" if trainer.device.type == "cuda" else "cpu")
         threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
         fingerprint = trainer.corpus.fingerprint()
-        state = state_of(trainer.config, fingerprint, num_steps, trainer.num_updates, threads)
+        state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads)
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps

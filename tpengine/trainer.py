@@ -21,7 +21,7 @@ from torch import Tensor
 from tpengine.activity import Activity
 from tpengine.assembly import assemble
 from tpengine.communicators import Communicators, exchange_seconds
-from tpengine.config import Config
+from tpengine.config import Config, decay_steps_of
 from tpengine.config_toml import dump_toml
 from tpengine.data import Corpus
 from tpengine.distributed import differing_ranks, link_device, read_with_largest, to_device
@@ -203,7 +203,7 @@ class Trainer:
         self.activity.step = step
         self.activity.begin("counting its targets")
         self._batch = self._load(step)
-        self._lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self._run_plan(step)
         self.activity.begin("ending the step with all ranks")
         return self._result(step, tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from tpengine.arguments import ConfigError, parse_config
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, write_index
-from tpengine.config import Config, ParallelConfig, TrainConfig, validate
+from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, validate
 from tpengine.config_toml import dump_toml
-from tpengine.resume import continued_config, find_checkpoint, state_of, without_layout
+from tpengine.optim import learning_rate
+from tpengine.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
 
 
 def saved_run(tp: int, pp: int, dp: int, num_micro_batches: int = 4) -> Config:
@@ -38,9 +40,40 @@ def test_the_same_processes_keep_the_layout() -> None:
 def test_other_processes_get_a_layout_and_the_same_global_batch() -> None:
     saved = saved_run(1, 2, 2)
     continued = continued_config(saved, without_layout(saved), 2)
-    assert sizes(continued) == (2, 1, 1) and continued.train.num_micro_batches == 8
+    assert sizes(continued) == (1, 2, 1) and continued.train.num_micro_batches == 8
     continued = continued_config(saved, without_layout(saved), 1)
     assert sizes(continued) == (1, 1, 1) and continued.train.num_micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "layout"),
+    [
+        # tp and pp are what fits a model into memory; replicas come and go.
+        ((2, 2, 4), 8, (2, 2, 2)),
+        ((1, 1, 8), 4, (1, 1, 4)),
+        ((2, 2, 2), 2, (2, 1, 1)),
+        ((4, 1, 2), 2, (2, 1, 1)),
+        # dp 3 divides neither 4 heads nor 8 micro-batches nor, as tp, the heads: what is left is a pipeline.
+        ((1, 1, 2), 3, (1, 3, 1)),
+        ((2, 2, 2), 12, (2, 3, 2)),
+    ],
+)
+def test_the_nearest_legal_layout_is_taken(
+    saved: tuple[int, int, int], world: int, layout: tuple[int, int, int]
+) -> None:
+    before = saved_run(*saved, num_micro_batches=8 // saved[2])
+    continued = validate(continued_config(before, without_layout(before), world), world)
+    assert sizes(continued) == layout and continued.train.num_micro_batches * layout[2] == 8
+
+
+def test_another_size_of_micro_batches_keeps_the_samples_of_a_step() -> None:
+    saved = saved_run(1, 1, 2)
+    wanted = without_layout(saved)
+    wanted = replace(wanted, train=replace(wanted.train, micro_batch_size=2))
+    assert continued_config(saved, wanted, 1).train.num_micro_batches == 16
+    # 32 samples are no whole number of threes: the run's number stays, and find_checkpoint refuses it with a way out.
+    wanted = replace(wanted, train=replace(wanted.train, micro_batch_size=3))
+    assert continued_config(saved, wanted, 1).train.num_micro_batches == 8
 
 
 def test_sizes_that_the_flags_give_stand() -> None:
@@ -248,6 +281,141 @@ def test_the_command_line_continues_the_runs_own_configuration(tmp_path: Path) -
     assert sizes(config) == (1, 1, 1) and config.train.num_micro_batches == 8
     config = parse_config(["--resume", "--run-dir", str(tmp_path), "--preset", "bench"], 1)
     assert config.optim.lr != 1e-4 and config.resume
+
+
+def begin(run_dir: Path, *arguments: str, world: int = 4) -> Config:
+    """What a run's first start leaves behind: config.toml and a checkpoint."""
+    config = parse_config([*arguments, "--run-dir", str(run_dir)], world)
+    (run_dir / "config.toml").write_text(dump_toml(config))
+    write_checkpoint(run_dir, config)
+    return config
+
+
+def global_batch(config: Config) -> int:
+    return config.train.micro_batch_size * config.train.num_micro_batches * (config.parallel.dp or 0)
+
+
+@pytest.mark.parametrize("base", ["preset", "file"])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_one_command_continues_on_any_number_of_processes(tmp_path: Path, base: str, world: int) -> None:
+    """As torchrun --nnodes 1:4 restarts it: with --preset or --config, the global batch is the one it began with."""
+    (tmp_path / "my.toml").write_text("[train]\nnum_micro_batches = 2\n[parallel]\ntp = 1\npp = 2\ndp = 2\n")
+    command = ["--preset", "tiny"] if base == "preset" else ["--config", str(tmp_path / "my.toml")]
+    command += ["--resume", "--optim.lr", "0.01"]
+    first = begin(tmp_path, *command)
+    config = parse_config([*command, "--run-dir", str(tmp_path)], world)
+    assert global_batch(config) == global_batch(first)
+    assert find_checkpoint(config, "f" * 64) is not None
+    alone = parse_config(["--resume", "--run-dir", str(tmp_path)], world)
+    assert config == replace(alone, resume=True)
+    if world == 4:
+        assert replace(config, resume=False) == replace(first, resume=False)
+
+
+def test_flags_win_over_the_run_and_the_run_over_preset_and_file(tmp_path: Path) -> None:
+    first = begin(tmp_path, "--preset", "tiny", "--parallel.dp", "4")
+    command = ["--preset", "tiny", "--resume", "--run-dir", str(tmp_path)]
+    assert sizes(parse_config(command, 4)) == sizes(first) == (1, 1, 4)
+    config = parse_config([*command, "--parallel.tp", "2"], 4)
+    assert sizes(config) == (2, 1, 2) and global_batch(config) == global_batch(first)
+    config = parse_config([*command, "--train.num-micro-batches", "4"], 2)
+    assert config.train.num_micro_batches == 4
+    with pytest.raises(CheckpointError, match="must keep samples per step"):
+        find_checkpoint(config, "f" * 64)
+    # A file that is edited between two starts has its way with the layout where that fills the processes.
+    (tmp_path / "my.toml").write_text("[parallel]\ntp = 2\npp = 2\n")
+    command = ["--config", str(tmp_path / "my.toml"), "--resume", "--run-dir", str(tmp_path)]
+    assert sizes(parse_config(command, 4)) == (2, 2, 1)
+    assert sizes(parse_config(command, 2)) == (1, 1, 2)
+
+
+def test_before_its_first_checkpoint_a_run_begins_as_the_command_says(tmp_path: Path) -> None:
+    first = begin(tmp_path, "--preset", "tiny", "--parallel.dp", "4", "--train.steps", "40")
+    shutil.rmtree(tmp_path / "checkpoints")
+    config = parse_config(["--preset", "tiny", "--resume", "--run-dir", str(tmp_path)], 2)
+    assert sizes(config) == (2, 1, 1) and global_batch(config) < global_batch(first)
+    assert config.optim.decay_steps == config.train.steps == 250
+
+
+def rates(config: Config, steps: range) -> list[float]:
+    return [learning_rate(config.optim, step, decay_steps_of(config)) for step in steps]
+
+
+@pytest.mark.parametrize("base", [[], ["--preset", "tiny"]], ids=["alone", "preset"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_learning_rate_does_not_jump_where_a_run_becomes_longer(
+    tmp_path: Path, base: list[str], is_old: bool
+) -> None:
+    """Also for a run whose config.toml is too old to have the setting: its schedule was as long as it was."""
+    first = begin(tmp_path, "--train.steps", "40")
+    assert first.optim.decay_steps == 40
+    if is_old:
+        text = (tmp_path / "config.toml").read_text()
+        (tmp_path / "config.toml").write_text(text.replace("decay_steps = 40\n", ""))
+    command = [*base, "--resume", "--run-dir", str(tmp_path), "--train.steps", "80"]
+    longer = parse_config(command, 4)
+    assert rates(longer, range(40)) == rates(first, range(40))
+    assert rates(longer, range(40, 80)) == [rates(first, range(39, 40))[0]] * 40
+    # A second time, from what the first resume has left.
+    (tmp_path / "config.toml").write_text(dump_toml(longer))
+    assert parse_config([*command, "--train.steps", "120"], 4).optim.decay_steps == 40
+    for steps, want in (("100", 100), ("0", 80)):
+        assert parse_config([*command, "--optim.decay-steps", steps], 4).optim.decay_steps == want
+
+
+def test_every_change_since_the_checkpoint_is_said(tmp_path: Path) -> None:
+    before = begin(tmp_path, "--preset", "tiny", "--parallel.dp", "2", "--device", "cpu", world=2)
+    now = parse_config(
+        [
+            *("--resume", "--run-dir", str(tmp_path), "--optim.lr", "0.5", "--train.steps", "300"),
+            *("--train.profile-steps", "11:12", "--train.reduction", "exact", "--parallel.recompute", "block"),
+        ],
+        1,
+    )
+    index = Index(10, {}, {}, state_of(before, "f" * 64, 10))
+    assert changes_since(index, before) == changes_since(index, replace(before, resume=True, run_dir="moved")) == []
+    assert changes_since(index, now) == [
+        "optim.lr from 0.003 to 0.5",
+        "parallel.dp from 2 to 1",
+        "parallel.recompute from none to block",
+        "train.num_micro_batches from 4 to 8",
+        "train.profile_steps from '' to 11:12",
+        "train.reduction from fast to exact",
+        "train.steps from 250 to 300",
+    ]
+
+
+def test_what_is_only_spelled_otherwise_is_no_change() -> None:
+    config = saved_run(1, 1, 1)
+    before = replace(config, parallel=replace(config.parallel, schedule="/home/me/mine.plan"))
+    index = Index(10, {}, {}, state_of(before, "f" * 64, 10))
+    kept = replace(before, parallel=replace(before.parallel, schedule="runs/1/mine.txt"), device="cuda")
+    assert changes_since(index, kept) == []
+    other = replace(before, parallel=replace(before.parallel, schedule="gpipe"))
+    assert changes_since(index, other) == ["parallel.schedule from /home/me/mine.plan to gpipe"]
+    index = Index(10, {}, {}, state_of(replace(config, device="cpu"), "f" * 64, 10))
+    assert changes_since(index, replace(config, device="cuda")) == ["device from cpu to cuda"]
+
+
+def test_a_checkpoint_of_another_version_is_read(tmp_path: Path) -> None:
+    """What a newer one knows besides is nobody's; what an older one lacks was as it is by default."""
+    config = replace(saved_run(1, 1, 1), run_dir=str(tmp_path))
+    state = state_of(config, "f" * 64, 10)
+    state |= {"updates": 9, "threads": 4}
+    for section in ("model", "train", "data", "parallel", "optim"):
+        state["config"][section]["of_the_future"] = "x"
+    del state["config"]["optim"]["decay_steps"], state["config"]["train"]["keep_checkpoints"]
+    del state["config"]["device"]
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    write_index(directory.begin(10), Index(10, {}, {}, state))
+    directory.complete(10)
+    found = find_checkpoint(config, "f" * 64)
+    assert found is not None and changes_since(found.index, config) == []
+    longer = replace(config, train=replace(config.train, steps=500))
+    assert changes_since(found.index, longer) == [
+        "optim.decay_steps from 250 to 500",
+        "train.steps from 250 to 500",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,18 @@ def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> No
     assert done.returncode == 0 and "all 4 steps are done" in done.stdout and "held-out loss" in done.stdout
     done = run(0, "--run-dir", "out", "--resume", "--train.steps", "3", cwd=tmp_path)
     assert done.returncode == 2 and "must not be shorter than it is" in done.stderr
-    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "5", "--optim.lr", "0.001", cwd=tmp_path)
-    assert done.returncode == 0 and "changed since the checkpoint: optim.lr from 0.003 to 0.001" in done.stdout
+    longer = ("--train.steps", "5", "--optim.lr", "0.001", "--optim.warmup-steps", "1")
+    done = run(0, "--run-dir", "out", "--resume", *longer, cwd=tmp_path)
+    assert done.returncode == 0
+    changed = [line for line in done.stdout.splitlines() if line.startswith("changed since the checkpoint: ")]
+    assert [line.partition(": ")[2] for line in changed] == [
+        "optim.lr from 0.003 to 0.001",
+        "optim.warmup_steps from 20 to 1",
+        "train.steps from 4 to 5",
+    ]
+    assert records(tmp_path / "out")[4]["lr"] == pytest.approx(0.0001)
+    assert "the learning rate is at its end, 0.0001, from step 4 on: --optim.decay-steps 5 would stretch" in done.stdout
+    assert load_toml(tmp_path / "out/config.toml", Config()).optim.decay_steps == 4
     assert len(records(tmp_path / "out")) == 5
 
 
