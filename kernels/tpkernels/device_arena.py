@@ -13,6 +13,7 @@ they write after a peer is lost is garbage that a later call, or the next `check
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -84,7 +85,8 @@ class DeviceArena:
         name: the group, for messages.
         members: numbers of the ranks among all processes, for messages.
         timeout_seconds: about how long a kernel waits for a peer.
-        rates: by which strategies are chosen, the same on every rank; default the H100's.
+        rates: by which strategies are chosen, the same on every rank; default the H100's. None where nobody knows them:
+            "auto" then takes collectives.
         first_epoch: the number before that of the first call.
 
     Attributes:
@@ -112,10 +114,10 @@ class DeviceArena:
         name: str,
         members: Sequence[int],
         timeout_seconds: float,
-        rates: Rates | None = None,
+        rates: Rates | None = RATES["H100"],
         first_epoch: int = 0,
     ) -> None:
-        self.rates = rates_of("") if rates is None else rates
+        self.rates = rates
         self.memory, self.copies, self.generation_bytes, self.name = memory, copies, generation_bytes, name
         self.rank, self.world = memory.rank, memory.world
         assert self.world <= MAX_WORLD, f"{self.world} ranks, lines for {MAX_WORLD}"
@@ -172,8 +174,17 @@ class DeviceArena:
             copies = StreamCopies(memory.device)
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
-        model = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        first = exchange(group, [models.index(rates_of(model))], device_for_numbers(group))[0][0]
+        # Interpreted kernels are chosen as those of an H100.
+        model = "H100" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        rates = rates_of(model)
+        mine = -1 if rates is None else models.index(rates)
+        first = exchange(group, [mine], device_for_numbers(group))[0][0]
+        if first < 0 and dist.get_rank(group) == 0:
+            print(
+                f"tpkernels: group {group.group_name} has GPUs {model}, whose rates and links are not known: strategy "
+                "auto takes collectives: name fused or push to try the kernels",
+                file=sys.stderr,
+            )
         arena = cls(
             memory,
             record,
@@ -182,7 +193,7 @@ class DeviceArena:
             group.group_name,
             members,
             timeout_seconds,
-            models[first],
+            None if first < 0 else models[first],
             first_epoch,
         )
         arena._settle(group)

@@ -417,16 +417,22 @@ def strategies_chosen() -> list[bool]:
         comm = Communicator(dist.group.WORLD, arena_bytes=ROOMY, strategy=strategy)
         arena = comm.device_arena
         assert arena is not None and comm.arena is not None
+        assert arena.rates is not None
         slow = {"launch_seconds": 1.0} if len(seen) == 3 else {"link_bytes_per_s": 1.0}
         arena.rates = replace(arena.rates, **slow)
         all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm)
         seen.append(int(arena.epoch) > 0)
+    # Of a GPU whose rates nobody knows.
+    before = int(arena.epoch)
+    arena.rates = None
+    all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm)
+    seen.append(int(arena.epoch) > before)
     return seen
 
 
 def test_strategies(interpreters: RankPool) -> None:
     """ "auto" takes collectives, or here the host's arena, where links are slow, and kernels where launches are."""
-    assert interpreters.run(strategies_chosen, 2) == [[False, False, True, True]] * 2
+    assert interpreters.run(strategies_chosen, 2) == [[False, False, True, True, False]] * 2
     with pytest.raises(ValueError, match="strategy must be auto, plain, fused or push"):
         Communicator(None, strategy="fast")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
+from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.strategy import Operation, checked, choose, predicted, rates_of, splits_of
+from tpkernels.launch import Target
 from tpkernels.work import RATES, Rates
 
 H200 = RATES["H200"]
@@ -116,13 +119,26 @@ def test_every_rank_chooses_alike(ranks: RankPool) -> None:
         ("NVIDIA B200", "B200"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("NVIDIA GH200 480GB", "H100"),
-        ("NVIDIA H20", "H100"),
-        ("", "H100"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA L40S", None),
+        ("NVIDIA B300 SXM6 AC", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("", None),
     ],
 )
-def test_a_gpu_is_known_by_a_word_of_its_name(name: str, model: str) -> None:
-    assert rates_of(name) is RATES[model]
+def test_a_gpu_is_known_by_a_word_of_its_name(name: str, model: str | None) -> None:
+    assert rates_of(name) is (RATES[model] if model else None)
+
+
+def test_tiles_of_every_hopper_and_blackwell_of_a_data_centre_are_the_same() -> None:
+    h100, a100 = (exchange_config(4096, 4096, 8, torch.bfloat16, Target("cuda", arch)) for arch in (90, 80))
+    assert h100.block_k == 64 and a100.block_k == 32
+    for arch in (100, 103):
+        assert exchange_config(4096, 4096, 8, torch.bfloat16, Target("cuda", arch)) == h100
+    assert exchange_config(4096, 4096, 8, torch.bfloat16, Target("cuda", 120)) == a100
 
 
 def test_only_strategies_that_exist_are_taken() -> None:

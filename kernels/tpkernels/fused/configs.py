@@ -66,7 +66,8 @@ def exchange_config(
     elif target.backend == "hip":
         choices = _CDNA
     else:
-        choices = _HOPPER if int(target.arch) in (90, 100) else _AMPERE
+        # sm_90, sm_100 and sm_103 (B300), as matmul/configs.py; sm_120 has an Ampere's shared memory.
+        choices = _HOPPER if 90 <= int(target.arch) < 120 else _AMPERE
     for config in choices[1:] if num_terms > 1 else choices:
         tiles = world * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
         if 2 * rows > config.block_m and 2 * columns > config.block_n and tiles >= _FEWEST_TILES:

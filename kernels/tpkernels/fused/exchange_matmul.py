@@ -212,7 +212,7 @@ def _by_kernels(
         return None, "plain"
     strategy = comm.strategy
     if strategy == "auto":
-        if not on_device.fits(row_columns, x.element_size(), arena):
+        if arena.rates is None or not on_device.fits(row_columns, x.element_size(), arena):
             return None, "plain"
         strategy = _chosen(operation, num_tokens, columns, inner, comm.size, x.element_size(), arena.rates)
     if strategy == "plain":

@@ -45,17 +45,20 @@ def checked(strategy: str) -> str:
     return strategy
 
 
-def rates_of(device_name: str) -> Rates:
+def rates_of(device_name: str) -> Rates | None:
     """Rates of a GPU by the name that its driver gives.
 
     Args:
         device_name: as torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3".
 
     Returns:
-        Those of the model in work.RATES that the name contains as a word; of an H100 if it contains none.
+        Those of the model in work.RATES that the name contains as a word; None if it contains none, or names a card of
+        that model on PCIe, or with a bridge to one other, whose links are not those of the table.
     """
     words = re.findall(r"[A-Za-z0-9]+", device_name.upper())
-    return next((rates for model, rates in RATES.items() if model in words), RATES["H100"])
+    if "PCIE" in words or "NVL" in words:
+        return None
+    return next((rates for model, rates in RATES.items() if model in words), None)
 
 
 def choose(
