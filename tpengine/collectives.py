@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from tpkernels.communicator import Communicator, Pending
+from tpkernels.derivatives import differentiable_once
 
 __all__ = ["Communicator", "Pending", "all_reduce", "copy", "gather", "reduce_scatter"]
 
@@ -26,6 +27,7 @@ class _Gather(torch.autograd.Function):
         return comm.all_gather(x)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.comm.reduce_scatter(dy), None
 
@@ -39,6 +41,7 @@ class _ReduceScatter(torch.autograd.Function):
         return comm.reduce_scatter(x)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.comm.all_gather(dy), None
 
@@ -51,6 +54,7 @@ class _AllReduce(torch.autograd.Function):
         return comm.all_reduce_(x.clone())
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
@@ -64,6 +68,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.comm.all_reduce_(dy.clone()), None
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
 # By `approximate` of torch's gelu.
@@ -269,6 +270,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(y)
 
 
+@differentiable_once
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return activation_backward_op(dh, *ctx.saved_tensors, ctx.kind, ctx.gated), None, None
 
@@ -284,6 +286,7 @@ def _applied(y: Tensor, kind: str, gated: bool) -> Tensor:
             f"numbers, F at least 1: y is {tuple(y.shape)} {y.dtype}: "
             f"{'lay gate and up side by side' if gated else 'reshape or convert it'}"
         )
+    refuse_tangents(kind, y)
     h: Tensor = activation_op(y.reshape(-1, num_columns), kind, gated)
     return h.view(*y.shape[:-1], h.shape[-1])
 

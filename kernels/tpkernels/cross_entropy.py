@@ -32,6 +32,7 @@ from tpkernels.cross_entropy_kernel import (
     launch_cross_entropy_gradient_,
     launch_cross_entropy_partials,
 )
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, exp_
 
 # A float32 block of 1 MB: of less, calls take too long (AMD EPYC, one core, V = 16032).
@@ -205,6 +206,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once
 def _backward(ctx: Any, dlosses: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dlosses is None:
         return None, None, None, None
@@ -285,6 +287,7 @@ def cross_entropy_partials(
     """
     num_columns = logits.shape[-1] if num_columns is None else num_columns
     _check_logits(logits, labels, first_column, num_columns)
+    refuse_tangents("cross_entropy_partials", logits)
     partials: Tensor = partials_op(logits, labels, first_column, num_columns)
     return partials
 
@@ -422,5 +425,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         raise ValueError(f"cross-entropy takes logits of at least one column: got {tuple(logits.shape)}: pass [T, V]")
     if logits.requires_grad and torch.is_grad_enabled() and not is_a_leafs(logits):
         _check_writable(logits)
+    refuse_tangents("cross_entropy", logits)
     losses: Tensor = cross_entropy_op(logits, labels, label_smoothing, z_loss)[0]
     return losses

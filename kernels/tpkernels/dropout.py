@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.derivatives import refuse_tangents
 from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.launch import by_triton
 from tpkernels.random import counters_at_a_time, philox_4x32, stream_key
@@ -228,5 +229,6 @@ def dropout(
     _check_columns(stream.site, first_column, x.shape[1], row_length)
     if stream.rate == 0:
         return x
+    refuse_tangents("dropout", x)
     y: Tensor = _forward(x, *stream.numbers, first_row, first_column, row_length)[0]
     return y

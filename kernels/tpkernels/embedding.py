@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
 # Additions one after another. The partial sums are at most 2 in 32 of the gradient's rows.
@@ -239,6 +240,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> N
     ctx.shape = weight.shape
 
 
+@differentiable_once
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
     dweight = dy.new_zeros(ctx.shape)
     embedding_backward_op_(dweight, ctx.saved_tensors[0], dy)
@@ -281,6 +283,7 @@ def embedding(rows: Tensor, weight: Tensor) -> Tensor:
     Source: see the module.
     """
     _check_rows_and_table(rows, weight, "weight")
+    refuse_tangents("embedding", weight)
     y: Tensor = embedding_op(rows.reshape(-1), weight)
     return y.view(*rows.shape, weight.shape[1])
 

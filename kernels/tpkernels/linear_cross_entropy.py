@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpkernels.cross_entropy import (
     check_smoothing,
@@ -35,6 +34,7 @@ from tpkernels.cross_entropy import (
     cross_entropy_reference,
     token_losses,
 )
+from tpkernels.derivatives import differentiable_once
 from tpkernels.launch import accumulation_dtype
 from tpkernels.wgrad import accumulate_wgrad
 
@@ -119,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (losses * token_weights).sum()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         dloss = dloss.view(1, 1)  # without dims it would be rounded to dx's dtype first, and a loss scale overflow

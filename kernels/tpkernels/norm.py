@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv
 from tpkernels.norm_kernel import empty_outputs, launch_norm, launch_norm_backward
 
@@ -193,6 +194,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once
 def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     total, weight, mean, rstd = ctx.saved_tensors
     dy = torch.zeros_like(total) if dy is None else dy
@@ -248,6 +250,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Source: Zhang and Sennrich, NeurIPS 2019.
     """
     rows = _checked(x, weight, {}, eps)
+    refuse_tangents("rms_norm", x, weight)
     y: Tensor = norm_op(rows, weight, None, None, eps, False)[0]
     return y.view(x.shape)
 
@@ -271,6 +274,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     Numerics: as rms_norm of total as it is stored.
     """
     rows = _checked(x, weight, {"residual": residual}, eps)
+    refuse_tangents("add_rms_norm", x, residual, weight)
     y, total, _, _ = norm_op(rows, weight, None, residual.reshape(rows.shape), eps, False)
     return y.view(x.shape), total.view(x.shape)
 
@@ -288,6 +292,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Source: Ba, Kiros, Hinton, arXiv 1607.06450.
     """
     rows = _checked(x, weight, {"bias": bias}, eps)
+    refuse_tangents("layer_norm", x, weight, bias)
     y: Tensor = norm_op(rows, weight, bias, None, eps, True)[0]
     return y.view(x.shape)
 
@@ -297,5 +302,6 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add a residual, then `layer_norm`, in one pass; as add_rms_norm."""
     rows = _checked(x, weight, {"bias": bias, "residual": residual}, eps)
+    refuse_tangents("add_layer_norm", x, residual, weight, bias)
     y, total, _, _ = norm_op(rows, weight, bias, residual.reshape(rows.shape), eps, True)
     return y.view(x.shape), total.view(x.shape)

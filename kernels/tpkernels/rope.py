@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.derivatives import refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
 # Heads of more elements leave too few registers a thread.
@@ -265,6 +266,7 @@ def rope(
             f"without positions tokens are one sequence within the tables, or whole sequences of their length: "
             f"{len(x)} tokens, {len(cos)} rows: make longer tables, or pass positions"
         )
+    refuse_tangents("rope", x)
     y: Tensor = rope_op(x, cos, sin, positions, interleaved, inverse)
     return y
 

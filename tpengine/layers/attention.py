@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.attention import attention_qkv, has_kernel
+from tpkernels.derivatives import differentiable_once
 from tpkernels.host_attention import AttentionDropout, causal_attention
 from tpkernels.rope import rope_tables
 
@@ -46,6 +47,7 @@ class _Rope(torch.autograd.Function):
         return _rotated(x, cos, sin)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(dy, cos, -sin), None, None

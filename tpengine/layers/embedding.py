@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.derivatives import refuse_second_order
 from tpkernels.embedding import embedding
 
 from tpengine.collectives import Communicator
@@ -32,6 +33,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        refuse_second_order("a vocabulary-parallel embedding")
         (rows,) = ctx.saved_tensors
         full = ctx.comm.all_gather(dy)
         if ctx.parameter.requires_grad:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.derivatives import refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
@@ -84,6 +85,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a column-parallel layer")
         kept, packed = ctx.saved_tensors
         layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
         is_trained = any(layer.weight.requires_grad for layer in layers)
@@ -131,6 +133,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a row-parallel layer")
         x, weight = ctx.saved_tensors
         matrix = ctx.prepared.dgrad if ctx.prepared else weight
         matrices = [matrix] if ctx.needs_input_grad[0] else []

@@ -14,6 +14,7 @@ from tpkernels.cross_entropy import (
     is_a_leafs,
     token_losses,
 )
+from tpkernels.derivatives import differentiable_once
 
 from tpengine.collectives import Communicator
 from tpengine.config import IGNORED_LABEL
@@ -46,6 +47,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return token_losses(combined, labels, vocab_size).sum()
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # The second backward of a graph finds the logits changed, and autograd says so.
         logits, labels, *combined = ctx.saved_tensors

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tpkernels.activation import activation_backward, activation_forward
+from tpkernels.derivatives import differentiable_once
 
 from tpengine.collectives import Communicator
 from tpengine.gradients import GradientSink
@@ -26,6 +27,7 @@ class _GatedSilu(torch.autograd.Function):
         return activation_forward(y, "silu", True)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dh: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return activation_backward(dh, y, "silu", True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.derivatives import refuse_second_order
 from tpkernels.norm import norm_backward, norm_forward
 
 from tpengine.collectives import Communicator
@@ -32,6 +33,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a tensor-parallel norm")
         x, weight, mean, rstd = ctx.saved_tensors
         dx, sums = norm_backward(dy, None, x, weight, mean, rstd, 1, False, False)
         if ctx.parameter.requires_grad:
@@ -58,6 +60,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a tensor-parallel norm")
         total, weight, mean, rstd = ctx.saved_tensors
         dx, sums = norm_backward(dy, dtotal, total, weight, mean, rstd, 1, False, False)
         if ctx.parameter.requires_grad:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.derivatives import differentiable_once, refuse_second_order
 from tpkernels.host_gemm import product
 
 from tpengine.collectives import Communicator
@@ -76,6 +77,7 @@ class _Spread(torch.autograd.Function):
         return tuple(full.view_as(full) for _ in virtual.held)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.comm.reduce_scatter_in_tree(grads).to(ctx.dtype), None
 
@@ -89,6 +91,7 @@ class _Collect(torch.autograd.Function):
         return virtual.comm.reduce_scatter_in_tree(partials).to(partials[0].dtype)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         full = ctx.comm.all_gather(dy.contiguous())
         return (None,) + (full,) * ctx.num
@@ -122,6 +125,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("an exact linear layer")
         (x,) = ctx.saved_tensors
         dy = _aligned(dy)
         for weight, piece in zip(ctx.parameters, dy.split([len(w) for w in ctx.parameters], dim=1), strict=True):
@@ -392,6 +396,7 @@ class _VirtualLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        refuse_second_order("an exact embedding")
         full = ctx.virtual.comm.all_gather(dy.contiguous())
         places = ctx.saved_tensors
         for i, (sink, weight) in enumerate(zip(ctx.sinks, ctx.parameters, strict=True)):

@@ -34,6 +34,7 @@ from tpkernels.attention.backward import launch_attention_backward
 from tpkernels.attention.forward import launch_attention
 from tpkernels.attention.problem import Options, Sides, Tables
 from tpkernels.attention.written_out import attention_backward_on_host, attention_on_host
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.host_attention import AttentionDropout, causal_attention
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
 from tpkernels.rope import rope
@@ -226,11 +227,13 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
     return y, lse, inputs
 
 
+@differentiable_once
 def _attention_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     y, lse, (q, k, v, *rest) = _saved(ctx)
     return *attention_backward_op(dy, q, k, v, y, lse, *rest), *(None for _ in rest)
 
 
+@differentiable_once
 def _attention_qkv_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     y, lse, (qkv, *rest) = _saved(ctx)
     return attention_qkv_backward_op(dy, qkv, y, lse, *rest), *(None for _ in rest)
@@ -296,6 +299,7 @@ def attention(
             "queries and keys must be packed alike: query_starts and key_starts have "
             f"{_num_starts(query_starts)} and {_num_starts(key_starts)} entries: pass both, of as many documents"
         )
+    refuse_tangents("attention", q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     is_plain = causal and window is None and query_starts is None and q.shape[1] == k.shape[1]
     if q.device.type == "cpu" and not INTERPRETED and is_plain and scale == q.shape[3] ** -0.5:
@@ -371,6 +375,7 @@ def attention_qkv(
     _check_window(window)
     _check_starts("starts", starts, num_tokens, qkv)
     _check_tables(cos, sin, q, seq, starts)
+    refuse_tangents("attention_qkv", qkv)
     rate, numbers = _dropout_numbers(dropout, num_heads)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     is_plain = causal and window is None and starts is None and scale == q.shape[3] ** -0.5

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter, scatter_and_gather
 
 _NAME = "all_gather_matmul"
@@ -105,6 +106,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     kept, *weights = ctx.saved_tensors
     group, num_tokens, keep_gathered, num_biases = ctx.call
@@ -179,6 +181,7 @@ def all_gather_matmul(
     problem = gather_problem(x, weights, biases, comm, tokens)
     if problem:
         comm.refuse(x, problem)
+    refuse_tangents(_NAME, x, *weights, *(biases or ()))
     keep = keep_gathered or return_gathered
     outputs = _forward(x, list(weights), list(biases or ()), comm.name, tokens, keep)
     return tuple(outputs) if return_gathered or not keep else tuple(outputs[:-1])

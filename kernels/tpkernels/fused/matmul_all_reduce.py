@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.fused.exchange_matmul import matmul_then_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem
 
@@ -46,6 +47,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.has_bias = bias is not None
 
 
+@differentiable_once
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     dx = dy @ weight if ctx.needs_input_grad[0] else None
@@ -83,5 +85,6 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Te
     problem = matmul_problem(_NAME, x, weight, bias)
     if problem:
         comm.refuse(x, problem)
+    refuse_tangents(_NAME, x, weight, bias)
     y: Tensor = _forward(x, weight, bias, comm.name)
     return y

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpkernels.arena import shard_rows
 from tpkernels.communicator import Communicator, communicator_named
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter
 
 _NAME = "matmul_reduce_scatter"
@@ -64,6 +65,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.call = group, bias is not None
 
 
+@differentiable_once
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     group, has_bias = ctx.call
@@ -102,6 +104,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
     problem = matmul_problem(_NAME, x, weight, bias)
     if problem:
         comm.refuse(x, problem)
+    refuse_tangents(_NAME, x, weight, bias)
     y: Tensor = _forward(x, weight, bias, comm.name)
     return y
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.derivatives import refuse_tangents
 from tpkernels.host_gemm import product
 from tpkernels.launch import by_triton
 from tpkernels.matmul.kernel import KERNEL_DTYPES, launch_matmul
@@ -120,6 +121,7 @@ def matmul(
             f"c[M, N] = a[M, K] @ b[K, N] + bias[N] + residual[M, N] needs these shapes and one floating-point dtype: "
             f"{found}: reshape or convert them; of a torch weight [N, K] pass weight.T"
         )
+    refuse_tangents("matmul", a, b, bias, residual)
     c: Tensor = matmul_op(a, b, bias, residual, fixed)
     return c
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.activation import activation_backward_op, activation_forward, activation_reference
+from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.host_gemm import product
 from tpkernels.matmul.operator import has_kernel, matmul_op
 from tpkernels.matmul.swiglu_kernel import launch_matmul_swiglu
@@ -61,6 +62,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once
 def _backward(ctx: Any, dh: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     x, weight, y = ctx.saved_tensors
     if dh is None:
@@ -106,6 +108,7 @@ def matmul_swiglu(x: Tensor, weight: Tensor, *, recompute: bool = False, fixed: 
             f"dtype: x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}: lay gate's rows above "
             "up's, as many"
         )
+    refuse_tangents("matmul_swiglu", x, weight)
     keeps_y = not recompute and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     h: Tensor = matmul_swiglu_op(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, keeps_y, fixed)[0]
     return h.view(*x.shape[:-1], len(weight) // 2)

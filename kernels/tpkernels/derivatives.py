@@ -1,0 +1,79 @@
+"""What operators do where a derivative is asked for that they do not have: they raise, instead of leaving it out.
+
+differentiable_once     a backward whose gradients have no derivative, for create_graph=True
+refuse_tangents         an operator without a forward-mode derivative, for torch.func.jvp and forward_ad
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_NO_DERIVATIVE = (
+    b"this operator's gradient has no derivative: the operator is differentiable once: for a second derivative use its "
+    b"reference, or torch's own operator"
+)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the gradients of a backward raise RuntimeError where they are differentiated again.
+
+    As torch.autograd.function.once_differentiable, which leaves gradients without a graph where the gradient of the
+    output needs none (a sum's): a second derivative would then lack terms, without a word.
+
+    Args:
+        backward: (ctx, *gradients) -> gradients, of an operator or a Function.
+
+    Cost: without create_graph a question.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        return _marked(found)
+
+    return once
+
+
+def refuse_second_order(what: str) -> None:
+    """Raise RuntimeError in a backward under create_graph=True that adds gradients where autograd does not see them."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} is differentiable once, and its weight gradients go to a sink: got create_graph=True: leave it out"
+        )
+
+
+def _marked(found: Any) -> Any:
+    """Gradients, or lists of them, as results of an operation whose derivative raises."""
+    if isinstance(found, Tensor):
+        return torch._C._functions.DelayedError(_NO_DERIVATIVE, 1)(found.detach().requires_grad_())
+    if isinstance(found, tuple | list):
+        return type(found)(_marked(one) for one in found)
+    return found
+
+
+def refuse_tangents(operator: str, *inputs: Tensor | None) -> None:
+    """Raise RuntimeError if an input carries a tangent, which an operator without a jvp would drop.
+
+    Args:
+        operator: its name, for the message.
+        inputs: what it is differentiable in.
+
+    Cost: outside of forward-mode differentiation one comparison.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for x in inputs:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(
+                f"{operator} has no forward-mode derivative: got an input {tuple(x.shape)} with a tangent: use "
+                "backward mode, or its reference"
+            )
