@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ from torch import Tensor
 from tpkernels.arena import Arena
 from tpkernels.communicator import Communicator
 from tpkernels.device_arena import DeviceArena
+from tpkernels.fused import exchange_matmul
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.exchange_matmul import gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.host_gemm import product
 from tpkernels.mailbox import Mailbox
 from tpkernels.symmetric import HostMemory
 from tpkernels.wgrad import wgrad_
@@ -255,6 +259,54 @@ def check_only_what_is_asked_for() -> None:
 
 def test_gradients_of_some_inputs_only(ranks: RankPool) -> None:
     ranks.run(check_only_what_is_asked_for, 2)
+
+
+def backward_of_row_parallel(arena_bytes: int) -> dict[str, Any]:
+    """By what each rank asks the gradient of: how often backward multiplied by the weight, whether it kept dy, bits."""
+    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+    generator = torch.Generator().manual_seed(comm.rank)
+    # Numbers whose products and sums are exact, so that the order of sums does not matter.
+    x, weight, bias, dy = (
+        torch.randint(-4, 5, shape, generator=generator).float() for shape in ((6, 4), (5, 4), (5,), (3, 5))
+    )
+    found: dict[str, Any] = {}
+    for wanted in ("x weight bias", "x", "weight", "bias", "x bias", "x by rank 0, weight by rank 1"):
+        names = wanted.split()
+        if "by" in names:
+            names = [names[4 * comm.rank]]
+        leaves = {"x": x.clone(), "weight": weight.clone(), "bias": bias.clone()}
+        for name in names:
+            leaves[name].requires_grad_()
+        y = matmul_reduce_scatter(leaves["x"], leaves["weight"], comm, bias=leaves["bias"])
+        products, kept = [0], []
+        with pytest.MonkeyPatch.context() as patch:
+
+            def counted(*args: Any, products: list[int] = products, **kwargs: Any) -> Tensor:
+                products[0] += 1
+                return product(*args, **kwargs)
+
+            def watched(*args: Any, keep: bool, kept: list[bool] = kept, **kwargs: Any) -> Any:
+                kept.append(keep)
+                return gather_matmul(*args, keep=keep, **kwargs)
+
+            patch.setattr(exchange_matmul, "product", counted)
+            patch.setattr("tpkernels.fused.matmul_reduce_scatter.gather_matmul", watched)
+            y.backward(dy)
+        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        found[wanted] = names, products[0] > 0, kept, grads
+    return found
+
+
+@pytest.mark.parametrize("arena_bytes", [ROOMY, 0], ids=["arena", "collectives"])
+def test_row_parallel_backward_does_what_is_asked_for(ranks: RankPool, arena_bytes: int) -> None:
+    for answers in ranks.run(backward_of_row_parallel, 2, arena_bytes):
+        _, _, _, whole = answers["x weight bias"]
+        assert sorted(whole) == ["bias", "weight", "x"]
+        for names, multiplied, kept, grads in answers.values():
+            assert multiplied == ("x" in names), names
+            assert kept == ([len(names) > 1] if "x" in names else []), names
+            assert sorted(grads) == sorted(names)
+            assert all(torch.equal(grads[name], whole[name]) for name in names), names
 
 
 BAD: dict[str, Callable[[Communicator], object]] = {

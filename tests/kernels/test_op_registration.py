@@ -58,7 +58,9 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
             (ops.all_gather_matmul_dgrad, (dys[:1], weights[:1], None, name)),
             (ops.all_gather_matmul_dgrad_and_gather, (dys, weights, x, name, TOKENS)),
             (ops.all_gather, (x, name, TOKENS)),
-            (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS)),
+            (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, True)),
+            (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, False)),
+            (ops.matmul_reduce_scatter_gather, (x, name, TOKENS)),
             (ops.wgrad_, (draw(WIDTH, DIM), draw(TOKENS, WIDTH), draw(TOKENS, DIM))),
         ]
     return found
@@ -98,7 +100,7 @@ def test_every_registered_operator_is_checked() -> None:
         name for name in registered if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout"))
     } - listed
     missing -= {"tpkernels::matmul_swiglu"}  # of one rank: in test_matmul.py
-    assert not missing and len(listed) == 9
+    assert not missing and len(listed) == 10
 
 
 def check_fake_shapes(by_kernels: bool = False) -> None:

@@ -52,7 +52,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     dx = dy @ weight if ctx.needs_input_grad[0] else None
     dw = dy.T @ x if ctx.needs_input_grad[1] else None
-    return dx, dw, dy.sum(0) if ctx.has_bias else None, None
+    return dx, dw, dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

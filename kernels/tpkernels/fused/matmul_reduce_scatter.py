@@ -5,7 +5,8 @@
     dw           = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
 Forward is `matmul_scatter`, dx is its dual `gather_matmul` (exchange_matmul.py), which also leaves the gathered dy that
-dw needs; here are the specification, the registration with torch.library and the public function.
+dw needs. What nobody differentiates is neither multiplied nor kept; gathered is dy in every case, so that ranks may
+differ in what they ask for. Here are the specification, the registration with torch.library and the public function.
 """
 
 from __future__ import annotations
@@ -47,16 +48,30 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter_dgrad", mutates_args=())
-def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int) -> list[Tensor]:
+def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool) -> list[Tensor]:
     comm = communicator_named(group)
-    (dx,), full = gather_matmul(dy, [weight], comm, num_tokens, _NAME, keep=True)
-    assert full is not None, "asked for"
+    (dx,), full = gather_matmul(dy, [weight], comm, num_tokens, _NAME, keep=keep_gathered)
+    if full is None:
+        return [dx]
     return [dx, full.clone() if full is dy else full]
 
 
 @_dgrad.register_fake
-def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int) -> list[Tensor]:
-    return [dy.new_empty(num_tokens, weight.shape[1]), dy.new_empty(num_tokens, dy.shape[1])]
+def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool) -> list[Tensor]:
+    dx = dy.new_empty(num_tokens, weight.shape[1])
+    return [dx, dy.new_empty(num_tokens, dy.shape[1])] if keep_gathered else [dx]
+
+
+@torch.library.custom_op("tpkernels::matmul_reduce_scatter_gather", mutates_args=())
+def _gather(dy: Tensor, group: str, num_tokens: int) -> Tensor:
+    # To the other ranks the same exchange as `_dgrad`'s: whether x needs a gradient is each rank's own.
+    full = communicator_named(group).all_gather_rows(dy, num_tokens, operation=_NAME)
+    return full.clone() if full is dy else full
+
+
+@_gather.register_fake
+def _(dy: Tensor, group: str, num_tokens: int) -> Tensor:
+    return dy.new_empty(num_tokens, dy.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -69,9 +84,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     group, has_bias = ctx.call
-    dx, full = _dgrad(dy, weight, group, x.shape[0])
-    dw = full.T @ x if ctx.needs_input_grad[1] else None
-    return dx if ctx.needs_input_grad[0] else None, dw, full.sum(0) if has_bias else None, None
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    needs_dbias = has_bias and ctx.needs_input_grad[2]
+    dx, full = None, None
+    if needs_dx:
+        dx, *kept = _dgrad(dy, weight, group, x.shape[0], needs_dw or needs_dbias)
+        full = kept[0] if kept else None
+    elif needs_dw or needs_dbias:
+        full = _gather(dy, group, x.shape[0])
+    dw = full.T @ x if full is not None and needs_dw else None
+    return dx, dw, full.sum(0) if full is not None and needs_dbias else None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
