@@ -18,7 +18,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,32 @@ def read_index(directory: Path) -> Index:
     return index
 
 
+def merged(written: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
+    """What all ranks have written, as one: the tensors whose pieces they hold, and the files.
+
+    Args:
+        written: by rank {"tensors": name -> TensorEntry, "files": name -> FileEntry}, both as JSON.
+
+    Raises:
+        ValueError: ranks differ in a tensor's dtype or shape, or pieces do not make up their tensor.
+    """
+    files: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank, of_rank in enumerate(written):
+        files.update(of_rank["files"])
+        for name, entry in of_rank["tensors"].items():
+            so_far = tensors.setdefault(name, {**entry, "pieces": []})
+            kind, first_kind = ((tensor["dtype"], tensor["shape"]) for tensor in (entry, so_far))
+            if kind != first_kind:
+                raise ValueError(
+                    f"all ranks must save the same tensors: rank {rank} has {name} as {kind}, another as {first_kind}: "
+                    "start every rank with the same version and command line"
+                )
+            so_far["pieces"] += entry["pieces"]
+    parsed = _files(files)
+    return {name: _tensor(name, entry, parsed) for name, entry in tensors.items()}, parsed
+
+
 def hash_file(path: Path) -> FileEntry:
     """Size and SHA-256 of a file, as it was read."""
     with path.open("rb") as file:
@@ -195,17 +221,22 @@ def _check_version(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def _parse(body: Mapping[str, Any]) -> Index:
-    files = {}
-    for name, entry in body["files"].items():
-        if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
-            raise ValueError(f"file name {name!r} is not a plain name")
-        (num_bytes,) = _naturals([entry["num_bytes"]])
-        files[name] = FileEntry(num_bytes, str(entry["sha256"]))
+    files = _files(body["files"])
     tensors = {name: _tensor(name, entry, files) for name, entry in body["tensors"].items()}
     (step,) = _naturals([body["step"]])
     if not isinstance(body["state"], dict):
         raise ValueError("state is not an object")
     return Index(step, tensors, files, body["state"])
+
+
+def _files(entries: Mapping[str, Any]) -> dict[str, FileEntry]:
+    files = {}
+    for name, entry in entries.items():
+        if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
+            raise ValueError(f"file name {name!r} is not a plain name")
+        (num_bytes,) = _naturals([entry["num_bytes"]])
+        files[name] = FileEntry(num_bytes, str(entry["sha256"]))
+    return files
 
 
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:

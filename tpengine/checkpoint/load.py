@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from tpengine.checkpoint.block import Block, BlockLoadPlanner, Blocks, parts_of
+from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
-from tpengine.checkpoint.storage import Reader, dtype_name
+from tpengine.checkpoint.storage import dtype_name, fill
 from tpengine.exits import one_line
 from tpengine.messages import all_gather_json
 
@@ -33,16 +31,15 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
     Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
     """
     _raise_everywhere(_first_problem(directory, index, blocks))
-    filled = {name: tuple(part for part in parts_of(entry) if part.tensor.numel()) for name, entry in blocks.items()}
-    wanted = {name: Blocks(parts) for name, parts in filled.items() if parts}
+    problem: CheckpointError | None = None
     try:
-        load_state_dict(wanted, storage_reader=Reader(directory, index), planner=BlockLoadPlanner())
-    except CheckpointException as error:
-        failures = [failure for failure, _ in error.failures.values()]
-        reasons = "; ".join(sorted({one_line(str(failure)) for failure in failures}))
-        if all(isinstance(failure, DamagedCheckpoint) for failure in failures):
-            raise DamagedCheckpoint(reasons) from None
-        raise CheckpointError(reasons) from None
+        fill(directory, index, blocks)
+    except CheckpointError as error:
+        problem = error
+    except Exception as error:
+        # The others wait to hear of this rank.
+        problem = CheckpointError(f"{directory}: {one_line(str(error))}")
+    _raise_everywhere(problem)
 
 
 def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> CheckpointError | None:

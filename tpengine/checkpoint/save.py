@@ -1,15 +1,17 @@
 """Saving beside training: blocks are copied aside, then written by a thread while the next steps run.
 
     save(step)   main thread: wait for the checkpoint before; copy this rank's share to host memory; start the thread
-    the thread   torch.distributed.checkpoint.save over a group of its own, so that no collective meets training's
+    the thread   every rank writes its file; rank 0 hears of all, writes the index, and tells all whether it is on disk;
+                 over a group of its own, so that no collective meets training's
     wait()       main thread: join; say whether it is on disk
 
-All ranks write or none: when one fails (a full disk) the planners' collective tells all of them, what was written is
-removed, and the checkpoint before stays the newest. Training goes on: a run is worth more than a checkpoint of it.
+All ranks write or none: when one fails (a full disk) all hear of it, what was written is removed, and the checkpoint
+before stays the newest. Training goes on: a run is worth more than a checkpoint of it.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from tpengine.checkpoint.block import Block, Blocks, BlockSavePlanner, parts_of
+from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.storage import Writer
 from tpengine.exits import one_line
+from tpengine.messages import broadcast_json, gather_bytes
 
 
 class Saver:
@@ -60,7 +61,7 @@ class Saver:
             As `wait`, of the checkpoint before.
         """
         failure = self.wait()
-        # An empty block lies where the next one does, and the planners know a block by its place.
+        # An empty block lies where the next one does, and files know a block by its place.
         stored = {
             name: [part for part in parts_of(entry) if part.stored and part.tensor.numel()]
             for name, entry in blocks.items()
@@ -103,10 +104,28 @@ class Saver:
     def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
         writer = Writer(self.directory, self._step, state, self._keep)
         try:
-            save_state_dict(dict(copies), storage_writer=writer, planner=BlockSavePlanner(), process_group=self._group)
-        except CheckpointException as error:
-            reasons = {one_line(str(failure)) for failure, _ in error.failures.values()}
-            self._failure = f"{self.directory.of_step(self._step)}: {'; '.join(sorted(reasons))}"
-            self.directory.abandon(self._step)
-        except RuntimeError as error:  # a peer is gone: the main thread finds out too, and reports
+            failure = self._write_together(writer, copies)
+        except Exception as error:  # mostly a peer is gone: the main thread finds out too, and reports
             self._failure = f"{self.directory.of_step(self._step)}: {one_line(str(error))}"
+            return
+        if failure is not None:
+            self._failure = f"{self.directory.of_step(self._step)}: {failure}"
+            self.directory.abandon(self._step)
+
+    def _write_together(self, writer: Writer, copies: Mapping[str, Blocks]) -> str | None:
+        """Write this rank's file, and on rank 0 what makes a checkpoint of all; return what failed on any rank."""
+        rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        mine: dict[str, Any] = {}
+        try:
+            mine["written"] = writer.write(f"rank-{rank:05}-of-{world:05}.safetensors", copies)
+        except Exception as error:
+            mine["failed"] = one_line(str(error))
+        everyone = [json.loads(of_rank) for of_rank in gather_bytes(json.dumps(mine).encode(), self._group)]
+        failures = {of_rank["failed"] for of_rank in everyone if "failed" in of_rank}
+        if everyone and not failures:
+            try:
+                writer.finish([of_rank["written"] for of_rank in everyone])
+            except Exception as error:
+                failures.add(one_line(str(error)))
+        failure: str | None = broadcast_json("; ".join(sorted(failures)) or None, self._group)
+        return failure

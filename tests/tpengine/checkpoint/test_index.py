@@ -28,6 +28,7 @@ from tpengine.checkpoint.index import (
     TensorEntry,
     check_file,
     hash_file,
+    merged,
     read_index,
     write_index,
 )
@@ -333,3 +334,31 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[P
     make(tmp_path / A)
     entry = FileEntry((tmp_path / A).lstat().st_size, "0" * 64)
     assert "must be regular files" in file_refusal(tmp_path, lambda: check_file(tmp_path, A, entry))
+
+
+def written_by(rank: int, dtype: str = "F32", num_rows: int = 2) -> dict[str, Any]:
+    file, offset = f"rank-{rank}.safetensors", [2 * rank, 0]
+    piece = {"offset": offset, "shape": [num_rows, 3], "file": file, "key": "w"}
+    files = {file: {"num_bytes": 24, "sha256": str(rank)}}
+    return {"tensors": {"w": {"dtype": dtype, "shape": [4, 3], "pieces": [piece]}}, "files": files}
+
+
+def test_what_ranks_have_written_is_one_checkpoint() -> None:
+    tensors, files = merged([written_by(0), {"tensors": {}, "files": {}}, written_by(1)])
+    assert [piece.file for piece in tensors["w"].pieces] == ["rank-0.safetensors", "rank-1.safetensors"]
+    assert (tensors["w"].dtype, tensors["w"].shape, sorted(files)) == ("F32", (4, 3), sorted(files)[:2])
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ([written_by(0), written_by(1, dtype="BF16")], r"rank 1 has w as \('BF16', \[4, 3\]\), another as \('F32'"),
+        ([written_by(0)], "pieces of tensor 'w' do not make it up"),
+        ([written_by(0), written_by(0)], "pieces of tensor 'w' do not make it up"),
+        ([written_by(0), {**written_by(1), "files": {}}], "'rank-1.safetensors', which is no file"),
+        ([written_by(0), {**written_by(1), "files": {"../x": {}}}], "is not a plain name"),
+    ],
+)
+def test_what_makes_no_checkpoint_is_refused(written: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merged(written)
