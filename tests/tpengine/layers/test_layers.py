@@ -159,8 +159,9 @@ def cross_entropy(comm: Communicator, vocab_size: int, padded: int) -> None:
     z, dloss = tensor(0, T, padded) * 5, 0.37
     labels = torch.randint(0, vocab_size, (T,), generator=torch.Generator().manual_seed(0))
     labels[::7] = IGNORED_LABEL
-    local = columns(z, comm).clone().requires_grad_()  # its gradient is written over it
-    loss = vocab_parallel_cross_entropy(local, labels, vocab_size, comm)
+    local = columns(z, comm).clone().requires_grad_()
+    made = 1 * local  # its gradient is written over it, a leaf's is not
+    loss = vocab_parallel_cross_entropy(made, labels, vocab_size, comm)
     (loss * dloss).backward()
 
     z.requires_grad_()
@@ -168,7 +169,10 @@ def cross_entropy(comm: Communicator, vocab_size: int, padded: int) -> None:
     (want * dloss).backward()
     assert_same("loss", loss.detach(), want.detach())
     assert_same("dz", local.grad, columns(z.grad, comm))
-    torch.testing.assert_close(local.detach(), local.grad, rtol=0, atol=0)
+    torch.testing.assert_close(made.detach(), local.grad, rtol=0, atol=0)
+    leaf = local.detach().clone().requires_grad_()
+    (vocab_parallel_cross_entropy(leaf, labels, vocab_size, comm) * dloss).backward()
+    assert torch.equal(leaf, columns(z, comm)) and leaf.grad is not None and torch.equal(leaf.grad, made)
 
 
 def attention(comm: Communicator, num_kv_heads: int) -> None:
