@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,8 @@ class Witness:
         """Run a step; return what was seen, and its loss."""
         self._step, self._observations = step, []
         result = self.trainer.train_step(step)
-        for depth, (name, number) in enumerate(asdict(result).items()):
-            value = torch.tensor(number, dtype=torch.float64)
+        for depth, name in enumerate(("loss", "grad_norm", "lr")):
+            value = torch.tensor(getattr(result, name), dtype=torch.float64)
             self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
         return self._observations, result.loss
 
