@@ -8,10 +8,13 @@ The rank dies (SIGKILL) or hangs at a given place, a number of steps after the o
     write     when half of its file of a checkpoint is written
     hang      in a forward pass, for ever
     busy      nothing happens, but a forward pass computes for 9 s
+    node      in a forward pass, with torchrun and all its other ranks: whoever of this torchrun comes first ("any")
+    damage    in a forward pass, after it has overwritten a byte of the newest checkpoint, once there are two
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -26,12 +29,40 @@ from torch import Tensor
 import tpengine.checkpoint.storage as storage
 from tpengine import run
 from tpengine.plan import Action, Kind
+from tpengine.resume import checkpoints_of
 from tpengine.train import main
 from tpengine.trainer import Trainer
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_the_node() -> None:
+    """SIGKILL to torchrun first, which could restart its ranks, then to its ranks, this one last."""
+    node = os.getppid()
+    assert b"torch.distributed.run" in Path(f"/proc/{node}/cmdline").read_bytes(), "torchrun has left this rank behind"
+    os.kill(node, signal.SIGSTOP)
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # pid (name) state ppid: a name may hold blanks.
+            pid, parent = int(status.parent.name), int(status.read_text().rpartition(")")[2].split()[1])
+            if parent == node and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+    os.kill(node, signal.SIGKILL)
+    die()
+
+
+def damage_newest(run_dir: str) -> None:
+    checkpoints = checkpoints_of(run_dir)
+    while len(checkpoints.steps()) < 2:  # threads of all ranks are still writing
+        time.sleep(0.05)
+    newest = checkpoints.newest()
+    assert newest is not None
+    shard = min(newest.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
 
 
 class Accident:
@@ -74,6 +105,11 @@ class Accident:
                     torch.ones(100).exp_()
             if due and self.what == kind:
                 die()
+            if due and self.what == "damage" and kind == "F":
+                damage_newest(trainer.config.run_dir)
+                die()
+            if due and self.what == "node" and kind == "F":
+                die_with_the_node()
             handler(action)
 
         return handle
@@ -102,4 +138,5 @@ what, rank, after_steps = os.environ.get("DRILL", "none:0:0").split(":")
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 if os.environ.get("RANK") == "0":
     print(f"drill: attempt {attempt}", file=sys.stderr, flush=True)
-main_with(Accident(what, int(attempt if rank == "attempt" else rank), int(after_steps)))
+chosen = {"attempt": attempt, "any": os.environ.get("RANK", "0")}.get(rank, rank)
+main_with(Accident(what, int(chosen), int(after_steps)))

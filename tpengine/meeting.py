@@ -34,6 +34,16 @@ _ANSWER_TIMEOUT = timedelta(minutes=30)
 _NUM_NAMED = 8
 
 
+def prefix_of_attempt(environ: Mapping[str, str]) -> str:
+    """Where in the store the ranks of this attempt meet.
+
+    torchrun --max-restarts hands out the store of the attempt before, where dead ranks have left their words. Where
+    each attempt has a store of its own, torchrun's count must not matter: a node that joins later is behind in it.
+    """
+    keeps_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"attempt/{environ.get('TORCHELASTIC_RESTART_COUNT', '0') if keeps_store else 'own'}"
+
+
 class Meeting:
     """One rank's part in the meeting.
 
@@ -46,8 +56,7 @@ class Meeting:
     def __init__(self, launch: Launch, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._launch, self._clock = launch, clock
         self._keeps_store = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        # torchrun --max-restarts may hand out the store of the attempt before, where dead ranks have left their words.
-        self._prefix = f"attempt/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = prefix_of_attempt(environ)
         self._awaited = ""
 
     @property

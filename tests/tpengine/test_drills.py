@@ -5,9 +5,11 @@ What only a GPU checks: the same over NCCL, which does not notice a dead peer by
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +114,101 @@ def check_reports(what: str, dead: int, reports: dict[int, str]) -> None:
     for report in reports.values():
         assert re.search(ACTION, report), report
     assert any(re.search(rf"waiting for .*\b{dead}\b.* gone", report) for report in reports.values()), reports
+
+
+def test_a_restart_gets_past_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged and a rank dies; the restart goes on from the one before, and to the end."""
+    out = tmp_path / "out"
+    layout = ("--parallel.pp", "2", "--parallel.tp", "1", "--train.steps", "7", "--train.keep-checkpoints", "9")
+    # The rank dies in the sixth step that it does; after the restart there are five.
+    arguments = (*SMALL, *layout, "--preset", "tiny", "--resume", "--run-dir", str(out))
+    process = start(*arguments, drill="damage:0:5", num_ranks=2, restarts=1)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    pattern = r"^tpengine: .*step-(\d+) is damaged, continuing from step-(\d+): .*; it is kept as (\S+)$"
+    assert re.findall(pattern, errors, re.MULTILINE) == [("00000004", "00000002", "step-00000004.damaged")]
+    assert (out / "checkpoints/step-00000004.damaged").is_dir()
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(7)) and checkpoints_of(out).steps() == [2, 4, 6, 7]
+
+
+def documented_restart(readme: Path, values: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The README's command for nodes that come and go: its environment and arguments, with words replaced."""
+    text = readme.read_text()
+    variable = re.search(r"^    export (TORCH\w+)=(\w+)$", text, re.MULTILINE)
+    command = re.search(r"^    torchrun (--nnodes 1:.*)$", text, re.MULTILINE)
+    assert variable is not None and command is not None
+    line = command[1]
+    for word, value in values.items():
+        assert word in line, word
+        line = line.replace(word, value)
+    return {variable[1]: variable[2]}, line.split()
+
+
+def start_node(environ: dict[str, str], arguments: list[str], drill: str) -> subprocess.Popen[str]:
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**inherited, **environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DRILL": drill},
+    )
+
+
+@pytest.mark.slow
+def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Two torchruns on the loopback stand for two nodes; one dies with its ranks, whoever of them is rank 0.
+
+    The other goes on alone from the newest checkpoint, with twice as many micro-batches a replica. In exact mode the
+    losses are those of one process that nobody disturbed, bit by bit.
+    """
+    sizes = [*SMALL, "--train.reduction", "exact", "--train.steps", "12", "--parallel.tp", "1", "--parallel.pp", "2"]
+    at = sizes.index("--train.num-micro-batches")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ, arguments = documented_restart(
+        Path(__file__).parents[2] / "README.md",
+        {
+            "HOST:29500": f"127.0.0.1:{port}",
+            "DIR": str(tmp_path / "out"),
+            "--nnodes 1:4": "--nnodes 1:2",
+            "--nproc-per-node 8": "--nproc-per-node 2",
+            "-m tpengine.train": PROGRAM,
+        },
+    )
+    # The node that dies is not the one where they meet.
+    arguments = ["--rdzv-conf", "keep_alive_interval=2,last_call_timeout=3", *arguments, *sizes[:at], *sizes[at + 2 :]]
+    first = start_node(environ, arguments, drill="none:0:0")
+    wait_until_listening(port, first)
+    second = start_node(environ, arguments, drill="node:any:5")
+    second.communicate()
+    assert second.returncode == -signal.SIGKILL
+    out, errors = first.communicate()
+    assert first.returncode == 0, errors
+    assert "changed since the checkpoint: parallel.dp from 2 to 1" in out
+    assert "changed since the checkpoint: train.num_micro_batches from 4 to 8" in out
+    alone = [*sizes[:at], *sizes[at + 2 :], "--train.num-micro-batches", "8", "--parallel.pp", "1"]
+    process = start(*alone, "--run-dir", str(tmp_path / "alone"), num_ranks=1)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    got, want = (numbers_of(tmp_path / name / "metrics.jsonl") for name in ("out", "alone"))
+    assert len(want) == 12 and got == want
+
+
+def wait_until_listening(port: int, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(process.communicate()[1])
+
+
+def numbers_of(metrics: Path) -> list[tuple[int, float, float, float]]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(record["step"], record["loss"], record["grad_norm"], record["lr"]) for record in records]
 
 
 def test_a_killed_run_is_resumed_by_hand(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tpengine.launch import Launch
-from tpengine.meeting import Meeting
+from tpengine.meeting import Meeting, prefix_of_attempt
 
 
 class Ranks:
@@ -87,3 +87,11 @@ def test_a_rank_that_hears_nothing_says_its_own_mistake_once() -> None:
     ranks.come(0, "")
     ranks.end()
     assert ranks.said[1] == ["no file"] and ranks.goes_on == {0: False, 1: False}
+
+
+def test_nodes_of_different_restart_counts_meet_where_each_attempt_has_a_store_of_its_own() -> None:
+    """torchrun counts on each node: a node that joins a run that has been restarted is behind the others."""
+    counts = [{"TORCHELASTIC_RESTART_COUNT": count} for count in ("0", "2")]
+    own, shared = ([{"TORCHELASTIC_USE_AGENT_STORE": use, **each} for each in counts] for use in ("False", "True"))
+    assert prefix_of_attempt(own[0]) == prefix_of_attempt(own[1])
+    assert prefix_of_attempt(shared[0]) != prefix_of_attempt(shared[1]), "words of the attempt before are heard"
