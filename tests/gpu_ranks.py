@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arena_ranks import Case, Inputs, expected, inputs_of, results
+from arena_ranks import PATIENT_SECONDS, Case, Inputs, expected, inputs_of, results
 from kernel_ranks import HostileDeviceArena, kernel_communicator
 from precision import unwritten_is_nan
 from torch import Tensor
@@ -66,7 +66,7 @@ def hostile(
     seed: int = 0,
     *,
     group: ProcessGroup | None = None,
-    timeout_seconds: float = 30.0,
+    timeout_seconds: float = PATIENT_SECONDS,
     first_epoch: int = 0,
 ) -> Communicator:
     """A communicator whose fused operators take their kernels, over a hostile device arena of this device."""

@@ -21,13 +21,11 @@ from tpkernels import signals_kernel
 from tpkernels.arena import Arena
 from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.signals import control_bytes
-from tpkernels.signals_kernel import LIMIT, LINE_WORDS, STATE
+from tpkernels.signals_kernel import TICKS_PER_SECOND
 from tpkernels.symmetric import HostMemory
 
 # More than any bound of a test.
 JUMP_SECONDS = 1e6
-# Of a kernel's wait, each after something came or at a standstill.
-MOST_POLLS = 1000
 _SLEEP_SECONDS = 1e-4
 _BUSY, _GONE = 0, -1
 # Who waits, of a rank: its main thread, and the thread in the place of its copy engine.
@@ -52,7 +50,6 @@ class Standstill:
         self._board = [self._memory.bytes_of(rank, 0, 16).cast("B").cast("q") for rank in range(arena.world)]
         self._board[self._rank][_COPIES] = _GONE
         self._seen = [0, 0]
-        self._polled_own = 0
         self._now = 0.0
         self._num_fetches, self._lock = 0, threading.Lock()
         dist.barrier(group)
@@ -68,9 +65,11 @@ class Standstill:
             self._before: Any = arena.signals.clock
             arena.signals.clock = self._clock_of(_RANK)
         else:
-            self._before = signals_kernel._rest, arena.clock, int(self._limit)
-            signals_kernel._rest, arena.clock = self._rest, self._clock_of(_COPIES)
-            self._limit.fill_(MOST_POLLS)
+            self._before = signals_kernel._now, arena.clock
+            of_kernels = self._clock_of(_RANK)
+            # From the first one on numbers of 64 bits: the interpreter keeps the type of a wait's first look.
+            signals_kernel._now = lambda: 2**40 + int(of_kernels() * TICKS_PER_SECOND)
+            arena.clock = self._clock_of(_COPIES)
             start = arena.copies.start
             arena.copies.start = lambda *args: self._start(start, *args)  # type: ignore[method-assign]
         return self
@@ -80,54 +79,41 @@ class Standstill:
         if isinstance(arena, Arena):
             arena.signals.clock = self._before
         else:
-            signals_kernel._rest, arena.clock, limit = self._before
-            self._limit.fill_(limit)
+            signals_kernel._now, arena.clock = self._before
             del arena.copies.start  # type: ignore[method-assign]
         self.leave()
 
     def is_still(self) -> bool:
         """Whether nobody moves any more. A rank that watches the others has left."""
-        return self._is_still(self._state()[1])
+        return self._is_still(self._state())
 
-    @property
-    def _limit(self) -> Any:
-        assert isinstance(self._arena, DeviceArena)
-        return self._arena.word(STATE * LINE_WORDS + LIMIT)
-
-    def _state(self) -> tuple[int, int]:
-        """Of this rank's control area, and of all ranks'; never 0 or less."""
-        each = [zlib.crc32(area) + 1 for area in self._areas]
-        return each[self._rank], zlib.crc32(repr(each).encode()) + 1
+    def _state(self) -> int:
+        """Of all ranks' control areas; neither 0 nor less."""
+        state = 0
+        for area in self._areas:
+            state = zlib.crc32(area, state)
+        return state + 1
 
     def _is_still(self, state: int) -> bool:
-        every = [word for board in self._board for word in board[: _COPIES + 1].tolist()]
+        every = [word for board in self._board for word in board.tolist()]
         return all(word in (state, _GONE) for word in every)
 
     def _clock_of(self, waiter: int) -> Callable[[], float]:
         """A clock for a loop that reads it once between two polls of whatever control area."""
 
         def now() -> float:
-            _, state = self._state()
+            state = self._state()
             if state == self._seen[waiter]:  # and has polled since
                 self._board[self._rank][waiter] = state
+                # The copy engine's thread names the peer that it waits for, before the kernel names the copy.
+                if self._is_still(state) and (waiter == _COPIES or not self._num_fetches):
+                    self._now += JUMP_SECONDS
+                else:
+                    time.sleep(_SLEEP_SECONDS)
             self._seen[waiter] = state
-            self._now += JUMP_SECONDS if self._is_still(state) else 0.0
             return self._now
 
         return now
-
-    def _rest(self) -> None:
-        """Between two polls of an interpreted kernel, of its own control area: until there is something to see."""
-        time.sleep(0)
-        own, state = self._state()
-        while own == self._polled_own:
-            self._board[self._rank][_RANK] = state
-            # The copy engine's thread names the peer that it waits for, before the kernel names the copy.
-            if self._is_still(state) and not self._num_fetches:
-                return
-            time.sleep(_SLEEP_SECONDS)
-            own, state = self._state()
-        self._polled_own = own
 
     def _start(self, start: Callable[..., None], arena: DeviceArena, fetches: Sequence[Any], *rest: Any) -> None:
         """A copy engine that has something to do is busy, until it waits as well."""

@@ -6,7 +6,7 @@ Two and four ranks share a GPU. One small case of each check is interpreted, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from arena_ranks import Case, cases, expected, inputs_of, results
 from gpu_ranks import ROOMY, Run, agreements, hostile, moved, rungs, settle, wrong_results
+from standstill import Standstill
 from torch import Tensor
 from tpkernels.communicator import Communicator
+from tpkernels.device_arena import DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -31,6 +33,15 @@ def raised_by(comm: Communicator, call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+# A GPU counts polls, whatever the machine does. But a rank's host may be late with its launch.
+BOUND_SECONDS = 3.0
+
+
+def waits_that_end(device: str, arena: DeviceArena) -> AbstractContextManager[object]:
+    """Where kernels are interpreted, time passes when no rank can go on."""
+    return nullcontext() if device == "cuda" else Standstill(arena, dist.group.WORLD)
 
 
 def gather_some(device: str, comm: Communicator, rows: int) -> None:
@@ -60,13 +71,16 @@ CALLS = {
 def errors_when_a_rank_stays_away(device: str, name: str) -> tuple[str, str]:
     """Rank 1 makes no call, and then comes; afterwards all reset, and go on."""
     patient = hostile(device, "fused", ROOMY)
-    # Nobody compiles later, when others wait for half a second only.
+    # Nobody compiles later, when others wait for a bound only.
     assert not wrong_results(device, patient, cases((7,))[3:4])
     CALLS[name](device, patient, 3)
     settle(patient)
-    comm = hostile(device, "fused", ROOMY, timeout_seconds=0.5)
+    comm = hostile(device, "fused", ROOMY, timeout_seconds=BOUND_SECONDS)
     assert comm.device_arena is not None
-    error = "" if comm.rank == 1 else raised_by(comm, lambda: CALLS[name](device, comm, 3))
+    error = ""
+    with waits_that_end(device, comm.device_arena):
+        if comm.rank != 1:
+            error = raised_by(comm, lambda: CALLS[name](device, comm, 3))
     dist.barrier()
     again = raised_by(comm, lambda: CALLS[name](device, comm, 3))
     dist.barrier()
@@ -84,7 +98,7 @@ def test_a_rank_that_stays_away_is_named_by_all(run: Run, device: str, world: in
     operation, how = name.split(", ")
     for rank, (during, after) in enumerate(run(device, world, errors_when_a_rank_stays_away, name)):
         assert f"{operation} of {3 * world} x " in after and f"float32 from row 0, {how}, epoch 1 (seen 0)" in after
-        assert "is poisoned: rank" in after and "of rank 1, which gave no signal for 0.5 s" in after
+        assert "is poisoned: rank" in after and "of rank 1, which gave no signal for 3 s" in after
         assert after.startswith("PeerTimeout" if f"rank {rank} waited" in after else "GroupPoisoned")
         assert rank == 1 or during == after
 
