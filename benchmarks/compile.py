@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +122,29 @@ def main(options: Options) -> int:
 
 
 def compile_all(
-    pairs: Sequence[tuple[str, str]], jobs: int, progress: Callable[..., Any] = lambda them, **_: them
+    pairs: Sequence[tuple[str, str]],
+    jobs: int,
+    progress: Callable[..., Any] = lambda them, **_: them,
+    cache: Path | None = None,
 ) -> list[Compiled]:
-    """Compile what each (operator, target) would launch, in `jobs` processes."""
+    """Compile what each (operator, target) would launch, in `jobs` processes.
+
+    Args:
+        pairs: operators and targets.
+        jobs: number of processes.
+        progress: wraps what is iterated over.
+        cache: where triton looks for what it has compiled, and keeps it; None for nowhere.
+    """
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        done = pool.map(_compile_one, *zip(*pairs, strict=True))
+        done = pool.map(partial(_compile_one, cache=cache), *zip(*pairs, strict=True))
         return [one for some in progress(done, total=len(pairs), description="compiling") for one in some]
 
 
-def _compile_one(op: str, target_name: str) -> list[Compiled]:
+def _compile_one(op: str, target_name: str, cache: Path | None = None) -> list[Compiled]:
     target = TARGETS[target_name]
     found: dict[tuple[str, str], Compiled] = {}
     with tempfile.TemporaryDirectory() as directory:
-        _pretend(target, Path(directory))
+        _pretend(target, cache or Path(directory))
 
         def compile_launch(
             kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import torch
+from compiled import CACHE_VARIABLE
 from rank_pool import RankPool
 from rungs import Rung
 
@@ -37,6 +39,24 @@ def ranks() -> Iterator[RankPool]:
 def interpreters() -> Iterator[RankPool]:
     """Ranks whose Triton kernels are interpreted. Here they are not: an interpreted function cannot be compiled."""
     pool = RankPool({"TRITON_INTERPRET": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels are kept: see compiled.py."""
+    kept = os.environ.get("TPENGINE_TEST_CACHE")
+    path = Path(kept).absolute() if kept else tmp_path_factory.getbasetemp() / "compiled"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def compilers(compile_cache: Path) -> Iterator[RankPool]:
+    """Ranks that compile, and never launch: see compiled.py."""
+    pytest.importorskip("triton")
+    pool = RankPool({CACHE_VARIABLE: str(compile_cache)})
     yield pool
     pool.close()
 

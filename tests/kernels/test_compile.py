@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +38,41 @@ from benchmarks.run import main
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
+# Those of the others take five minutes, in CI too (.ci/run); what one target's compiler refuses most others refuse.
+EACH_TARGET = [pytest.param(target, marks=() if target == "sm_90" else pytest.mark.slow) for target in TARGETS]
+CompileFor = Callable[[str], list[Compiled]]
+
+
 @pytest.fixture(scope="module")
-def compiled() -> list[Compiled]:
-    return compile_all([(op, target) for op in LAUNCHES for target in TARGETS], jobs=2)
+def compiled(compile_cache: Path) -> CompileFor:
+    """Compiles what all operators launch, for a target."""
+    return functools.cache(
+        lambda target: compile_all([(op, target) for op in LAUNCHES], jobs=2, cache=compile_cache / "triton")
+    )
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", EACH_TARGET)
 @pytest.mark.parametrize("op", LAUNCHES)
-def test_nothing_is_wrong_with_a_kernel(compiled: list[Compiled], op: str, target: str) -> None:
-    of_these = [one for one in compiled if (one.op, one.target) == (op, target)]
+def test_nothing_is_wrong_with_a_kernel(compiled: CompileFor, op: str, target: str) -> None:
+    of_these = [one for one in compiled(target) if one.op == op]
     assert of_these
     assert not [f"{one.kernel} {one.fault}: {one.config}" for one in of_these if one.fault]
 
 
-def test_no_kernel_is_left_out(compiled: list[Compiled]) -> None:
-    """Those of the package's modules, whose names end in `_kernel`, are compiled for every target."""
+@pytest.mark.parametrize("target", EACH_TARGET)
+def test_no_kernel_is_left_out(compiled: CompileFor, target: str) -> None:
+    """Those of the package's modules, whose names end in `_kernel`, are compiled."""
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tpkernels.__path__, "tpkernels.")]
     jitted = [f.fn.__name__ for module in modules for f in vars(module).values() if isinstance(f, triton.JITFunction)]
     kernels = {name for name in jitted if name.endswith("_kernel")}
-    for target in TARGETS:
-        assert {one.kernel for one in compiled if one.target == target} == kernels
+    assert {one.kernel for one in compiled(target)} == kernels
 
 
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("target", TARGETS)
-def test_attention_uses_the_targets_matrix_units(compiled: list[Compiled], target: str, head: int) -> None:
+@pytest.mark.parametrize("target", EACH_TARGET)
+def test_attention_uses_the_targets_matrix_units(compiled: CompileFor, target: str, head: int) -> None:
     """For the sizes that models have; larger heads take blocks too small for wgmma."""
-    of_these = [one for one in compiled if (one.op, one.target) == ("attention", target) and one.has_dot]
+    of_these = [one for one in compiled(target) if one.op == "attention" and one.has_dot]
     of_these = [one for one in of_these if f"HEAD={head}" in one.config.split()]
     assert {one.kernel for one in of_these} == {"_attention_kernel", "key_gradient_kernel", "query_gradient_kernel"}
     unit = MATRIX_UNITS[target]
@@ -78,10 +87,10 @@ def test_attention_uses_the_targets_matrix_units(compiled: list[Compiled], targe
         ("matmul_reduce_scatter", "matmul_scatter_kernel"),
     ],
 )
-@pytest.mark.parametrize("target", TARGETS)
-def test_matmuls_use_the_targets_matrix_units(compiled: list[Compiled], target: str, op: str, kernel: str) -> None:
+@pytest.mark.parametrize("target", EACH_TARGET)
+def test_matmuls_use_the_targets_matrix_units(compiled: CompileFor, target: str, op: str, kernel: str) -> None:
     """Whatever their tiles, also those of few tokens, and however their operands come."""
-    of_these = [one for one in compiled if (one.op, one.target, one.kernel) == (op, target, kernel) and one.has_dot]
+    of_these = [one for one in compiled(target) if (one.op, one.kernel) == (op, kernel) and one.has_dot]
     assert of_these
     unit = MATRIX_UNITS[target]
     assert not [f"{one.kernel} {one.config}" for one in of_these if unit not in one.matrix_instructions]
@@ -162,14 +171,6 @@ def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[RankPool]:
-    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(
     ("launcher", "target", "message"),
     [
@@ -180,22 +181,22 @@ def compiler() -> Iterator[RankPool]:
     ids=["spilling-sm_90", "spilling-gfx942", "wide-sm_80"],
 )
 def test_a_fault_is_printed_stored_and_ends_in_1(
-    compiler: RankPool, launcher: str, target: str, message: str, tmp_path: Path
+    compilers: RankPool, launcher: str, target: str, message: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    code, printed = compiler.run(run_the_command, 1, launcher, "--target", target, "--out", str(out))[0]
+    code, printed = compilers.run(run_the_command, 1, launcher, "--target", target, "--out", str(out))[0]
     (line,) = [line for line in printed.splitlines() if line.startswith("ours: ")]
     assert code == 1 and re.match("ours: " + message, line), line
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["fault"] and row["fault"] in line
 
 
-def test_a_row_a_kernel_and_target(compiler: RankPool, tmp_path: Path) -> None:
+def test_a_row_a_kernel_and_target(compilers: RankPool, tmp_path: Path) -> None:
     """Also to a file that has rows; one for two launches that compile alike."""
     out = tmp_path / "rows.jsonl"
     out.write_text('{"case": "before"}\n')
     options = ("--target", "sm_90", "gfx942", "--out", str(out))
-    code, printed = compiler.run(run_the_command, 1, "sound", *options)[0]
+    code, printed = compilers.run(run_the_command, 1, "sound", *options)[0]
     assert code == 0 and "_sound_kernel" in printed and "ours: " not in printed
     before, *rows = map(json.loads, out.read_text().splitlines())
     assert before == {"case": "before"}
@@ -212,9 +213,9 @@ def test_a_row_a_kernel_and_target(compiler: RankPool, tmp_path: Path) -> None:
         assert row["shared_limit_bytes"] == TARGETS[row["target"]].shared_memory_bytes
 
 
-def test_what_does_not_compile_costs_the_others_nothing(compiler: RankPool, tmp_path: Path) -> None:
+def test_what_does_not_compile_costs_the_others_nothing(compilers: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    code, printed = compiler.run(run_the_command, 1, "broken", "--target", "sm_90", "--out", str(out))[0]
+    code, printed = compilers.run(run_the_command, 1, "broken", "--target", "sm_90", "--out", str(out))[0]
     faults = [json.loads(line)["fault"] for line in out.read_text().splitlines()]
     assert code == 1 and "_broken_kernel for sm_90 does not compile: CompilationError" in printed
     assert faults[0].startswith("does not compile: ") and faults[1:] == ["", ""]

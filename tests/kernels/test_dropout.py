@@ -11,13 +11,11 @@ import math
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compiled import codes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from precision import unwritten_is_nan
@@ -26,7 +24,7 @@ from rungs import Rung, every_rung
 from torch import Tensor
 from tpkernels.dropout import DropoutStream, dropout, dropout_reference, keep_at
 from tpkernels.dropout_kernel import launch_dropout
-from tpkernels.launch import INTERPRETED, by_triton, observed
+from tpkernels.launch import INTERPRETED, by_triton
 from tpkernels.random import philox_4x32, stream_key
 
 STREAM = DropoutStream(rate=0.3, seed=5, site="layer 1/mlp", step=7, microbatch=2)
@@ -260,33 +258,19 @@ def test_a_cpu_needs_no_triton() -> None:
 
 
 def compiled_for(target: str, dtype: torch.dtype) -> str:
-    """The code for whole rows of a layer; to be called in a process that does nothing else with triton."""
-    from benchmarks.compile import TARGETS, _pretend
-
-    code = []
-
-    def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        code.append(kernel.warmup(*arguments, grid=grid, **options).asm["ptx"])
-
-    with tempfile.TemporaryDirectory() as directory, observed(TARGETS[target], compile_launch):
-        _pretend(TARGETS[target], Path(directory))
-        launch_dropout(torch.empty(64, 4096, dtype=dtype, device="meta"), 0.1, (0, 0), (0, 0), 0, 0, 4096)
-    assert len(code) == 1
-    return code[0]
+    """The code for whole rows of a layer."""
+    x = torch.empty(64, 4096, dtype=dtype, device="meta")
+    (code,) = codes_of(target, lambda: launch_dropout(x, 0.1, (0, 0), (0, 0), 0, 0, 4096))
+    return code
 
 
-def test_threads_load_and_store_16_bytes_at_a_time() -> None:
-    pytest.importorskip("triton")
-    compilers = RankPool()
-    try:
-        for target in ("sm_80", "sm_90", "sm_100"):
-            for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                wide = r"v2\.b64" if dtype == torch.float64 else r"v4\.b32"
-                (code,) = compilers.run(compiled_for, 1, target, dtype)
-                for access in ("ld", "st"):
-                    assert re.search(rf"{access}\.global\.{wide}", code), (target, dtype, access)
-    finally:
-        compilers.close()
+def test_threads_load_and_store_16_bytes_at_a_time(compilers: RankPool) -> None:
+    for target in ("sm_80", "sm_90", "sm_100"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            wide = r"v2\.b64" if dtype == torch.float64 else r"v4\.b32"
+            (code,) = compilers.run(compiled_for, 1, target, dtype)
+            for access in ("ld", "st"):
+                assert re.search(rf"{access}\.global\.{wide}", code), (target, dtype, access)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -7,18 +7,16 @@ rules and widths must notice. Only GPUs show that the kernels are right.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import code_of, modules_of, pretend
 from conftest import CountMutations
 from ptx_rules import amd_instructions_of, faults, faults_amd, instructions_of
 from rank_pool import RankPool
@@ -29,7 +27,7 @@ from tpkernels import signals_kernel
 from tpkernels.fused import gather_kernel, scatter_kernel
 from tpkernels.launch import observed
 
-from benchmarks.compile import TARGETS, _pretend
+from benchmarks.compile import TARGETS
 from benchmarks.launches import LAUNCHES
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -91,22 +89,18 @@ MUTATIONS = {
 
 
 def compile_kernels(target: str, kinds: Sequence[str], old: str = "", new: str = "") -> dict[str, str]:
-    """The code by kind, of sources in which `old` is replaced; run in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        _pretend(TARGETS[target], Path(directory) / "cache")
-        broken = _broken_kernels(Path(directory), old, new) if old else {}
-        found: dict[str, str] = {}
+    """The code by kind, of sources in which `old` is replaced."""
+    broken = _broken_kernels(old, new) if old else {}
+    found: dict[str, str] = {}
 
-        def look(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            kind = _kind(kernel, arguments, options)
-            if kind in kinds and kind not in found:
-                kernel = broken.get(kernel.fn.__name__, kernel)
-                asm = kernel.warmup(*arguments, grid=grid, **options).asm
-                found[kind] = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+    def look(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        kind = _kind(kernel, arguments, options)
+        if kind in kinds and kind not in found:
+            found[kind] = code_of(broken.get(kernel.fn.__name__, kernel), arguments, {"grid": grid, **options})
 
-        with observed(TARGETS[target], look):
-            for op in OPERATORS:
-                LAUNCHES[op]()
+    with observed(pretend(target), look):
+        for op in OPERATORS:
+            LAUNCHES[op]()
     return found
 
 
@@ -121,42 +115,25 @@ def _kind(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> 
     return " ".join(words)
 
 
-def _broken_kernels(directory: Path, old: str, new: str) -> dict[str, Any]:
-    """Kernels by name, of copies of the sources under names that no mutation had before."""
-    sources = {module.__name__: Path(str(module.__file__)).read_text() for module in SOURCES}
+def _broken_kernels(old: str, new: str) -> dict[str, Any]:
+    """Kernels by name, of copies of the sources."""
+    sources = {module.__name__.rpartition(".")[2]: Path(str(module.__file__)).read_text() for module in SOURCES}
     assert sum(source.count(old) for source in sources.values()) == 1, f"not once in the sources: {old}"
-    kernels = {}
-    for name, source in sources.items():
-        module_name = f"{name.rpartition('.')[2]}_{directory.name}"
-        path = directory / f"{module_name}.py"
-        path.write_text(
-            source.replace(old, new).replace(
-                "tpkernels.signals_kernel import", f"signals_kernel_{directory.name} import"
-            )
-        )
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        kernels |= {key: value for key, value in vars(module).items() if key.endswith("_kernel")}
-    return kernels
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[RankPool]:
-    """Processes of its own: for as long as they live, triton compiles for whatever it was last told to."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    broken = {
+        name: source.replace(old, new).replace("tpkernels.signals_kernel import", "{signals_kernel} import")
+        for name, source in sources.items()
+    }
+    every = [item for module in modules_of(broken).values() for item in vars(module).items()]
+    return {key: value for key, value in every if key.endswith("_kernel")}
 
 
 Code = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def code(compiler: RankPool) -> Code:
+def code(compilers: RankPool) -> Code:
     """Code by target and kind."""
-    halves = compiler.run(compile_some_targets, 2)
+    halves = compilers.run(compile_some_targets, 2)
     return {target: kinds for half in halves for target, kinds in half.items()}
 
 
@@ -253,11 +230,22 @@ def test_hopper_multiplies_by_wgmma(code: Code) -> None:
             assert "wgmma.mma_async" in code["sm_90"][kind], kind
 
 
-def test_broken_signals_are_noticed(compiler: RankPool, count_mutations: CountMutations) -> None:
+def compile_some_broken(every: Sequence[tuple[str, str, str]]) -> list[str]:
+    """This rank's: a kind of kernel in which something is replaced each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return [compile_kernels("sm_90", [kind], old, new)[kind] for kind, old, new in every[rank::world]]
+
+
+def compile_broken(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -> list[str]:
+    halves = [iter(half) for half in compilers.run(compile_some_broken, 2, every)]
+    return [next(halves[i % 2]) for i in range(len(every))]
+
+
+def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountMutations) -> None:
     survivors = []
-    for name, mutation in MUTATIONS.items():
-        (broken,) = compiler.run(compile_kernels, 1, "sm_90", [mutation.kind], mutation.old, mutation.new)
-        found = faults(broken[mutation.kind])
+    broken = compile_broken(compilers, [(each.kind, each.old, each.new) for each in MUTATIONS.values()])
+    for (name, mutation), code in zip(MUTATIONS.items(), broken, strict=True):
+        found = faults(code)
         if not any(fault.startswith(mutation.rule) for fault in found):
             survivors.append((name, found))
     count_mutations("the fused kernels' signals", len(MUTATIONS) - len(survivors), len(MUTATIONS))
@@ -281,13 +269,13 @@ def test_a_missing_barrier_before_a_release_is_noticed(code: Code, count_mutatio
     assert tried >= 5 and survivors == []
 
 
-def test_narrow_accesses_are_noticed(compiler: RankPool) -> None:
+def test_narrow_accesses_are_noticed(compilers: RankPool) -> None:
     """Without being told that addresses are multiples of 16 the compiler moves less at a time."""
-    for kind, old, new in (
+    every = (
         ("gather_matmul pull bfloat16", "p_rows = tl.multiple_of(p_rows, 16)", "p_rows = p_rows"),
         ("matmul_scatter one bf16", "return tl.multiple_of(p_block, 16)", "return p_block"),
         ("publish bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
         ("sum_slots bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
-    ):
-        (broken,) = compiler.run(compile_kernels, 1, "sm_90", [kind], old, new)
-        assert narrow(widths(broken[kind])), kind
+    )
+    for (kind, _, _), code in zip(every, compile_broken(compilers, every), strict=True):
+        assert narrow(widths(code)), kind

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from progress import run_program
 from tpkernels import host_memory
 from tpkernels.host_memory import MemoryRefused, allocate, available_bytes, map_shared, open_of_peer
 from tpkernels.processes import host_identity, lives
@@ -26,7 +27,7 @@ def child(program: str, *before: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh Python, behind the command `before`."""
     command = [*before, sys.executable, "-c", textwrap.dedent(program)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return run_program(command, capture_output=True, text=True, env=environment)
 
 
 def test_available_bytes_is_within_the_machine() -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from compiled import codes_of
 from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from rank_pool import RankPool
 from rungs import Rung, every_rung, every_rung_and_dtype
@@ -397,44 +395,23 @@ def test_num_processors() -> None:
     assert num_processors(torch.empty(1)) == 4
 
 
-def assembly(target_name: str, config: MatmulConfig, aligned: bool) -> str:
-    """PTX of x @ weight.T, compiled for a target that is not here: for as long as this process lives."""
-    from benchmarks.compile import TARGETS, _pretend
-
-    target = TARGETS[target_name]
-    found: list[str] = []
-
-    def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        found.append(kernel.warmup(*arguments, grid=grid, **options).asm["ptx"])
-
+def assembly(target: str, config: MatmulConfig, aligned: bool) -> str:
+    """PTX of x @ weight.T."""
     x, weight = (torch.empty(n, 4096 + (not aligned), dtype=torch.bfloat16, device="meta") for n in (4096, 3584))
-    with tempfile.TemporaryDirectory() as directory:
-        _pretend(target, Path(directory))
-        with observed(target, compile_launch):
-            launch_matmul(x, weight.T, config=config)
-    return found[0]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[RankPool]:
-    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
-    pytest.importorskip("triton")
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return codes_of(target, lambda: launch_matmul(x, weight.T, config=config))[0]
 
 
 LARGE = MatmulConfig(128, 256, 64, 4, 8, 3)
 SPECIALIZED = MatmulConfig(64, 128, 64, 8, 4, 3, warp_specialize=True)
 
 
-def test_operands_come_by_tma_where_it_is_and_else_16_bytes_at_once(compiler: RankPool) -> None:
-    ptx = compiler.run(assembly, 1, "sm_90", LARGE, True)[0]
+def test_operands_come_by_tma_where_it_is_and_else_16_bytes_at_once(compilers: RankPool) -> None:
+    ptx = compilers.run(assembly, 1, "sm_90", LARGE, True)[0]
     assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" not in ptx
     assert "st.global.v4" in ptx and "st.global.b16" not in ptx
-    ptx = compiler.run(assembly, 1, "sm_100", LARGE, True)[0]
+    ptx = compilers.run(assembly, 1, "sm_100", LARGE, True)[0]
     assert "cp.async.bulk.tensor" in ptx and "tcgen05.mma" in ptx and "st.global.v4" in ptx
-    ptx = compiler.run(assembly, 1, "sm_80", MatmulConfig(128, 128, 32, 8, 8, 4), True)[0]
+    ptx = compilers.run(assembly, 1, "sm_80", MatmulConfig(128, 128, 32, 8, 8, 4), True)[0]
     assert "cp.async.bulk" not in ptx and "mma.sync" in ptx
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx and "ld.global" not in ptx
     assert "st.global.v4" in ptx and "st.global.b16" not in ptx
@@ -453,8 +430,8 @@ def test_operands_come_by_tma_where_it_is_and_else_16_bytes_at_once(compiler: Ra
     ids=["wanted", "not wanted", "large tiles", "two groups of rows", "pointers"],
 )
 def test_warps_are_specialized_where_wanted_and_possible(
-    compiler: RankPool, config: MatmulConfig, aligned: bool
+    compilers: RankPool, config: MatmulConfig, aligned: bool
 ) -> None:
-    ptx = compiler.run(assembly, 1, "sm_90", config, aligned)[0]
+    ptx = compilers.run(assembly, 1, "sm_90", config, aligned)[0]
     assert ("setmaxnreg" in ptx) == (config == SPECIALIZED and aligned)
     assert ("cp.async.bulk.tensor" in ptx) == aligned

@@ -6,16 +6,14 @@ that the signals work.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from compiled import code_of, modules_of, pretend
 from conftest import CountMutations
 from ptx_rules import amd_instructions_of, faults, faults_amd, instructions_of
 from rank_pool import RankPool
@@ -24,7 +22,7 @@ pytest.importorskip("triton")
 
 from tpkernels import signals_kernel
 
-from benchmarks.compile import TARGETS, _pretend
+from benchmarks.compile import TARGETS
 
 # In modules of their own, whose signals may be broken.
 KERNELS = '''\
@@ -169,23 +167,34 @@ MUTATIONS = {
 NOT_SEEN_ON_GFX942 = ("a poll that is a load", "a number that each thread loads")
 
 
-def compile_kernels(target: str, names: tuple[str, ...], constants: dict[str, Any], old: str, new: str) -> list[str]:
-    """The code of kernels for a target, of sources in which `old` is replaced; run in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        _pretend(TARGETS[target], Path(directory) / "cache")
-        sources = {"signals": Path(signals_kernel.__file__).read_text(), "kernels": KERNELS}
-        assert not old or sum(source.count(old) for source in sources.values()) == 1, f"not once in the sources: {old}"
-        modules = {}
-        for name, source in sources.items():
-            # Names that no mutation had before.
-            module_name = f"{name}_{Path(directory).name}"
-            path = Path(directory) / f"{module_name}.py"
-            path.write_text(source.replace(old, new).replace("{signals}", f"signals_{Path(directory).name}"))
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            assert spec is not None and spec.loader is not None
-            modules[name] = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[name])
-        return [_code(getattr(modules["kernels"], f"{name}_kernel"), constants) for name in names]
+class Wanted(NamedTuple):
+    """Kernels to compile, of sources in which `old` is replaced."""
+
+    target: str
+    names: tuple[str, ...]
+    constants: dict[str, Any]
+    old: str = ""
+    new: str = ""
+
+
+def compile_some(every: list[Wanted]) -> list[list[str]]:
+    """The code of this rank's."""
+    return [_compile(wanted) for wanted in every[dist.get_rank() :: dist.get_world_size()]]
+
+
+def compile_kernels(compilers: RankPool, every: list[Wanted]) -> list[list[str]]:
+    """The code of all."""
+    halves = [iter(half) for half in compilers.run(compile_some, 2, every)]
+    return [next(halves[i % 2]) for i in range(len(every))]
+
+
+def _compile(wanted: Wanted) -> list[str]:
+    pretend(wanted.target)
+    sources = {"signals": Path(signals_kernel.__file__).read_text(), "kernels": KERNELS}
+    old, new = wanted.old, wanted.new
+    assert not old or sum(source.count(old) for source in sources.values()) == 1, f"not once in the sources: {old}"
+    kernels = modules_of({name: source.replace(old, new) for name, source in sources.items()})["kernels"]
+    return [_code(getattr(kernels, f"{name}_kernel"), wanted.constants) for name in wanted.names]
 
 
 def _code(kernel: Any, constants: dict[str, Any]) -> str:
@@ -194,30 +203,20 @@ def _code(kernel: Any, constants: dict[str, Any]) -> str:
     # The others are numbers that triton makes nothing of: neither 1 nor multiples of 16.
     arguments = {name: (values | constants).get(name, 7) for name in kernel.arg_names}
     options = {"num_warps": constants.get("num_warps", 4), "num_stages": 1}
-    asm = kernel.warmup(**arguments, grid=(4,), **options).asm
-    return asm["ptx"] if "ptx" in asm else asm["amdgcn"]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[RankPool]:
-    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return code_of(kernel, (), {**arguments, "grid": (4,), **options})
 
 
 Code = dict[tuple[str, int], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def code(compiler: RankPool) -> Code:
+def code(compilers: RankPool) -> Code:
     """Every kernel's code by target and number of warps."""
+    every = [Wanted(target, NAMES, {"num_warps": warps}) for target in TARGETS for warps in (1, 4)]
+    found = compile_kernels(compilers, every)
     return {
-        (target, warps): dict(
-            zip(NAMES, compiler.run(compile_kernels, 1, target, NAMES, {"num_warps": warps}, "", "")[0], strict=True)
-        )
-        for target in TARGETS
-        for warps in (1, 4)
+        (wanted.target, wanted.constants["num_warps"]): dict(zip(NAMES, codes, strict=True))
+        for wanted, codes in zip(every, found, strict=True)
     }
 
 
@@ -255,14 +254,14 @@ def test_every_poll_is_one_load_that_acquires(code: Code, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_broken_signals_are_noticed(compiler: RankPool, count_mutations: CountMutations, target: str) -> None:
+def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountMutations, target: str) -> None:
     mutations = dict(MUTATIONS)
     if target == "gfx942":
         for name in NOT_SEEN_ON_GFX942:
             del mutations[name]
     survivors = []
-    for name, mutation in mutations.items():
-        (broken,) = compiler.run(compile_kernels, 1, target, (mutation.kernel,), {}, mutation.old, mutation.new)[0]
+    every = [Wanted(target, (mutation.kernel,), {}, mutation.old, mutation.new) for mutation in mutations.values()]
+    for (name, mutation), (broken,) in zip(mutations.items(), compile_kernels(compilers, every), strict=True):
         found = faults_for(target, broken)
         if not any(fault.startswith(mutation.rule) for fault in found):
             survivors.append((name, found))
@@ -271,9 +270,9 @@ def test_broken_signals_are_noticed(compiler: RankPool, count_mutations: CountMu
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_data_that_tma_stores_is_noticed(compiler: RankPool, count_mutations: CountMutations, target: str) -> None:
+def test_data_that_tma_stores_is_noticed(compilers: RankPool, count_mutations: CountMutations, target: str) -> None:
     """Under a count and a flag; without TMA the kernel is the sound one."""
-    (broken,) = compiler.run(compile_kernels, 1, target, ("exchange",), {"TMA": True}, "", "")[0]
+    ((broken,),) = compile_kernels(compilers, [Wanted(target, ("exchange",), {"TMA": True})])
     found = [fault for fault in faults(broken) if fault.startswith("may be overtaken by a flag")]
     count_mutations("the device signals", int(bool(found)), 1)
     assert found and all("cp.async.bulk.tensor.2d.global.shared" in fault for fault in found)

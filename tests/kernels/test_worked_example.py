@@ -6,34 +6,37 @@ that ranks raise. In compiled code the order of signals is looked at (ptx_rules.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import codes_of, modules_of
 from conftest import CountMutations
 from kernel_ranks import kernel_communicator
 from precision import unwritten_is_nan
 from ptx_rules import faults, faults_amd
-from rank_pool import RankError, RankPool
+from rank_pool import RankPool
+from standstill import Standstill
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tpkernels.arena import CallMismatch
 from tpkernels.copies import HostCopies
 from tpkernels.cuda_memory import VirtualMemory
 from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
-from tpkernels.launch import observed
+from tpkernels.signals import PeerError
 
-from benchmarks.compile import TARGETS, _pretend
+from benchmarks.compile import TARGETS
 
 CATALOGUE = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
 ARENA_BYTES = 1 << 18
@@ -68,23 +71,25 @@ def reference(shards: Tensor, scale: Tensor, rank: int) -> Tensor:
     return torch.cat([shard[:, mine] * scale[mine] for shard in shards])
 
 
-def wrong_swaps(module: Any, arena: DeviceArena, dtype: torch.dtype, num_rounds: int) -> list[str]:
+def first_wrong_swap(module: Any, arena: DeviceArena, dtype: torch.dtype, num_rounds: int) -> str:
     """Where the example differs from the specification; no barrier between calls, and in each round a rank is slow."""
-    wrong, claim = [], module.claim
+    claim = module.claim
     generator = torch.Generator().manual_seed(0)  # every rank knows what all have
-    for i in range(num_rounds):
-        seconds = PAUSE_SECONDS if i % arena.world == arena.rank else 0.0
-        module.claim = lambda control, seconds=seconds: (time.sleep(seconds), claim(control))[1]
-        for rows, width in SIZES:
-            shards = torch.randint(-9, 10, (arena.world, rows, arena.world * width), generator=generator).to(dtype)
-            scale = torch.randint(-9, 10, (arena.world * width,), generator=generator).to(dtype)
-            with unwritten_is_nan():
-                y = module.swap(shards[arena.rank].contiguous(), scale, arena)
-            if not torch.equal(y, reference(shards, scale, arena.rank)):
-                wrong.append(f"round {i}: {rows} rows of {width} columns, {dtype}")
-    module.claim = claim
-    arena.check()
-    return wrong
+    try:
+        for i in range(num_rounds):
+            seconds = PAUSE_SECONDS if i % arena.world == arena.rank else 0.0
+            module.claim = lambda control, seconds=seconds: (time.sleep(seconds), claim(control))[1]
+            for rows, width in SIZES:
+                shards = torch.randint(-9, 10, (arena.world, rows, arena.world * width), generator=generator).to(dtype)
+                scale = torch.randint(-9, 10, (arena.world * width,), generator=generator).to(dtype)
+                with unwritten_is_nan():
+                    y = module.swap(shards[arena.rank].contiguous(), scale, arena)
+                arena.check()
+                if not torch.equal(y, reference(shards, scale, arena.rank)):
+                    return f"round {i}: {rows} rows of {width} columns, {dtype}"
+    finally:
+        module.claim = claim
+    return ""
 
 
 def arena_of(**options: Any) -> DeviceArena:
@@ -96,8 +101,8 @@ def arena_of(**options: Any) -> DeviceArena:
 def check_example(path: str) -> None:
     module = loaded(path)
     for seed, dtype in enumerate((torch.float32, torch.float16)):
-        wrong = wrong_swaps(module, arena_of(seed=seed), dtype, num_rounds=3)
-        assert not wrong, "\n".join(wrong)
+        wrong = first_wrong_swap(module, arena_of(seed=seed), dtype, num_rounds=3)
+        assert not wrong, wrong
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -119,15 +124,25 @@ INSTEAD = {
 }
 
 
-def failures(path: str) -> str:
-    """What is noticed of a broken example, on this rank."""
-    try:
-        return "\n".join(wrong_swaps(loaded(path), arena_of(timeout_seconds=1.0), torch.float32, num_rounds=2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def noticed(path: str) -> str:
+    """What this rank notices of a broken example: a wrong result, calls that differ, or that no rank can go on.
+
+    Nothing else is a verdict: it leaves this function. After the first that any rank notices all stop.
+    """
+    arena = arena_of()
+    with Standstill(arena, dist.group.WORLD):
+        try:
+            said = first_wrong_swap(loaded(path), arena, torch.float32, num_rounds=2)
+        except (PeerError, CallMismatch) as error:
+            said = f"{type(error).__name__}: {error}"
+        if said:
+            with contextlib.suppress(PeerError, CallMismatch):
+                arena.leave()
+    return said
 
 
 def test_mutations_of_the_example(interpreters: RankPool, example: Path, count_mutations: CountMutations) -> None:
+    assert interpreters.run(noticed, 3, str(example)) == [""] * 3
     source, survivors = example.read_text(), []
     for i, (name, part) in enumerate(WITHOUT.items()):
         assert source.count(part) == 1, f"{name} does not stand in the example as tested"
@@ -135,11 +150,8 @@ def test_mutations_of_the_example(interpreters: RankPool, example: Path, count_m
         assert indent is not None
         broken = example.with_name(f"{example.stem}_{i}.py")
         broken.write_text(source.replace(part, INSTEAD.get(name, f"{indent.group()}pass\n")))
-        try:
-            if not any(interpreters.run(failures, 3, str(broken))):
-                survivors.append(name)
-        except RankError:
-            continue  # a rank failed or hung: noticed
+        if not any(interpreters.run(noticed, 3, str(broken))):
+            survivors.append(name)
     count_mutations("the worked example", len(WITHOUT) - len(survivors), len(WITHOUT))
     assert not survivors
 
@@ -164,7 +176,13 @@ def messages_of_failures(path: str) -> list[str]:
     assert arena is not None
     gather = lambda columns: all_gather_matmul(torch.ones(4, 6), [torch.ones(3, columns)], comm)  # noqa: E731
     gather(6)
-    messages = [raised_by(lambda: rank == 1 or gather(6), arena)]
+    standstill = Standstill(arena, dist.group.WORLD)
+    if rank == 1:
+        standstill.leave()
+        messages = [raised_by(lambda: None, arena)]
+    else:
+        with standstill:
+            messages = [raised_by(lambda: gather(6), arena)]
     messages.append(raised_by(lambda: gather(6), arena))
     for call in (lambda: swap(torch.ones(4 + rank, 6), torch.ones(6), arena), lambda: gather(6 + rank)):
         arena.reset(dist.group.WORLD)
@@ -183,35 +201,18 @@ def test_the_messages_shown_are_the_messages_raised(interpreters: RankPool, exam
     assert wrong.startswith("ValueError: all_gather_matmul needs x[T/tp, D]")
 
 
-def compile_example(path: str, target: str) -> list[str]:
-    """The code of the example's kernel for a target; run in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        _pretend(TARGETS[target], Path(directory))
-        memory = VirtualMemory.allocate(4, CONTROL_BYTES, "cpu")[0]
-        record = torch.zeros(8, dtype=torch.int32)
-        arena = DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(4), timeout_seconds=1.0)
-        code: list[str] = []
-
-        def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Any) -> None:
-            assembly = kernel.warmup(*arguments, grid=grid, **options).asm
-            code.append(assembly["ptx"] if "ptx" in assembly else assembly["amdgcn"])
-
-        with observed(TARGETS[target], compile_launch):
-            x, scale = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((256, 512), (512,)))
-            loaded(path).swap(x, scale, arena)
-        return code
+def compile_example(source: str, target: str) -> list[str]:
+    """The code of the example's kernel for a target."""
+    module = modules_of({"swap": source})["swap"]
+    memory = VirtualMemory.allocate(4, CONTROL_BYTES, "cpu")[0]
+    record = torch.zeros(8, dtype=torch.int32)
+    arena = DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(4), timeout_seconds=1.0)
+    x, scale = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((256, 512), (512,)))
+    return codes_of(target, lambda: module.swap(x, scale, arena))
 
 
-@pytest.fixture
-def compiler() -> Iterator[RankPool]:
-    """A process of its own: for as long as it lives, triton compiles for whatever it was last told to."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
-def test_the_compiled_example_keeps_the_order_of_signals(compiler: RankPool, example: Path) -> None:
+def test_the_compiled_example_keeps_the_order_of_signals(compilers: RankPool, example: Path) -> None:
     for target in TARGETS:
-        (code,) = compiler.run(compile_example, 1, str(example), target)[0]
+        (code,) = compilers.run(compile_example, 1, example.read_text(), target)[0]
         assert "swap_kernel" in code
         assert not (faults_amd(code) if target == "gfx942" else faults(code)), target
