@@ -1,7 +1,8 @@
-"""The training program with one accident planned: `DRILL=<what>:<rank>:<steps>` in the environment.
+"""The training program with accidents planned: `DRILL=<what>:<rank>:<steps>` in the environment.
 
-The rank dies (SIGKILL) or hangs at a given place, a number of steps after the one it started or resumed with. Rank
-"attempt" is another one in each of torchrun's restarts: 0, 1, 2, ...
+The rank dies (SIGKILL) or hangs at a given place, a number of steps after the one it started or resumed with. Of
+several, with commas between them, the second befalls torchrun's first restart, and so on; further restarts are left in
+peace.
 
     F, B      halfway through a step's forward or backward passes
     reduce    right after it has started to sum a gradient bucket
@@ -134,9 +135,9 @@ def main_with(accident: Accident) -> None:
     main()
 
 
-what, rank, after_steps = os.environ.get("DRILL", "none:0:0").split(":")
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 if os.environ.get("RANK") == "0":
     print(f"drill: attempt {attempt}", file=sys.stderr, flush=True)
-chosen = {"attempt": attempt, "any": os.environ.get("RANK", "0")}.get(rank, rank)
-main_with(Accident(what, int(chosen), int(after_steps)))
+drills = [*os.environ.get("DRILL", "").split(","), "none:0:0"]
+what, rank, after_steps = (drills[min(int(attempt), len(drills) - 1)] or "none:0:0").split(":")
+main_with(Accident(what, int(os.environ.get("RANK", "0") if rank == "any" else rank), int(after_steps)))

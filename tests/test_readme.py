@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from progress import run_program
 
 from tpengine.cli import main
 
@@ -25,7 +25,7 @@ def run_example(directory: Path, name: str, num_ranks: int) -> str:
     """Save an example of the README under its name and run it under torchrun; return what it prints."""
     (example,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
     (directory / f"{name}.py").write_text(example)
-    done = subprocess.run(
+    done = run_program(
         [
             sys.executable,
             "-m",
@@ -39,26 +39,27 @@ def run_example(directory: Path, name: str, num_ranks: int) -> str:
         text=True,
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "worlds", "largest_loss"),
+    ("name", "num_ranks", "largest_loss"),
     [
-        ("block", (1, 2, 4), 1.0),
-        ("images", (4,), 0.5),
-        ("stages", (2,), 0.2),
-        ("gpt", (4,), 1.0),
-        pytest.param("gpt", (8, 4), 1.0, marks=pytest.mark.slow),
+        ("block", 2, 1.0),
+        pytest.param("block", 1, 1.0, marks=pytest.mark.slow),
+        pytest.param("block", 4, 1.0, marks=pytest.mark.slow),
+        ("images", 4, 0.5),
+        ("stages", 2, 0.2),
+        ("gpt", 4, 1.0),
+        pytest.param("gpt", 8, 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_an_example_runs_and_learns(tmp_path: Path, name: str, worlds: tuple[int, ...], largest_loss: float) -> None:
-    assert f"torchrun --nproc-per-node {worlds[-1] if name != 'block' else 2} {name}.py" in README
-    outputs = [float(run_example(tmp_path, name, num_ranks).split("loss")[1]) for num_ranks in worlds]
-    assert all(loss < largest_loss for loss in outputs), outputs
+def test_an_example_runs_and_learns(tmp_path: Path, name: str, num_ranks: int, largest_loss: float) -> None:
+    shown = {"block": 2, "gpt": 4}.get(name, num_ranks)
+    assert f"torchrun --nproc-per-node {shown} {name}.py" in README
+    assert float(run_example(tmp_path, name, num_ranks).split("loss")[1]) < largest_loss
 
 
 def test_the_operators_of_a_block_learn(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from progress import finish
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -127,6 +128,7 @@ def test_determinism_is_timed_without_filling_memory() -> None:
     assert not torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
 
 
+@pytest.mark.slow
 def test_a_compiled_rival_is_right_at_each_shape_in_turn() -> None:
     measured = Measured()
     for seq in (64, 40):
@@ -444,7 +446,7 @@ def test_a_revision_is_compared_with_the_working_tree(clone: Path, tmp_path: Pat
     out = tmp_path / "rows.jsonl"
     options = ["--op", "norm", "--rounds", "2", "--direction", "both", "--against", "HEAD", "--out", str(out)]
     process = started(clone, *options)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = finish(process)
     assert process.returncode == 0, errors
     head = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     for row in rows_of(out):
@@ -465,7 +467,7 @@ def test_a_revision_without_the_operator_is_refused(clone: Path) -> None:
         entry = f"040000 tree {git('mktree', given=entry)}\t{name}"
     commit = git("commit-tree", git("mktree", given=entry), "-m", "no operators")
     process = started(clone, "--op", "norm", "--against", commit)
-    _, errors = process.communicate(timeout=120)
+    _, errors = finish(process)
     assert process.returncode == 2, errors
     assert f"error: --against {commit}: tpkernels has no operator norm" in errors and errors.count("\n") == 1
     assert num_worktrees(clone) == 1
@@ -476,6 +478,6 @@ def test_ctrl_c_removes_the_worktree(clone: Path) -> None:
     assert process.stdout is not None and "no GPU" in process.stdout.readline()  # both processes have answered
     assert num_worktrees(clone) == 2
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = finish(process)
     assert process.returncode == 130, errors
     assert num_worktrees(clone) == 1 and "Traceback" not in errors

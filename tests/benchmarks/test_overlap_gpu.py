@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from progress import run_program
 from rank_pool import RankPool
 from rich.console import Console
 from tpkernels.copies import HostCopies
@@ -200,7 +200,7 @@ def test_the_smallest_model_is_measured_from_end_to_end(tmp_path: Path, num_rank
     out = tmp_path / "rows.jsonl"
     options = f"--device cuda --virtual-ranks {num_ranks} --models llama3_8b --tokens 512 --rounds 2 --out {out}"
     command = [sys.executable, "-m", "benchmarks.run", "overlap", *options.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = run_program(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in rows] == [f"overlap/{case}/llama3_8b/tokens_512" for case in CASES]

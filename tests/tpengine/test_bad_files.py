@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from progress import run_program
 
 from tpengine.data import write_tokens
 from tpengine.resume import checkpoints_of
@@ -32,12 +33,11 @@ TRAIN = (sys.executable, "-m", "tpengine.train")
 
 def run(*arguments: str, program: tuple[str, ...] = TRAIN) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
+    return run_program(
         [*program, *arguments],
         capture_output=True,
         text=True,
         env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=170,
     )
 
 

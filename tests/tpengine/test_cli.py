@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from progress import run_program
 
 from tpengine.cli import main
 from tpengine.config import validate
@@ -181,9 +182,7 @@ def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) 
     os.close(reads)
     command = [sys.executable, "-m", "tpengine.cli", "schedule", "--pp", "2", "--micro-batches", micro_batches]
     try:
-        done = subprocess.run(
-            [*command, "--plan-text", "plan.txt"], cwd=tmp_path, stdout=writes, stderr=subprocess.PIPE, timeout=60
-        )
+        done = run_program([*command, "--plan-text", "plan.txt"], cwd=tmp_path, stdout=writes, stderr=subprocess.PIPE)
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

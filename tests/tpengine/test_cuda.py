@@ -8,7 +8,6 @@ Skips only for want of a GPU. NCCL between cards needs two of them and is not ch
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from exactness import DType, Found, alone, assert_same_bits, exact_config, merge, train_steps
 from parity import Outcome, compare, config_of, outcome_of
+from progress import run_program
 from rank_pool import RankPool
 from torch import nn
 from tpkernels.random import normal_block
@@ -172,7 +172,7 @@ def test_a_billion_parameters_train_in_bfloat16_on_one_card(ranks: RankPool) -> 
 
 def test_the_training_script_runs_over_nccl_on_one_card(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpengine.train", "--device", "cuda", "--train.steps", "20", "--run-dir", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=170)
+    done = run_program(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on cuda" in done.stdout
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

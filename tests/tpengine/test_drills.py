@@ -12,10 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from progress import finish, wait_until
 
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.resume import checkpoints_of
@@ -56,14 +56,10 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def errors_of(process: subprocess.Popen[str]) -> str:
     """Wait for the run; return what it wrote to standard error."""
-    try:
-        _, errors = process.communicate(timeout=170)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return errors
+    _, errors = finish(process)
+    return str(errors)
 
 
 def last_words(errors: str) -> dict[int, str]:
@@ -79,33 +75,55 @@ def final_state(run_dir: Path) -> Index:
     return index
 
 
+# What befalls one attempt after the other: (place, rank). A layout's two chains hold each rank in each of its places.
+CHAINS = {
+    "pp x tp": (
+        (("F", 0), ("B", 1), ("F", 2), ("B", 3)),
+        (("B", 0), ("F", 1), ("B", 2), ("F", 3)),
+    ),
+    "pp x dp": (
+        (("reduce", 0), ("write", 1), ("reduce", 2), ("write", 3)),
+        (("write", 0), ("reduce", 1), ("write", 2), ("reduce", 3)),
+    ),
+    "pp x tp, plain": ((("F", 0), ("F", 1), ("F", 2), ("F", 3)),),
+}
+SHORT_CHAINS = [("pp x tp", (("F", 3), ("B", 0))), ("pp x dp", (("reduce", 1), ("write", 2)))]
+
+
 @pytest.mark.parametrize(
-    ("layout", "accidents"),
-    [("pp x tp", ("F", "B")), ("pp x dp", ("reduce", "write")), ("pp x tp, plain", ("F",))],
+    ("layout", "chain"),
+    SHORT_CHAINS
+    + [
+        pytest.param(layout, chain, marks=pytest.mark.slow, id=f"{layout}, {'-'.join(what for what, _ in chain)}")
+        for layout, chains in CHAINS.items()
+        for chain in chains
+    ],
 )
-def test_any_rank_may_be_killed_anywhere(tmp_path: Path, layout: str, accidents: tuple[str, ...]) -> None:
-    """Each of 4 ranks dies in turn in each place; torchrun restarts all, --resume goes on from the newest checkpoint.
+def test_any_rank_may_be_killed_anywhere(tmp_path: Path, layout: str, chain: tuple[tuple[str, int], ...]) -> None:
+    """In each attempt another rank dies in another place; torchrun restarts all, --resume goes on from the newest
+    checkpoint.
 
     The end is the undisturbed run's, bit by bit. A run that died before its first checkpoint starts again.
     """
     arguments = (*SMALL, *LAYOUTS[layout], "--preset", "tiny", "--resume", "--run-dir")
     process = start(*arguments, str(tmp_path / "undisturbed"))
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     want = final_state(tmp_path / "undisturbed")
-    for what in accidents:
-        run_dir = tmp_path / what
-        process = start(*arguments, str(run_dir), drill=f"{what}:attempt:3", restarts=4)
-        errors = finish(process)
-        assert process.returncode == 0, errors
-        attempts = errors.split("drill: attempt ")[1:]
-        assert [int(attempt[0]) for attempt in attempts] == [0, 1, 2, 3, 4], f"not every rank died in {what}: {errors}"
-        for dead, attempt in enumerate(attempts[:4]):
-            check_reports(what, dead, last_words(attempt))
-        assert not last_words(attempts[4])
-        assert final_state(run_dir).files == want.files, "weights or moments differ from the undisturbed run"
-        assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
-        assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == STEPS
+    run_dir = tmp_path / "disturbed"
+    drill = ",".join(f"{what}:{rank}:3" for what, rank in chain)
+    process = start(*arguments, str(run_dir), drill=drill, restarts=len(chain))
+    errors = errors_of(process)
+    assert process.returncode == 0, errors
+    attempts = errors.split("drill: attempt ")[1:]
+    numbers = [int(attempt[0]) for attempt in attempts]
+    assert numbers == list(range(len(chain) + 1)), f"not every rank died: {errors}"
+    for (what, dead), attempt in zip(chain, attempts, strict=False):
+        check_reports(what, dead, last_words(attempt))
+    assert not last_words(attempts[-1])
+    assert final_state(run_dir).files == want.files, "weights or moments differ from the undisturbed run"
+    assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == STEPS
 
 
 def check_reports(what: str, dead: int, reports: dict[int, str]) -> None:
@@ -123,7 +141,7 @@ def test_a_restart_gets_past_a_damaged_checkpoint(tmp_path: Path) -> None:
     # The rank dies in the sixth step that it does; after the restart there are five.
     arguments = (*SMALL, *layout, "--preset", "tiny", "--resume", "--run-dir", str(out))
     process = start(*arguments, drill="damage:0:5", num_ranks=2, restarts=1)
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     pattern = r"^tpengine: .*step-(\d+) is damaged, continuing from step-(\d+): .*; it is kept as (\S+)$"
     assert re.findall(pattern, errors, re.MULTILINE) == [("00000004", "00000002", "step-00000004.damaged")]
@@ -191,7 +209,7 @@ def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> N
     assert "changed since the checkpoint: train.num_micro_batches from 4 to 8" in out
     alone = [*sizes[:at], *sizes[at + 2 :], "--train.num-micro-batches", "8", "--parallel.pp", "1"]
     process = start(*alone, "--run-dir", str(tmp_path / "alone"), num_ranks=1)
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     got, want = (numbers_of(tmp_path / name / "metrics.jsonl") for name in ("out", "alone"))
     assert len(want) == 12 and got == want
@@ -215,19 +233,19 @@ def test_a_killed_run_is_resumed_by_hand(tmp_path: Path) -> None:
     """Without restarts torchrun ends all ranks: the dead one by its signal, the others by themselves, with code 70."""
     out = str(tmp_path / "out")
     process = start(*SMALL, "--run-dir", out, drill="B:1:3")
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode != 0
     check_reports("B", 1, last_words(errors))
     assert "exitcode  : -9" in errors and errors.count("exitcode  : 70") == 3, errors
     process = start("--run-dir", out, "--resume", num_ranks=1)
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     final_state(Path(out))
 
 
 def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path) -> None:
     process = start(*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "10", drill="hang:1:3")
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode != 0
     reports = last_words(errors)
     assert sorted(reports) == [0, 1, 2, 3], errors
@@ -237,20 +255,20 @@ def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path)
     assert re.search(r"in 0F1 for", reports[1]), reports[1]
 
 
-def wait_for(path: Path, num_lines: int) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists() or len(path.read_text().splitlines()) < num_lines:
-        assert time.monotonic() < deadline, f"{path} has not {num_lines} lines"
-        time.sleep(0.1)
+def wait_for(path: Path, num_lines: int, process: subprocess.Popen[str]) -> None:
+    def is_so() -> bool:
+        return path.exists() and len(path.read_text().splitlines()) >= num_lines
+
+    wait_until(is_so, process, f"{path} has not {num_lines} lines")
 
 
 def test_ranks_blocked_in_a_collective_still_hear_a_request_to_stop(tmp_path: Path) -> None:
     """No Python signal handler runs in them; the watch's thread reports before torchrun's SIGKILL."""
     out = tmp_path / "out"
     process = start(*SMALL, "--run-dir", str(out), drill="hang:3:2")
-    wait_for(out / "metrics.jsonl", 2)
+    wait_for(out / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGTERM)
-    errors = finish(process)
+    errors = errors_of(process)
     reports = last_words(errors)
     assert sorted(reports) == [0, 1, 2, 3], errors
     assert any("SIGTERM, and nothing moved" in report for report in reports.values()), reports
@@ -262,9 +280,9 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
     out = tmp_path / "out"
     forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000")
     process = start(*forever, "--run-dir", str(out))
-    wait_for(out / "metrics.jsonl", 3)
+    wait_for(out / "metrics.jsonl", 3, process)
     process.send_signal(number)
-    errors = finish(process)
+    errors = errors_of(process)
     (line,) = re.findall(r"^tpengine: .*after step.*$", errors, re.MULTILINE)
     what = "interrupted" if number == signal.SIGINT else "terminated"
     match = re.fullmatch(
@@ -276,7 +294,7 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
     assert not last_words(errors), "a rank that could save reported an end instead"
 
     process = start("--run-dir", str(out), "--resume", "--train.steps", str(step + 2), num_ranks=2)
-    errors = finish(process)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     assert len((out / "metrics.jsonl").read_text().splitlines()) == step + 2
 
@@ -288,12 +306,12 @@ def test_a_notice_of_preemption_saves(tmp_path: Path, through_torchrun: bool) ->
     out = tmp_path / "out"
     forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--parallel.pp", "2")
     process = start(*forever, "--run-dir", str(out), num_ranks=2, signals="SIGTERM,SIGINT,SIGUSR1")
-    wait_for(out / "metrics.jsonl", 2)
+    wait_for(out / "metrics.jsonl", 2, process)
     if through_torchrun:
         process.send_signal(signal.SIGUSR1)
     else:
         os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
-    errors = finish(process)
+    errors = errors_of(process)
     number = "SIGUSR1" if through_torchrun else "SIGUSR2"
     (step,) = re.findall(
         rf"^tpengine: asked to stop by {number} after step (\d+) of 100000: saved", errors, re.MULTILINE
@@ -312,10 +330,10 @@ def test_ranks_that_outlive_torchrun_save_and_leave(tmp_path: Path) -> None:
     """kill -9 of torchrun itself: nobody passes on anything to its ranks any more, and nothing may be left behind."""
     out = tmp_path / "out"
     process = start(*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", str(out))
-    wait_for(out / "metrics.jsonl", 3)
+    wait_for(out / "metrics.jsonl", 3, process)
     process.kill()
     # Standard error ends with its last writer.
-    errors = finish(process)
+    errors = errors_of(process)
     (step,) = re.findall(r"^tpengine: terminated after step (\d+) of 100000: saved in", errors, re.MULTILINE)
     newest = checkpoints_of(out).newest()
     assert newest is not None and read_index(newest).step == int(step)

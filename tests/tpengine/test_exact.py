@@ -11,7 +11,6 @@ import functools
 import gc
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +39,7 @@ from exactness import (
     train_steps,
 )
 from mutations import survivors
+from progress import run_program
 from rank_pool import RankPool
 from torch import Tensor
 from tpkernels import host_gemm
@@ -373,13 +373,12 @@ def start_run(name: str, *arguments: str, num_processes: int, threads: str | Non
     launcher = torchrun if num_processes > 1 else []
     unset = ("MASTER_ADDR", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     environ = {key: value for key, value in os.environ.items() if key not in unset}
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, *launcher, "-m", "tpengine.train", *RUN, *arguments, "--run-dir", name],
         capture_output=True,
         text=True,
         cwd=cwd,
         env={**environ, **({"OMP_NUM_THREADS": threads} if threads else {}), "CUDA_VISIBLE_DEVICES": ""},
-        timeout=170,
     )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (cwd / name / "metrics.jsonl").read_text().splitlines()]

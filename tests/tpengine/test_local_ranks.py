@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from progress import finish
 
 from tpengine.local_ranks import Ranks, RanksFailed, run_ranks
 
@@ -85,10 +85,8 @@ def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
 def test_one_ranks_failure_ends_all_though_the_other_waits_for_it(how: str, message: str) -> None:
     with Ranks(2, MEMBER, 0) as ranks:
         ((pid, _, _), _) = ranks.call("process")
-        begin = time.monotonic()
         with pytest.raises(RanksFailed, match=message):
             ranks.call("fail_on_last", how)
-        assert time.monotonic() - begin < 30
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -99,10 +97,8 @@ def test_an_answer_that_cannot_be_sent_is_said() -> None:
 
 
 def test_no_answer_in_time() -> None:
-    begin = time.monotonic()
     with pytest.raises(RanksFailed, match=r"^ranks 0, 1: no answer in 0\.5 s$"):
         Ranks(2, "time:sleep", 3600, seconds=0.5)
-    assert time.monotonic() - begin < 30
 
 
 def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback() -> None:
@@ -162,18 +158,18 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_parent_needs_no_torch(tmp_path: Path) -> None:
-    output, errors = parent_of(2, "print(ranks.call('run'))", tmp_path).communicate(timeout=120)
+    output, errors = finish(parent_of(2, "print(ranks.call('run'))", tmp_path))
     assert output == "[0, 1]\n", errors
 
 
 def test_ranks_end_by_themselves_when_their_parent_is_killed(parent: subprocess.Popen[str]) -> None:
     parent.kill()
     # The ranks hold the other end of its output too: it ends with the last of them.
-    parent.communicate(timeout=30)
+    finish(parent)
     assert parent.returncode == -signal.SIGKILL
 
 
 def test_ctrl_c_ends_the_ranks_and_only_the_parent_speaks(parent: subprocess.Popen[str]) -> None:
     os.killpg(parent.pid, signal.SIGINT)
-    _, errors = parent.communicate(timeout=30)
+    _, errors = finish(parent)
     assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")

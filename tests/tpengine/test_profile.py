@@ -26,6 +26,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from parity import config_of
+from progress import finish
 from rank_pool import RankPool
 
 from tpengine.cli import main
@@ -339,7 +340,7 @@ def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
         if line.startswith("step 1/"):
             break
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+    output, errors = finish(process)
     assert process.returncode == 130, errors
     assert errors.count("\n") == 1 and "continue with --run-dir out --resume" in errors
     assert "profiled step" in output and "no stage waits on another" in output

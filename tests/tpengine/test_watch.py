@@ -12,17 +12,38 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from progress import finish, run_program, wait_until
 from tpkernels.signals import Signals, control_bytes, waits_for_peer, words_over
 
 from tpengine.activity import Activity, Doing
 from tpengine.watch import Watch
 
+# The program's clock moves only by `pass_time`, which then waits until the watch has looked at it and read its signals.
 HEAD = """
-import signal, sys, time
+import os, signal, sys, threading, time, types
+import tpengine.activity, tpengine.watch
 from tpengine.activity import Activity
 from tpengine.watch import Watch
+
+now, looks = [100.0], [0]
+
+def clock():
+    looks[0] += threading.current_thread().name == "tpengine-watch"
+    return now[0]
+
+def pass_time(seconds):
+    now[0] += seconds
+    before = looks[0]
+    while looks[0] < before + 3:
+        time.sleep(0.01)
+
+def say(what):
+    print(what, file=sys.stderr, flush=True)
+
+tpengine.activity.time = types.SimpleNamespace(monotonic=clock)
+tpengine.watch._POLL_SECONDS = 0.02
 activity = Activity()
-with Watch(3, activity) as watch:
+with Watch(3, activity, clock) as watch:
     activity.step = 6
 """
 
@@ -37,7 +58,7 @@ def leave(body: str, tmp_path: Path, *signals: signal.Signals) -> tuple[int, str
         assert process.stdout.readline()
     for number in signals:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = finish(process)
     return process.returncode, errors
 
 
@@ -48,16 +69,28 @@ DEAF = (
 )
 
 
+def waits_for_a_lock(pid: int) -> bool:
+    """Whether a program's main thread sleeps in C, waiting for a lock that nobody ever opens."""
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
+    return state == "S" and Path(f"/proc/{pid}/wchan").read_text().startswith("futex")
+
+
+def pending_signals(pid: int) -> bool:
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return any(int(lines[name], 16) for name in ("SigPnd", "ShdPnd"))
+
+
 def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
     """What makes the watch necessary: without it the same program does not react."""
     script = tmp_path / "program.py"
     script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{DEAF}\n")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
-    time.sleep(1)  # it blocks right after it has printed
+    wait_until(lambda: waits_for_a_lock(process.pid), process, "the program is not deaf")
     process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=2)
+    wait_until(lambda: not pending_signals(process.pid), process, "the signal is not delivered")
+    # Python's part in C has noted the signal; the thread that would run the handler waits for the lock again.
+    wait_until(lambda: waits_for_a_lock(process.pid), process, "the program has heard")
     process.kill()
     process.communicate()
 
@@ -72,7 +105,7 @@ def test_before_training_an_interrupt_ends_the_process_at_once(tmp_path: Path) -
 def test_before_training_a_request_to_terminate_names_what_was_going_on(tmp_path: Path) -> None:
     code, errors = leave("activity.begin('reading')\n" + DEAF, tmp_path, signal.SIGTERM)
     assert code == 143
-    assert errors.startswith("tpengine: rank 3 ends: SIGTERM: step 7, in reading for 0.")
+    assert errors == "tpengine: rank 3 ends: SIGTERM: step 7, in reading for 0.0 s\n"
 
 
 def test_ranks_that_only_start_are_silent(tmp_path: Path) -> None:
@@ -90,45 +123,63 @@ def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, numbe
     assert leave(body, tmp_path, number) == (128 + number, "tpengine: saved\n")
 
 
+# For programs whose main thread is deaf: another lets time pass.
+LATER = """
+def later():
+    while not ({when}):
+        time.sleep(0.01)
+    for seconds in {seconds}:
+        pass_time(seconds)
+        say('still here')
+threading.Thread(target=later, daemon=True).start()
+"""
+
+
+def later(seconds: tuple[float, ...], when: str = "True") -> str:
+    return LATER.format(when=when, seconds=seconds)
+
+
 def test_a_deaf_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
     body = (
         "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
         "activity.longest_seconds = 1.0\n"
     )
-    code, errors = leave(body + DEAF, tmp_path, signal.SIGTERM)
+    code, errors = leave(body + later((4.9, 0.2), "watch.stop") + DEAF, tmp_path, signal.SIGTERM)
     assert code == 70
-    assert "rank 3 ends: SIGTERM, and nothing moved for 5 s after it: step 7, in 0B1 for " in errors
-    assert errors.endswith(", waiting for 0B1s peer\n") and errors.count("\n") == 1
+    report = "SIGTERM, and nothing moved for 5 s after it: step 7, in 0B1 for 5.1 s, waiting for 0B1s peer"
+    assert errors == f"still here\ntpengine: rank 3 ends: {report}\n"
 
 
 def test_an_action_that_outlives_the_limit_is_reported(tmp_path: Path) -> None:
-    code, errors = leave("watch.timeout_seconds = 0.5\nactivity.begin('0F2')\n" + DEAF, tmp_path)
-    assert code == 70 and "--train.timeout-seconds 0.5 is over: step 7, in 0F2 for " in errors
+    body = "activity.begin('0F2')\nwatch.timeout_seconds = 0.5\n"
+    code, errors = leave(body + later((0.4, 0.2)) + DEAF, tmp_path)
+    report = "--train.timeout-seconds 0.5 is over: step 7, in 0F2 for 0.6 s"
+    assert (code, errors) == (70, f"still here\ntpengine: rank 3 ends: {report}\n")
 
 
 def test_what_is_not_timed_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
     body = (
-        "watch.timeout_seconds = 0.2\nactivity.begin('writing', timed=False)\ntime.sleep(1.5)\n"
-        "activity.begin('0F0')\ntime.sleep(60)"
+        "activity.begin('writing', timed=False)\nwatch.timeout_seconds = 0.2\npass_time(1.5)\nsay('still here')\n"
+        "activity.begin('0F0')\npass_time(1)\nsay('and here')"
     )
     code, errors = leave(body, tmp_path)
-    assert code == 70 and "in 0F0" in errors
+    assert code == 70 and errors.startswith("still here\ntpengine: rank 3 ends: ") and "in 0F0 for 1.0 s" in errors
 
 
 def test_a_second_interrupt_ends_a_slow_save(tmp_path: Path) -> None:
     """The same Ctrl-C often arrives twice, from the terminal and from torchrun; a person's second comes later."""
     body = (
-        "watch._rank = 0\nwatch.stoppable = True\nactivity.begin('writing', timed=False)\nprint('ready', flush=True)\n"
-        "import os\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(2.5)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)"
+        "watch._rank = 0\nwatch.stoppable = True\nactivity.begin('writing', timed=False)\n"
+        "interrupt = lambda: (os.kill(os.getpid(), signal.SIGINT), pass_time(0))\n"
+        "interrupt()\npass_time(1.9)\ninterrupt()\nsay('still here')\npass_time(0.2)\ninterrupt()\nsay('and here')"
     )
-    code, errors = leave(body, tmp_path, signal.SIGINT)
-    assert code == 130 and errors == "tpengine: interrupted again: this step is lost\n"
+    code, errors = leave(body, tmp_path)
+    assert code == 130 and errors == "still here\ntpengine: interrupted again: this step is lost\n"
 
 
 def test_a_broken_explanation_does_not_swallow_the_report(tmp_path: Path) -> None:
-    body = "watch.timeout_seconds = 0.3\nwatch.explain = lambda what: 1 / 0\nactivity.begin('0F2')\n"
-    code, errors = leave(body + DEAF, tmp_path)
+    body = "activity.begin('0F2')\nwatch.explain = lambda what: 1 / 0\nwatch.timeout_seconds = 0.3\n"
+    code, errors = leave(body + later((1.0,)) + DEAF, tmp_path)
     assert code == 70 and "whom it waited for is unknown: ZeroDivisionError" in errors
 
 
@@ -140,7 +191,7 @@ def test_a_finished_watch_gives_the_signals_back(tmp_path: Path) -> None:
         + "    pass\n"
         + "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.set_wakeup_fd(-1))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = run_program([sys.executable, str(script)], capture_output=True, text=True)
     assert done.stdout == "True -1\n", done.stderr
 
 
@@ -149,7 +200,8 @@ def test_a_rank_that_waits_for_nobody_is_never_given_up(tmp_path: Path) -> None:
     body = (
         "watch._rank = 0\nwatch.stoppable = True\nwatch.waits = lambda what: what != '0F0'\n"
         "activity.longest_seconds = 0.1\nactivity.begin('0F0')\nprint('ready', flush=True)\n"
-        "time.sleep(7)\nwatch.leave_stopped(watch.stop, 'saved')"
+        "while not watch.stop:\n    time.sleep(0.01)\n"
+        "pass_time(7)\nwatch.leave_stopped(watch.stop, 'saved')"
     )
     assert leave(body, tmp_path, signal.SIGTERM) == (143, "tpengine: saved\n")
 
@@ -161,7 +213,8 @@ def test_a_rank_whose_standard_error_is_closed_still_leaves(tmp_path: Path) -> N
     assert process.stdout is not None and process.stdout.readline() and process.stderr is not None
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
+    wait_until(lambda: process.poll() is not None, process, "the rank has not left")
+    assert process.returncode == 143
 
 
 def test_a_rank_that_torchrun_has_left_behind_stops_by_itself(tmp_path: Path) -> None:
@@ -186,17 +239,20 @@ def test_a_rank_that_torchrun_has_left_behind_stops_by_itself(tmp_path: Path) ->
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
-    body = "watch.stoppable = True\nprint('ready', flush=True)\ntime.sleep(1)\nprint(watch.stop, file=sys.stderr)"
+    body = "watch.stoppable = True\nprint('ready', flush=True)\ninput()\npass_time(0)\nsay(watch.stop)"
     script = tmp_path / "program.py"
     script.write_text(
         "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         + HEAD
         + "".join(f"    {line}\n" for line in body.splitlines())
     )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline()
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None and process.stdout.readline()
     process.send_signal(signal.SIGHUP)
-    assert process.communicate(timeout=30)[1] == "0\n"
+    process.stdin.write("sent\n")
+    process.stdin.flush()
+    assert finish(process)[1] == "0\n"
 
 
 class Left(Exception):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from progress import finish
 
 from tpengine.certify import command
 from tpengine.certify.command import Layout, parse_layout
@@ -103,7 +104,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = finish(process)
     assert process.returncode == 128 + number
     assert (
         errors.strip().splitlines()[-1] == "tpengine: interrupted; all ranks have ended" and "Traceback" not in errors
