@@ -48,7 +48,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter_dgrad", mutates_args=())
-def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool) -> list[Tensor]:
+def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool = True) -> list[Tensor]:
+    # The default is for graphs that inductor has in its cache on disk: they were compiled when it was always kept.
     comm = communicator_named(group)
     (dx,), full = gather_matmul(dy, [weight], comm, num_tokens, _NAME, keep=keep_gathered)
     if full is None:
@@ -57,7 +58,7 @@ def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathere
 
 
 @_dgrad.register_fake
-def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool) -> list[Tensor]:
+def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool = True) -> list[Tensor]:
     dx = dy.new_empty(num_tokens, weight.shape[1])
     return [dx, dy.new_empty(num_tokens, dy.shape[1])] if keep_gathered else [dx]
 
