@@ -139,7 +139,7 @@ def test_a_run_without_a_whole_checkpoint_is_one_line(run_dir: Path) -> None:
         (("--model.hidden-size", "64"), "must keep model.hidden_size"),
         (("--preset", "bench"), "must keep model."),
         (("--train.seed", "1"), "must keep train.seed"),
-        (("--train.micro-batch-size", "4"), "must keep samples per step"),
+        (("--train.num-micro-batches", "8"), "must keep samples per step"),
         (("--data.path", "{tmp}/other.bin"), "must keep the text"),
     ],
 )
