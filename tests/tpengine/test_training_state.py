@@ -82,8 +82,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("tied", "kv_heads"),
+    [
+        (True, 1),
+        (False, 2),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_in_any_layout(ranks: RankPool, tmp_path: Path, tied: bool, kv_heads: int) -> None:
     """Loss, gradient norm and parameters of the steps after the change, within 1e-9 of one uninterrupted process."""
     (reference,) = ranks.run(uninterrupted, 1, config_for(1, 1, 1, tied=tied, kv_heads=kv_heads))
