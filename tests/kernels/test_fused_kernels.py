@@ -85,6 +85,23 @@ def test_what_is_larger_than_the_arena_moves_in_pieces(interpreters: RankPool, w
     interpreters.run(check_matrix, world, strategy, TINY, (70,), 33)
 
 
+def check_sizes_of_zero(strategy: str) -> None:
+    comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
+    empty: list[Case] = []
+    for tokens in (0, 5):
+        empty += cases((tokens,), dim=0)[::3]
+        empty += cases((tokens,), widths=(0, 3), dim=2)[1:2]
+        empty += cases((tokens,), widths=(0,))[3:6:2]
+    wrong = wrong_results(comm, empty)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
+    """Every peer is notified of nothing, too, or all wait."""
+    interpreters.run(check_sizes_of_zero, 2, strategy)
+
+
 def check_dtypes_and_strides(strategy: str) -> None:
     comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
     many = cases((65,), dtype=torch.float16, strided=True) + cases((7,), strided=True)
