@@ -387,12 +387,12 @@ def test_every_change_since_the_checkpoint_is_said(tmp_path: Path) -> None:
 
 def test_what_is_only_spelled_otherwise_is_no_change() -> None:
     config = saved_run(1, 1, 1)
-    before = replace(config, parallel=replace(config.parallel, schedule="/home/me/mine.plan"))
+    before = replace(config, parallel=replace(config.parallel, schedule="/elsewhere/mine.plan"))
     index = Index(10, {}, {}, state_of(before, "f" * 64, 10))
     kept = replace(before, parallel=replace(before.parallel, schedule="runs/1/mine.txt"), device="cuda")
     assert changes_since(index, kept) == []
     other = replace(before, parallel=replace(before.parallel, schedule="gpipe"))
-    assert changes_since(index, other) == ["parallel.schedule from /home/me/mine.plan to gpipe"]
+    assert changes_since(index, other) == ["parallel.schedule from /elsewhere/mine.plan to gpipe"]
     index = Index(10, {}, {}, state_of(replace(config, device="cpu"), "f" * 64, 10))
     assert changes_since(index, replace(config, device="cuda")) == ["device from cpu to cuda"]
 
