@@ -17,6 +17,7 @@ from tpengine.distributed import start
 from tpengine.launch import Launch
 from tpengine.local_ranks import Ranks
 from tpengine.loopback import GLOO_INTERFACE, loopback_interface, loopback_variables
+from tpengine.meeting import Meeting
 
 _LISTENS = "0A"
 
@@ -71,9 +72,10 @@ def started(world: int, port: int, networks: list[str]) -> tuple[str, list[str]]
         patch.delenv(GLOO_INTERFACE, raising=False)
         if networks:
             patch.setattr("tpengine.distributed.network_identity", lambda: networks[rank])
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", str(port))
-        start(torch.device("cpu"), Launch(rank, world, rank, world, "127.0.0.1", port))
+        launch = Launch(rank, world, rank, world, "127.0.0.1", port)
+        meeting = Meeting(launch, {})
+        meeting.connect()
+        start(torch.device("cpu"), launch, meeting.store)
         dist.barrier()
         # The store of a run without torchrun's agent is torch's, and listens everywhere.
         answer = os.environ.pop(GLOO_INTERFACE, ""), listening_at(port)
