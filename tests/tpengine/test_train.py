@@ -216,7 +216,7 @@ def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(THREADS_LEFT)
     done = run(2, *SMALL, "--run-dir", "out", cwd=tmp_path, program=("script.py",))
     assert done.returncode == 0, done.stderr
-    threads = [line for line in done.stdout.splitlines() if line.startswith("threads")]
+    threads = [line for line in done.stdout.splitlines() if line.startswith("threads [")]
     assert len(threads) == 2 and not any("gloo" in line for line in threads), threads
 
 
