@@ -18,7 +18,7 @@ from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_row
 from rank_pool import RankPool
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.launch import Target, num_processors, observed
+from tpkernels.launch import Target, num_processors, observed, target_of
 from tpkernels.matmul import configs
 from tpkernels.matmul.configs import MatmulConfig, config_of
 from tpkernels.matmul.kernel import launch_matmul
@@ -151,15 +151,41 @@ def test_every_configuration(rung: Rung) -> None:
     rung(check_configurations)
 
 
-def check_fixed(device: str, dtype: torch.dtype) -> None:
-    """Rows and columns of a product are the product of these rows and columns, bit by bit, wherever they lie."""
+def rounded_between_blocks(m: int, n: int, k: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """A and B, of which a block of K adds up exactly in whatever order, while the sums of the blocks are rounded.
+
+    Of four blocks the first holds large products, the third takes them away again, and what is left of the small
+    products of the second was rounded beside the large ones: it shows which blocks were added up in which order.
+    """
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(sizes, generator=generator).to(device, dtype) for sizes in ((257, 200), (200, 264)))
+    a, b = (torch.randint(-8, 9, sizes, generator=generator).float() for sizes in ((m, k), (k, n)))
+    block = torch.arange(k) // block_k
+    large, taken = (block % 4 == 0).nonzero()[:, 0], (block % 4 == 2).nonzero()[:, 0]
+    a[:, taken], b[taken] = a[:, large[: len(taken)]], -b[large[: len(taken)]]
+    scale = torch.where(block % 2 == 0, 1.0, 2.0**-10)
+    return a * scale, b * scale[:, None]
+
+
+def check_fixed(device: str, dtype: torch.dtype) -> None:
+    """Rows and columns of a product are the product of these rows and columns, bit by bit, wherever they lie.
+
+    Interpreted, the host's BLAS multiplies the blocks, and on some processors the bits of a product of random numbers
+    depend on its place in the block. There the kernel's part is shown alone: the order and the size of the blocks.
+    """
+    sizes = (257, 264, 200)
+    if device == "cpu":
+        target = target_of(torch.empty(0))
+        a, b = rounded_between_blocks(*sizes, config_of(*sizes, dtype, target, fixed=True).block_k)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(shape, generator=generator) for shape in ((257, 200), (200, 264)))
+    a, b = a.to(device, dtype), b.to(device, dtype)
     whole = matmul(a, b, fixed=True)
     parts = [(slice(0, 257), slice(0, 264)), (slice(5, 69), slice(7, 40)), (slice(200, 201), slice(263, 264))]
     for rows, columns in parts:
-        for left, right in ((a[rows], b[:, columns]), (by_columns(a[rows]), by_columns(b[:, columns]))):
-            assert torch.equal(matmul(left, right, fixed=True), whole[rows, columns])
+        for change in (Tensor.contiguous, by_columns, with_gaps):
+            product = matmul(change(a[rows]), change(b[:, columns]), fixed=True)
+            assert torch.equal(product, whole[rows, columns])
     # Beside other columns, gate and up have the same neighbours.
     weight = b.T.contiguous()
     h, y = launch_matmul_swiglu(a, weight, True, fixed=True)
