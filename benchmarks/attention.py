@@ -16,7 +16,7 @@ from tpkernels.host_attention import causal_attention
 from benchmarks.harness import compare
 from benchmarks.rows import make_row, stored
 from benchmarks.tables import speed_table
-from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
+from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 
 _OURS, _TORCH = "tpkernels", "torch"
 

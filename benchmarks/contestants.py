@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.local_ranks import Ranks
+from tpengine.distributed.local_ranks import Ranks
 
 CHECKED_STEPS = 2
 
@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 
 class Member:
-    """One rank of a contestant; lives in a process of its own (see tpengine.local_ranks.Ranks)."""
+    """One rank of a contestant; lives in a process of its own (see tpengine.distributed.local_ranks.Ranks)."""
 
     def __init__(self, entry: Entry) -> None:
         self._engine = _build(entry)

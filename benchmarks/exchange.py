@@ -26,8 +26,8 @@ from tpkernels.mailbox import Mailbox
 from benchmarks.harness import compare
 from benchmarks.rows import make_row, stored
 from benchmarks.tables import speed_table
-from tpengine.communicators import SUM_ARENA_BYTES
-from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
+from tpengine.distributed.groups import SUM_ARENA_BYTES
+from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 
 _OURS, _GLOO = "memory", "gloo"
 _ITEM_BYTES = 4

@@ -11,7 +11,7 @@ What has given wrong numbers, here or elsewhere, and what is done about it:
 6.  Ranks that start at different times. A barrier comes before every timed call, outside the measured time.
 7.  Barriers and waits that spin take the core from the slower peer whom they wait for. Ours block.
 8.  More ranks than cores. Then a variant is also charged for the scheduler; rows name ranks, threads and cores.
-9.  A thread count left open: torch takes all cores in every rank. tpengine/local_ranks.py pins one thread.
+9.  A thread count left open: torch takes all cores in every rank. tpengine/distributed/local_ranks.py pins one thread.
 10. Denormal, NaN or infinite operands run at another speed. Inputs are of ordinary size, and checks compare values.
 11. An allocator that gives memory back to the system after a call and faults it in again in the next: 2 to 10 % of a
     matmul. `keep_freed_memory` lifts glibc's thresholds first, as any training process has done after one step.

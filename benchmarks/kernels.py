@@ -49,7 +49,7 @@ from benchmarks.kernel_timing import measure_ceilings
 from benchmarks.revision import ROOT, checked_out, commit_of
 from benchmarks.rows import append, make_row
 from benchmarks.shapes import MODELS, SEQUENCES
-from tpengine.local_ranks import THREADS_PER_RANK
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _RESULTS = ROOT / "benchmarks" / "results"
 _MODELS = {model.name: model for model in MODELS}

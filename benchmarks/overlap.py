@@ -48,7 +48,7 @@ from benchmarks.overlap_gpu import measure_on_gpu
 from benchmarks.overlap_ranks import prepare_environment
 from benchmarks.overlap_table import overlap_fields, overlap_table
 from benchmarks.rows import make_row, stored
-from tpengine.local_ranks import THREADS_PER_RANK, run_ranks
+from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 
 _TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")

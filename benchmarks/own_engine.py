@@ -1,16 +1,16 @@
-"""tpengine as a contestant: its trainer, as tpengine/run.py makes it, without checkpoints, metrics and watch."""
+"""tpengine as a contestant: its trainer, as training/run.py makes it, without checkpoints, metrics and watch."""
 
 from __future__ import annotations
 
 import torch
 
-# As tpengine.distributed says: imported after the process group, it would keep that group alive.
+# As tpengine.distributed.process says: imported after the process group, it would keep that group alive.
 import torch.distributed.nn.functional
 from torch import Tensor
 
 from tpengine.config import Config
 from tpengine.data import Corpus
-from tpengine.trainer import Trainer
+from tpengine.training.trainer import Trainer
 
 
 class OwnEngine:

@@ -34,7 +34,7 @@ from benchmarks.pipeline_rival import check_rival
 from benchmarks.pipeline_sides import SEQUENTIAL_SCHEDULES
 from benchmarks.rows import make_row, stored
 from tpengine.config import Config
-from tpengine.local_ranks import THREADS_PER_RANK
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _THEIRS = "torch"
 # What stands beside torch in a row: each is a comparison of its own.

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.pipeline_ranks import Measured, SideName
 from tpengine.config import Config
-from tpengine.local_ranks import Ranks
+from tpengine.distributed.local_ranks import Ranks
 
 # Largest relative difference that the order of sums explains; measured in float32: 1e-7 of losses, 3e-6 of gradients.
 _TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 5e-2}

@@ -29,13 +29,14 @@ from benchmarks.harness import PASSED, Spread, spread_fields
 from benchmarks.pipeline_options import Options, config_of, sizes_of
 from benchmarks.rows import make_row, stored
 from tpengine.config import Config
-from tpengine.local_ranks import THREADS_PER_RANK, Ranks
-from tpengine.plan import Costs, Kind, Plan, simulate
-from tpengine.plan.cost_profile import CostProfile
-from tpengine.plan.measured import decode_record, measured_timeline
-from tpengine.plan.measured_costs import MeasuredStep, profile_of
-from tpengine.plan.profile_costs import costs_for
-from tpengine.step_plan import layout_of, training_plan
+from tpengine.distributed.local_ranks import THREADS_PER_RANK, Ranks
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.observe.records import decode_record, measured_timeline
+from tpengine.plan import Kind, Plan
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.profiles.costs import costs_for
+from tpengine.simulate.profiles.file import CostProfile
 
 # A pause may last a tenth of a millisecond too long.
 _SHORTEST_WAIT_SECONDS = 10e-3

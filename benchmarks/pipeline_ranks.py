@@ -34,7 +34,7 @@ class Measured:
 
 
 class Member:
-    """One rank; see tpengine.local_ranks.Ranks.
+    """One rank; see tpengine.distributed.local_ranks.Ranks.
 
     Until `begin_timing` the resident set follows what is alive, and steps are slow.
     """

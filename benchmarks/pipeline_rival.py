@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 from benchmarks.pipeline_sides import batch_of, gradients_of, torch_model
 from tpengine.config import Config
 from tpengine.data import Corpus
-from tpengine.step_plan import layout_of
+from tpengine.layout.step_plan import layout_of
 
 # By tpengine's names; a rank holds one chunk, or several.
 _SINGLE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

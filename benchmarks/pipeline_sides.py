@@ -22,12 +22,12 @@ from tpkernels.random import normal_block
 from benchmarks.torch_model import Block
 from tpengine.config import Config, ModelConfig
 from tpengine.data import Corpus
-from tpengine.execute import Executor
-from tpengine.parameters import stage_specs
+from tpengine.layout.parameters import stage_specs
+from tpengine.layout.step_plan import layout_of
 from tpengine.pipeline import Pipeline
+from tpengine.pipeline.executor import Executor
 from tpengine.plan import Kind
-from tpengine.step_plan import layout_of
-from tpengine.trainer import Trainer
+from tpengine.training.trainer import Trainer
 
 # torch's modules leave weight gradients to autograd, which computes both halves of a backward at once.
 SEQUENTIAL_SCHEDULES = ("gpipe", "1f1b", "interleaved")

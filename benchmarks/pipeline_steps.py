@@ -18,15 +18,15 @@ from torch.autograd import Function
 from benchmarks import resident_memory
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.execute import Executor, Trace
-from tpengine.gradients import WeightHalves
+from tpengine.layers.gradient_sink import WeightHalves
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.observe.records import encode_record
+from tpengine.pipeline.executor import Executor, Trace
+from tpengine.pipeline.handlers import RankPipeline
+from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Plan
-from tpengine.plan.measured import encode_record
-from tpengine.rank_pipeline import RankPipeline
-from tpengine.stage import Stage
-from tpengine.step_plan import layout_of, training_plan
-from tpengine.trainer import Trainer
-from tpengine.transfers import open_mailbox
+from tpengine.training.trainer import Trainer
 
 Seconds = Mapping[tuple[Kind, int], float]
 
@@ -177,7 +177,7 @@ class _TogetherExecutor(Executor):
 
 
 class Member:
-    """One rank of all cases; see tpengine.local_ranks.Ranks.
+    """One rank of all cases; see tpengine.distributed.local_ranks.Ranks.
 
     Args:
         cases: by name, its configuration; with `seconds`, its stages wait so long.

@@ -17,7 +17,7 @@ from benchmarks.contestants import Entry, RivalOptions, started
 from benchmarks.harness import PASSED
 from benchmarks.rows import append, make_row
 from benchmarks.train import base_config, compare_contestants, in_layout
-from tpengine.local_ranks import THREADS_PER_RANK
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _BASELINE = "defaults"
 

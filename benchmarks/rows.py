@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import PASSED
-from tpengine.launch import num_cores
+from tpengine.distributed.launch import num_cores
 
 _ROOT = Path(__file__).resolve().parent.parent
 _UNITS = (

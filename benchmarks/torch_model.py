@@ -1,7 +1,8 @@
 """The Llama-style transformer in stock torch modules, as a rival would write it; nothing of tpengine's layers.
 
-Names, shapes and mathematics are those of tpengine/parameters.py and tpengine/model.py, so that both engines can start
-from the same weights and must find the same losses. Parallelism is put on from outside: see torch_rival.py.
+Names, shapes and mathematics are those of tpengine/layout/parameters.py and tpengine/model/transformer.py, so that both
+engines can start from the same weights and must find the same losses. Parallelism is put on from outside: see
+torch_rival.py.
 """
 
 from __future__ import annotations

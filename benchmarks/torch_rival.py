@@ -38,9 +38,9 @@ from benchmarks.torch_model import LlamaStage
 from benchmarks.torch_tensor_parallel import tensor_parallelise
 from tpengine.config import IGNORED_LABEL, Config, decay_steps_of
 from tpengine.data import Corpus, first_sample_index
-from tpengine.optim import learning_rate
-from tpengine.parameters import stage_specs
-from tpengine.step_plan import layout_of
+from tpengine.layout.parameters import stage_specs
+from tpengine.layout.step_plan import layout_of
+from tpengine.training.optimizer import learning_rate
 
 
 class TorchRival:
@@ -54,7 +54,7 @@ class TorchRival:
     Raises:
         ValueError: a layout that stock torch does not offer, on all ranks alike.
 
-    The constructor is collective; the default process group must exist. Ranks are numbered as in tpengine/mesh.py.
+    The constructor is collective; the default process group must exist. Ranks are numbered as in distributed/mesh.py.
     """
 
     def __init__(self, config: Config, corpus: Corpus, options: RivalOptions) -> None:

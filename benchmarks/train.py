@@ -24,9 +24,9 @@ from benchmarks.revision import checked_out, commit_of
 from benchmarks.rows import append, make_row
 from benchmarks.torch_rival import check_rival
 from tpengine.config import Config, ParallelConfig, validate
-from tpengine.config_toml import load_toml
-from tpengine.local_ranks import THREADS_PER_RANK
-from tpengine.presets import PRESETS
+from tpengine.config.presets import PRESETS
+from tpengine.config.toml import load_toml
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 OURS = "tpengine"
 _ONE_PROCESS = "one-process"

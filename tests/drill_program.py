@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 import tpengine.checkpoint.storage as storage
-from tpengine import run
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.plan import Action, Kind
-from tpengine.resume import checkpoints_of
 from tpengine.train import main
-from tpengine.trainer import Trainer
+from tpengine.training import run
+from tpengine.training.trainer import Trainer
 
 
 def die() -> None:

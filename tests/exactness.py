@@ -25,8 +25,8 @@ from tpengine.config import (
     virtual_tp_of,
 )
 from tpengine.data import open_corpus
-from tpengine.parameters import pieces_of, stage_specs
-from tpengine.trainer import Trainer
+from tpengine.layout.parameters import pieces_of, stage_specs
+from tpengine.training.trainer import Trainer
 
 STEPS = 3
 # 8 virtual ranks and 8 blocks of micro-batches, the most there are; four times the work.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
+from tpengine.layers.collectives import Communicator
 
 
 def world() -> Communicator:

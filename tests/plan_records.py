@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tpengine.observe.records import Ran, RankRecord, Waited
 from tpengine.plan import Action, Kind, Plan, Timeline
 from tpengine.plan.actions import COMPUTE
-from tpengine.plan.measured import Ran, RankRecord, Waited
 
 
 def recorded(plan: Plan, timeline: Timeline, copies: bool = False) -> tuple[RankRecord, ...]:

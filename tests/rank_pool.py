@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from progress import LOOK_SECONDS, Progress
 
-from tpengine.loopback import loopback_variables
+from tpengine.distributed.loopback import loopback_variables
 
 # After a rank's failure: the others may wait for it for ever.
 QUIET_SECONDS_AFTER_A_FAILURE = 3.0

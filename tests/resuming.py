@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from tpengine.checkpoint.resume import find_checkpoint
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import find_checkpoint
-from tpengine.trainer import Trainer
-from tpengine.training_state import restore
+from tpengine.training.state.training_state import restore
+from tpengine.training.trainer import Trainer
 
 
 def resumed(config: Config, run_dir: str, num_steps: int) -> Trainer:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tpengine.exits import RANK_FAILED, USER_ERROR
-from tpengine.local_ranks import RanksFailed
+from tpengine.commands.schedule import add_arguments, print_schedule
+from tpengine.distributed.local_ranks import RanksFailed
+from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.plan import SCHEDULES
-from tpengine.schedule_command import add_arguments, print_schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _stop(number: int, _: object) -> NoReturn:
 def run_certify(args: argparse.Namespace) -> int:
     """Compare training in two layouts bit by bit, or fast mode with exact."""
     # numpy takes longer to import than the other subcommands to run.
-    from tpengine.certify.command import Layout, Options, certify, parse_layout
+    from tpengine.commands.certify.command import Layout, Options, certify, parse_layout
 
     options = Options(
         layout=Layout(args.tp, args.pp, args.dp),

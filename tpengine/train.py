@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from tpengine.activity import Activity
-from tpengine.exits import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
+from tpengine.last_words import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
+from tpengine.observe.activity import Activity
 
 if TYPE_CHECKING:
     import torch
 
+    from tpengine.checkpoint.resume import Checkpoint
     from tpengine.config import Config
     from tpengine.data import Corpus
-    from tpengine.launch import Launch
-    from tpengine.meeting import Meeting
-    from tpengine.resume import Checkpoint
-    from tpengine.watch import Watch
+    from tpengine.distributed.launch import Launch
+    from tpengine.distributed.meeting import Meeting
+    from tpengine.observe.watch import Watch
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -56,9 +56,9 @@ class _Prepared:
 def main() -> None:
     """Parse, check, train."""
     interrupt_in_one_line()
-    from tpengine.arguments import exit_on_user_error, leave
+    from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
-    from tpengine.watch import Watch
+    from tpengine.observe.watch import Watch
 
     message = ""
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
@@ -86,16 +86,16 @@ def _prepare(launch: Launch) -> _Prepared:
     Raises:
         ValueError: in one line.
     """
-    from tpengine.arguments import parse_config
+    from tpengine.checkpoint.resume import find_checkpoint
+    from tpengine.checkpoint.run_directory import open_run_dir
+    from tpengine.commands.arguments import parse_config
     from tpengine.data import open_corpus
-    from tpengine.resume import find_checkpoint
-    from tpengine.run_dir import open_run_dir
 
     config = parse_config(sys.argv[1:], launch.world_size)
     # Reading a text without a hash takes as long as the disk does.
     corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
     shared_cores = _take_threads(config, launch)
-    from tpengine.distributed import choose_device
+    from tpengine.distributed.process import choose_device
 
     device = choose_device(config.device, launch)
     if shared_cores and device.type == "cpu":
@@ -119,7 +119,7 @@ def _take_threads(config: Config, launch: Launch) -> int:
     Returns:
         The cores that are shared; 0 if the number of threads stays what it is.
     """
-    from tpengine.launch import environment_of_parent, num_cores, threads_of_rank
+    from tpengine.distributed.launch import environment_of_parent, num_cores, threads_of_rank
 
     # Exact mode computes with one thread; what a GPU computes needs none.
     if config.train.reduction == "exact" or config.device == "cuda":
@@ -149,7 +149,7 @@ def _meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
         speak(mistake)
     elif mistake:
         tell_torchrun(mistake)
-    from tpengine.meeting import Meeting
+    from tpengine.distributed.meeting import Meeting
 
     meeting = Meeting(launch, os.environ)
     watch.explain = meeting.explain
@@ -168,8 +168,8 @@ def _meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
 
 def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
-    from tpengine.run import Job, train
-    from tpengine.trainer import RunError
+    from tpengine.training.run import Job, train
+    from tpengine.training.trainer import RunError
 
     config, corpus, device, cores = prepared.config, prepared.corpus, prepared.device, prepared.shared_cores
     try:
@@ -183,7 +183,7 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
 
 def _report(error: Exception, watch: Watch) -> NoReturn:
     """Say why this rank cannot go on, and leave."""
-    from tpengine.distributed import lost_peer
+    from tpengine.distributed.process import lost_peer
 
     lost = lost_peer(error)
     if lost:

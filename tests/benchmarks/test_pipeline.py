@@ -25,7 +25,7 @@ from benchmarks.pipeline_ranks import Measured
 from benchmarks.pipeline_steps import Pause
 from benchmarks.run import main
 from tpengine.plan import Kind, TensorSpec
-from tpengine.plan.cost_profile import ChunkProfile, CostProfile
+from tpengine.simulate.profiles.file import ChunkProfile, CostProfile
 
 SMOKE = shrunk(Options(smoke=True))
 

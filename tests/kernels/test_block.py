@@ -23,11 +23,11 @@ from tpkernels.launch import Target, observed
 from tpkernels.norm import add_rms_norm, rms_norm
 from tpkernels.rope import rope_tables
 
-from tpengine.collectives import Communicator
 from tpengine.config import IGNORED_LABEL, ModelConfig
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.loss import vocab_parallel_cross_entropy
-from tpengine.layers.parts import FastParts
-from tpengine.model import Block, Transformer
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Block, Transformer
 
 BATCH, SEQ = 2, 33
 # Of the same logits with other labels: the rounding of a single number may be small by chance.

@@ -26,7 +26,7 @@ from tpkernels.linear_cross_entropy import (
 )
 from tpkernels.matmul.operator import has_kernel
 
-from tpengine.collectives import Communicator
+from tpengine.layers.collectives import Communicator
 
 # Rows, width, vocabulary.
 SIZES = [(1, 7, 100), (63, 16, 65), (100, 65, 257), (0, 16, 65)]

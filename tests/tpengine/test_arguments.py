@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tpengine.arguments import ConfigError, HelpRequested, exit_on_user_error, leave, parse_config
+from tpengine.commands.arguments import ConfigError, HelpRequested, exit_on_user_error, leave, parse_config
 from tpengine.config import Config
-from tpengine.config_toml import dump_toml
-from tpengine.presets import bench
+from tpengine.config.presets import bench
+from tpengine.config.toml import dump_toml
 
 RANK_0, RANK_1 = (
     {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} for rank in "01"

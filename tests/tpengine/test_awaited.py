@@ -9,11 +9,11 @@ import torch.distributed as dist
 from parity import config_of
 from rank_pool import RankPool
 
-from tpengine.awaited import awaited, explain
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.peers import Peers
-from tpengine.trainer import Trainer
+from tpengine.training.profiler.peers import Peers
+from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.trainer import Trainer
 
 
 def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:

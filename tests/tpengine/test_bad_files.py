@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from progress import run_program
 
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
-from tpengine.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--device", "cpu"),

@@ -16,12 +16,13 @@ from progress import run_program
 
 from tpengine.cli import main
 from tpengine.config import validate
+from tpengine.config.presets import certify
 from tpengine.data import open_tokens
-from tpengine.plan import Schedule, make_schedule, parse_plan, simulate, verify
-from tpengine.plan.costs import spec_bytes
-from tpengine.presets import certify
-from tpengine.step_costs import model_costs
-from tpengine.step_plan import layout_of, training_plan
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.plan import Schedule, make_schedule, parse_plan, verify
+from tpengine.simulate import simulate
+from tpengine.simulate.costs import spec_bytes
+from tpengine.simulate.modelled.costs import model_costs
 
 
 @pytest.mark.parametrize(
@@ -421,7 +422,7 @@ def test_the_largest_schedule_is_not_refused(monkeypatch: pytest.MonkeyPatch) ->
         made.append((pp, micro_batches, num_chunks))
         return make_schedule(name, 1, 1)
 
-    monkeypatch.setattr("tpengine.schedule_command.make_schedule", make_small)
+    monkeypatch.setattr("tpengine.commands.schedule.make_schedule", make_small)
     largest = [(1000, 1000, 1), (7, 142857, 1), (1, 1000000, 1)]
     for pp, micro_batches, _ in largest:
         assert main(["schedule", "--pp", str(pp), "--micro-batches", str(micro_batches)]) == 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
+from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
 
 WORLDS = [1, 2, 3, 4]
 

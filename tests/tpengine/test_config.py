@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, resolve_layout, validate
-from tpengine.config_toml import dump_toml, load_toml
+from tpengine.config.toml import dump_toml, load_toml
 
 SECTIONS = ("model", "parallel", "train", "data", "optim")
 

@@ -22,18 +22,18 @@ from rank_pool import RankPool
 from torch import nn
 from tpkernels.random import normal_block
 
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
-from tpengine.collectives import Communicator
 from tpengine.config import Config, validate
+from tpengine.config.presets import llama_1b
 from tpengine.data import open_corpus
 from tpengine.data_parallel import DataParallel
-from tpengine.forward_pass import held_out_loss, sample
-from tpengine.metrics import step_record
+from tpengine.layers.collectives import Communicator
+from tpengine.observe.metrics import step_record
 from tpengine.pipeline import Pipeline
-from tpengine.presets import llama_1b
-from tpengine.resume import checkpoints_of, find_checkpoint, state_of
-from tpengine.trainer import Trainer
-from tpengine.training_state import blocks_of, restore
+from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.state.training_state import blocks_of, restore
+from tpengine.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

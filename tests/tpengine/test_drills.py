@@ -19,7 +19,7 @@ import pytest
 from progress import finish, wait_until
 
 from tpengine.checkpoint.index import Index, read_index
-from tpengine.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 
 PROGRAM = str(Path(__file__).parent.parent / "drill_program.py")
 STEPS = 16

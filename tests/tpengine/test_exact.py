@@ -44,16 +44,16 @@ from rank_pool import RankPool
 from torch import Tensor
 from tpkernels import host_gemm
 
-from tpengine.collectives import Communicator
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
-from tpengine.execute import Handler
-from tpengine.forward_pass import held_out_loss, sample
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.norm import rms_norm
 from tpengine.layers.virtual import VirtualRMSNorm
+from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action
-from tpengine.trainer import Trainer
+from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.trainer import Trainer
 
 OneProcess = Callable[[Config], Bits]
 
@@ -182,7 +182,7 @@ def train_through(config: Config, memory: bool) -> Found:
 def train_on_a_host_each(config: Config) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tpkernels.symmetric.host_identity", dist.get_rank)
-        patch.setattr("tpengine.distributed.host_identity", dist.get_rank)
+        patch.setattr("tpengine.distributed.process.host_identity", dist.get_rank)
         return train_through(config, memory=False)
 
 
@@ -273,7 +273,7 @@ def blocks_in_order(patch: pytest.MonkeyPatch) -> None:
 
 def virtual_ranks_in_order(patch: pytest.MonkeyPatch) -> None:
     """The virtual ranks' gradients are."""
-    patch.setattr("tpengine.step_gradients.tree_sum", in_order)
+    patch.setattr("tpengine.data_parallel.gradients.tree_sum", in_order)
 
 
 def partials_in_order(patch: pytest.MonkeyPatch) -> None:

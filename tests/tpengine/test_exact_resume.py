@@ -30,12 +30,12 @@ from resuming import resumed
 from torch import Tensor
 
 from tpengine.checkpoint.block import parts_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import checkpoints_of, state_of
-from tpengine.trainer import Trainer
-from tpengine.training_state import blocks_of
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import Trainer
 
 BEFORE, STEPS = 5, 10
 

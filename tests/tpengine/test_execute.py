@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.execute import ActionError, Executor, Handler, Trace
+from tpengine.pipeline.executor import ActionError, Executor, Handler, Trace
 from tpengine.plan import Action, Kind, parse_actions
 
 ACTIONS = parse_actions("0F0 0F1 0B0 0B1[r1 r0] w[r1 r0] CLIP STEP")

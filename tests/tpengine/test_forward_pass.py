@@ -17,8 +17,8 @@ from rank_pool import RankPool
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Samples, open_corpus, write_tokens
-from tpengine.forward_pass import held_out_loss, read_prompt
-from tpengine.trainer import RunError, Trainer
+from tpengine.training.evaluate import held_out_loss, read_prompt
+from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 NUM_TOKENS, HELD_OUT = 9000, 900

@@ -15,7 +15,7 @@ from rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.trainer import Trainer
+from tpengine.training.trainer import Trainer
 
 pytest.importorskip("triton")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.launch import Launch, num_cores, threads_of_rank
+from tpengine.distributed.launch import Launch, num_cores, threads_of_rank
 
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 # The second task of the second node of `srun -N 3 --ntasks 8`, three tasks on each of the first two.
@@ -133,7 +133,10 @@ def test_a_rank_takes_its_share_of_the_cores_unless_the_user_says_otherwise(
 
 def test_the_environment_of_a_parent_is_the_one_it_was_started_with() -> None:
     """torchrun changes its own after that."""
-    child = "from tpengine.launch import environment_of_parent as e; print('OMP_NUM_THREADS' in e(), e()['KEPT'])"
+    child = (
+        "from tpengine.distributed.launch import environment_of_parent as e; "
+        "print('OMP_NUM_THREADS' in e(), e()['KEPT'])"
+    )
     parent = (
         "import os, subprocess, sys; os.environ['OMP_NUM_THREADS'] = '1'; "
         f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from progress import finish
 
-from tpengine.local_ranks import Ranks, RanksFailed, run_ranks
+from tpengine.distributed.local_ranks import Ranks, RanksFailed, run_ranks
 
 MEMBER = f"{__name__}:Member"
 
@@ -112,8 +112,8 @@ def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback
     [
         ("nosuch.module:Member", "there is no module nosuch"),
         ("tpengine.nosuch:Member", "there is no module tpengine.nosuch"),
-        ("tpengine.launch:nosuch", "tpengine.launch defines no nosuch"),
-        ("tpengine.launch", "name a module and what it defines"),
+        ("tpengine.distributed.launch:nosuch", "tpengine.distributed.launch defines no nosuch"),
+        ("tpengine.distributed.launch", "name a module and what it defines"),
     ],
 )
 def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: str) -> None:
@@ -124,7 +124,7 @@ def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: s
 
 def test_all_ranks_say_one_mistake_once() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, "tpengine.launch:nosuch")
+        run_ranks(2, "tpengine.distributed.launch:nosuch")
     assert len(str(failed.value).splitlines()) == 1
 
 
@@ -141,7 +141,7 @@ def parent_of(world: int, body: str, directory: Path) -> subprocess.Popen[str]:
         import sys
         sys.modules["torch"] = sys.modules["triton"] = None
         from tpengine.local_ranks import Ranks
-        with Ranks({world}, "tpengine.rank_process:Function", "torch.distributed:get_rank") as ranks:
+        with Ranks({world}, "tpengine.distributed.rank_process:Function", "torch.distributed:get_rank") as ranks:
     """
     program = textwrap.dedent(head) + textwrap.indent(body, "    ")
     command, pipe, environ = [sys.executable, "-c", program], subprocess.PIPE, {**os.environ, "TMPDIR": str(directory)}

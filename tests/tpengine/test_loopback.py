@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from tpengine import loopback
-from tpengine.distributed import start
-from tpengine.launch import Launch
-from tpengine.local_ranks import Ranks
-from tpengine.loopback import GLOO_INTERFACE, loopback_interface, loopback_variables
-from tpengine.meeting import Meeting
+from tpengine.distributed import loopback
+from tpengine.distributed.launch import Launch
+from tpengine.distributed.local_ranks import Ranks
+from tpengine.distributed.loopback import GLOO_INTERFACE, loopback_interface, loopback_variables
+from tpengine.distributed.meeting import Meeting
+from tpengine.distributed.process import start
 
 _LISTENS = "0A"
 
@@ -71,7 +71,7 @@ def started(world: int, port: int, networks: list[str]) -> tuple[str, list[str]]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(GLOO_INTERFACE, raising=False)
         if networks:
-            patch.setattr("tpengine.distributed.network_identity", lambda: networks[rank])
+            patch.setattr("tpengine.distributed.process.network_identity", lambda: networks[rank])
         launch = Launch(rank, world, rank, world, "127.0.0.1", port)
         meeting = Meeting(launch, {})
         meeting.connect()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from random_schedules import schedules
 
+from tpengine.pipeline.transfers import num_slots_for
 from tpengine.plan import (
     SCHEDULES,
     Action,
@@ -26,7 +27,6 @@ from tpengine.plan import (
     receive_slots,
 )
 from tpengine.plan.actions import RECEIVES, TRANSFERS
-from tpengine.transfers import num_slots_for
 
 TENSOR = TensorSpec((4, 4), "float32")
 

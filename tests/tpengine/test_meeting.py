@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from tpengine.launch import Launch
-from tpengine.meeting import Meeting, prefix_of_attempt
+from tpengine.distributed.launch import Launch
+from tpengine.distributed.meeting import Meeting, prefix_of_attempt
 
 
 class Ranks:

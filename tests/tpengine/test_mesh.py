@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rank_pool import RankError, RankPool
 from torch.distributed import distributed_c10d
 
-from tpengine.mesh import Coordinates, Shape, build_mesh
+from tpengine.distributed.mesh import Coordinates, Shape, build_mesh
 
 SIZES = st.integers(1, 6)
 

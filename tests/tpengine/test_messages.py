@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from tpengine.messages import all_gather_json, broadcast_json, gather_bytes
+from tpengine.distributed.messages import all_gather_json, broadcast_json, gather_bytes
 
 VALUES = [None, {"paths": ["/a/\udcff", "é" * 70_000], "cut": (1, 2)}, [0.1, float("inf"), -(2**62), True, ""]]
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine import meta_modules
-from tpengine.meta_modules import fill_modules, is_on_meta, materialise
+from tpengine.model import meta_modules
+from tpengine.model.meta_modules import fill_modules, is_on_meta, materialise
 from tpengine.pipeline import Pipeline
 
 CPU = torch.device("cpu")

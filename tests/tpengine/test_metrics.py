@@ -12,11 +12,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from tpkernels import host_gemm
 
-from tpengine.collectives import Communicator
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.parts import FastParts
-from tpengine.metrics import (
+from tpengine.layers.collectives import Communicator
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
+from tpengine.observe.metrics import (
     MetricsWriter,
     keep_aside,
     peak_flops_per_second,
@@ -24,7 +25,6 @@ from tpengine.metrics import (
     step_flops,
     step_record,
 )
-from tpengine.model import Transformer
 
 CONFIG = validate(
     replace(Config(), train=replace(Config().train, micro_batch_size=2, num_micro_batches=1, seq_len=64)), 1

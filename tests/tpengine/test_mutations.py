@@ -18,8 +18,8 @@ from rank_pool import RankPool
 
 from tpengine.data import open_corpus
 from tpengine.layers import IGNORED_LABEL
-from tpengine.parameters import EMBEDDING
-from tpengine.trainer import Trainer
+from tpengine.layout.parameters import EMBEDDING
+from tpengine.training.trainer import Trainer
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from tpengine.config import OptimConfig
-from tpengine.optim import AdamW, clip_, learning_rate, squared_norms
+from tpengine.training.optimizer import AdamW, clip_, learning_rate, squared_norms
 
 
 def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:

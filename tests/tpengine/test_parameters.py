@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import ModelConfig
-from tpengine.parameters import (
+from tpengine.layout.parameters import (
     bucket_layouts,
     gradients_of,
     layer_specs,

@@ -15,7 +15,7 @@ from rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.trainer import Trainer
+from tpengine.training.trainer import Trainer
 
 LAYOUTS = [(dp, tp, pp) for dp in (1, 2) for tp in (1, 2, 4) for pp in (1, 2, 4) if 1 < dp * tp * pp <= 8]
 
@@ -69,7 +69,7 @@ def train_on_a_host_each(config: Config) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tpkernels.symmetric.host_identity", somewhere)
-        patch.setattr("tpengine.distributed.host_identity", somewhere)
+        patch.setattr("tpengine.distributed.process.host_identity", somewhere)
         return train_through(config, memory=False)
 
 

@@ -17,12 +17,12 @@ from mutations import survivors
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
 from tpengine.data_parallel import DataParallel
-from tpengine.execute import Trace
 from tpengine.layers import RMSNorm, SwiGLU
+from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
-from tpengine.transfers import Transfers
+from tpengine.pipeline.executor import Trace
+from tpengine.pipeline.transfers import Transfers
 
 STEPS, MICRO, SIZE = 3, 6, 2
 Shards = dict[str, Tensor]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
 from tpengine.data_parallel import DataParallel
+from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 
 MICRO, ROWS, CLASSES, IGNORED = 3, 4, 5, -100

@@ -20,12 +20,12 @@ from torch import Tensor
 from tpkernels import host_gemm
 from tpkernels.arena import exchange_bytes
 
-from tpengine.collectives import Communicator
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.layers import Attention, ColumnParallelLinear, RowParallelLinear, SwiGLU
-from tpengine.model import Transformer
-from tpengine.trainer import Trainer
+from tpengine.layers.collectives import Communicator
+from tpengine.model.transformer import Transformer
+from tpengine.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from tpengine.config import Config, validate
-from tpengine.parameters import num_parameters
-from tpengine.presets import PRESETS, llama_1b, tiny
+from tpengine.config.presets import PRESETS, llama_1b, tiny
+from tpengine.layout.parameters import num_parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)

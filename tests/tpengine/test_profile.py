@@ -30,17 +30,17 @@ from progress import finish
 from rank_pool import RankPool
 
 from tpengine.cli import main
-from tpengine.clocks import clock_of
 from tpengine.config import Config, TrainConfig, profiled_steps, validate
 from tpengine.data import open_corpus
-from tpengine.execute import Trace
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.observe.records import RankRecord, decode_record, encode_record
+from tpengine.pipeline.executor import Trace
 from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
-from tpengine.plan.cost_profile import read_profile
-from tpengine.plan.measured import RankRecord, decode_record, encode_record
-from tpengine.profile import Profiler, crowding, num_local_ranks
-from tpengine.step_plan import layout_of, training_plan
-from tpengine.trainer import Trainer
+from tpengine.simulate.profiles.file import read_profile
+from tpengine.training.profiler.clocks import clock_of
+from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -58,7 +58,7 @@ def plan_of(config: Config) -> Plan:
 
 def recorded_step(config: Config, has_mailbox: bool) -> tuple[int, bytes]:
     """Train two steps; return the rank's stage and what it records of the second."""
-    with contextlib.nullcontext() if has_mailbox else patch("tpengine.trainer.open_mailbox", lambda *_: None):
+    with contextlib.nullcontext() if has_mailbox else patch("tpengine.training.trainer.open_mailbox", lambda *_: None):
         trainer = Trainer(config, open_corpus(config), CPU)
     trainer.train_step(0)
     trace = trainer.executor.trace = Trace()

@@ -16,13 +16,13 @@ from parity import config_of
 from rank_pool import RankPool
 
 from tpengine.checkpoint.block import parts_of
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.restoring import restore_newest
-from tpengine.resume import checkpoints_of, find_checkpoint, state_of
-from tpengine.trainer import RunError, Trainer
-from tpengine.training_state import blocks_of
+from tpengine.training.state.restoring import restore_newest
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 SHARD = "rank-00001-of-00002.safetensors"

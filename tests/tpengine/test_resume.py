@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpengine.arguments import ConfigError, parse_config
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, write_index
+from tpengine.checkpoint.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
+from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, validate
-from tpengine.config_toml import dump_toml
-from tpengine.optim import learning_rate
-from tpengine.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
+from tpengine.config.toml import dump_toml
+from tpengine.training.optimizer import learning_rate
 
 
 def saved_run(tp: int, pp: int, dp: int, num_micro_batches: int = 4) -> Config:

@@ -17,9 +17,9 @@ from rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.forward_pass import held_out_loss
 from tpengine.plan import clock
-from tpengine.trainer import Trainer
+from tpengine.training.evaluate import held_out_loss
+from tpengine.training.trainer import Trainer
 
 SPLIT = ("zb-h1", "zbv")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tpengine.sequential_cut import cut_by_cost, cut_by_hand
-from tpengine.sequential_profile import profile
+from tpengine.pipeline.cut import cut_by_cost, cut_by_hand
+from tpengine.pipeline.profile import profile
 
 
 def test_shapes_and_dtypes_at_every_boundary() -> None:

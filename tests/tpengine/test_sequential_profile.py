@@ -13,11 +13,11 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
 from tpengine.layers import Attention, ColumnParallelLinear, SwiGLU
+from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
+from tpengine.pipeline.profile import FLOPS_PER_ELEMENT, profile
 from tpengine.plan import TensorSpec
-from tpengine.sequential_profile import FLOPS_PER_ELEMENT, profile
 
 ALONE = Communicator(None)
 

@@ -20,14 +20,15 @@ from rank_pool import RankPool
 from resuming import resumed
 from torch import Tensor
 
-from tpengine import run, train
+from tpengine import train
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import checkpoints_of, state_of
-from tpengine.skipped_steps import SkippedSteps
-from tpengine.trainer import RunError, Trainer
-from tpengine.training_state import blocks_of
+from tpengine.training import run
+from tpengine.training.state.skipped_steps import SkippedSteps
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import RunError, Trainer
 
 # What goes wrong where: (step, micro-batch over all replicas) -> what of the loss.
 Poison = Mapping[tuple[int, int], str]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.stage import Stage
+from tpengine.pipeline.stage import Stage
 
 
 @pytest.mark.parametrize("recompute", [False, True])

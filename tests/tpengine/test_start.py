@@ -160,7 +160,7 @@ import os, signal, sys
 
 class Impatient:
     def find_spec(self, name, *_):
-        if name == "tpengine.arguments":
+        if name == "tpengine.commands.arguments":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Impatient())

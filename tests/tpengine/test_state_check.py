@@ -17,12 +17,12 @@ from parity import config_of
 from rank_pool import RankPool
 from torch import Tensor
 
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.resume import checkpoints_of
-from tpengine.run_checkpoints import RunCheckpoints
-from tpengine.state_check import bits_hash
-from tpengine.trainer import RunError, Trainer
+from tpengine.training.state.checkpoints import RunCheckpoints
+from tpengine.training.state.state_check import bits_hash
+from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus
-from tpengine.trainer import RunError, Trainer
+from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 

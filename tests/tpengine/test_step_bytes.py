@@ -14,15 +14,16 @@ from rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
 
-from tpengine.collectives import Communicator
 from tpengine.config import Config, ModelConfig, TrainConfig
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import _tables
-from tpengine.layers.parts import FastParts
-from tpengine.model import Transformer
-from tpengine.plan import Chunk, ChunkBytes, Gathered, Plan, Recompute, TensorSpec
-from tpengine.stage import Stage
-from tpengine.step_bytes import activation_bytes
+from tpengine.layers.collectives import Communicator
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
+from tpengine.pipeline.stage import Stage
+from tpengine.plan import Chunk, Gathered, Plan, Recompute, TensorSpec
+from tpengine.simulate import ChunkBytes
+from tpengine.simulate.modelled.bytes import activation_bytes
 
 SMALL = ModelConfig(hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=40, vocab_size=50)
 DROPS = {"residual_dropout": 0.1, "attention_dropout": 0.2, "mlp_dropout": 0.3}

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
-from tpengine.optim import AdamW
-from tpengine.parameters import num_parameters
-from tpengine.plan import Costs, Kind, simulate
-from tpengine.plan.costs import ring_time
-from tpengine.step_bytes import activation_bytes
-from tpengine.step_costs import CPU_CORE, H200_NODE, Machine, bytes_per_rank, model_costs
-from tpengine.step_plan import layout_of, training_plan
+from tpengine.layout.parameters import num_parameters
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.plan import Kind
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.costs import ring_time
+from tpengine.simulate.modelled.bytes import activation_bytes
+from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, bytes_per_rank, model_costs
+from tpengine.training.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
 # A flop takes a second and nothing else any time.

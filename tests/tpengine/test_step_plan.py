@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from tpengine.config import Config, validate
+from tpengine.layout.step_plan import forward_plan, layer_ranges, layout_of, training_plan
 from tpengine.plan import Kind, Recompute, verify
-from tpengine.step_plan import forward_plan, layer_ranges, layout_of, training_plan
 
 
 def config(tp: int, pp: int, dp: int, *, tied: bool = False, layers: int = 8) -> Config:

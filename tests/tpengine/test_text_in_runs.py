@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
-from tpengine.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "2"),

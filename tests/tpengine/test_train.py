@@ -19,10 +19,10 @@ import pytest
 from progress import finish, run_program
 
 from tpengine.checkpoint.index import read_index
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
-from tpengine.config_toml import load_toml
+from tpengine.config.toml import load_toml
 from tpengine.data import write_tokens
-from tpengine.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -221,8 +221,8 @@ def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
 
 
 SIX_CORES = """
-import os, tpengine.launch
-tpengine.launch.num_cores = lambda: 6
+import os, tpengine.distributed.launch
+tpengine.distributed.launch.num_cores = lambda: 6
 from tpengine.train import main
 main()
 if os.environ["RANK"] == "1":

@@ -17,10 +17,10 @@ from rank_pool import RankError, RankPool
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import open_corpus, write_tokens
-from tpengine.execute import Trace
-from tpengine.forward_pass import held_out_loss, sample
+from tpengine.pipeline.executor import Trace
 from tpengine.plan import parse_action
-from tpengine.trainer import RunError, Trainer
+from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 4, 2), (2, 2, 1)]

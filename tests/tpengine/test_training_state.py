@@ -20,13 +20,13 @@ from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.load import load
+from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.forward_pass import ForwardPass
-from tpengine.resume import Checkpoint, checkpoints_of, state_of
-from tpengine.trainer import Trainer
-from tpengine.training_state import blocks_of, restore
+from tpengine.training.evaluate import ForwardPass
+from tpengine.training.state.training_state import blocks_of, restore
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 BEFORE, AFTER = 3, 3

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate, virtual_tp_of
-from tpengine.virtual_ranks import num_gradient_buffers, virtual_dp, virtual_tp
+from tpengine.config.exact_sizes import num_gradient_buffers, virtual_dp, virtual_tp
 
 POWERS = (1, 2, 4, 8)
 SIZES = st.integers(1, 12).flatmap(lambda odd: st.sampled_from((1, 2, 4, 8, 16)).map(lambda power: odd * power))

@@ -15,13 +15,13 @@ import pytest
 from progress import finish, run_program, wait_until
 from tpkernels.signals import Signals, control_bytes, waits_for_peer, words_over
 
-from tpengine.activity import Activity, Doing
-from tpengine.watch import Watch
+from tpengine.observe.activity import Activity, Doing
+from tpengine.observe.watch import Watch
 
 # The program's clock moves only by `pass_time`, which then waits until the watch has looked at it and read its signals.
 HEAD = """
 import os, signal, sys, threading, time, types
-import tpengine.activity, tpengine.watch
+import tpengine.observe.activity, tpengine.observe.watch
 from tpengine.activity import Activity
 from tpengine.watch import Watch
 
@@ -40,8 +40,8 @@ def pass_time(seconds):
 def say(what):
     print(what, file=sys.stderr, flush=True)
 
-tpengine.activity.time = types.SimpleNamespace(monotonic=clock)
-tpengine.watch._POLL_SECONDS = 0.02
+tpengine.observe.activity.time = types.SimpleNamespace(monotonic=clock)
+tpengine.observe.watch._POLL_SECONDS = 0.02
 activity = Activity()
 with Watch(3, activity, clock) as watch:
     activity.step = 6

@@ -12,9 +12,9 @@ from rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers import Attention, RMSNorm, SwiGLU
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 
 
 def test_nothing_is_added_before_the_weight_half_and_all_of_it_in_order() -> None:

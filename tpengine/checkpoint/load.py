@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
 from tpengine.checkpoint.storage import dtype_name, fill
-from tpengine.exits import one_line
-from tpengine.messages import all_gather_json
+from tpengine.distributed.messages import all_gather_json
+from tpengine.last_words import one_line
 
 
 def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.storage import Writer
-from tpengine.exits import one_line
-from tpengine.messages import broadcast_json, gather_bytes
+from tpengine.distributed.messages import broadcast_json, gather_bytes
+from tpengine.last_words import one_line
 
 
 class Saver:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.collectives import Communicator, Pending
 from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
+from tpengine.layers.collectives import Communicator, Pending
 from tpengine.layers.replicated import check_beside_parallel_layers
-from tpengine.meta_modules import is_on_meta
-from tpengine.same_model import broadcast_model, check_same, describe_model, device_of
+from tpengine.model.meta_modules import is_on_meta
 
 
 class DataParallel:

@@ -13,9 +13,9 @@ from tpkernels.derivatives import differentiable_once
 from tpkernels.host_attention import AttentionDropout, causal_attention
 from tpkernels.rope import rope_tables
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, accumulation_dtype
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
+from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 
 

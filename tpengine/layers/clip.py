@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.replicated import ranks_that_hold
 
 

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
 from tpkernels.embedding import embedding
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, ParamGradSink
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 from tpengine.layers.linear import check_tokens
 from tpengine.layers.loss import check_range
 

@@ -25,8 +25,8 @@ from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatt
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.host_gemm import PreparedMatrix
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, ParamGradSink
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 
 
 class PreparedWeight:

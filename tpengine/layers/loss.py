@@ -16,8 +16,8 @@ from tpkernels.cross_entropy import (
 )
 from tpkernels.derivatives import differentiable_once
 
-from tpengine.collectives import Communicator
 from tpengine.config import IGNORED_LABEL
+from tpengine.layers.collectives import Communicator
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

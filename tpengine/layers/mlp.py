@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from tpkernels.activation import activation_backward, activation_forward
 from tpkernels.derivatives import differentiable_once
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 
 

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
 from tpkernels.norm import norm_backward, norm_forward
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, ParamGradSink
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 
 
 class _RMSNorm(torch.autograd.Function):

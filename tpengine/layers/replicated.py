@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.collectives import Communicator
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import RMSNorm

@@ -27,15 +27,15 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once, refuse_second_order
 from tpkernels.host_gemm import product
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import GradientSink, ParamGradSink
 from tpengine.layers.attention import attend
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 from tpengine.layers.linear import PreparedWeight, check_divides, check_tokens
 from tpengine.layers.loss import check_range
 from tpengine.layers.mlp import gated_silu
 from tpengine.layers.norm import rms_norm
-from tpengine.parameters import ALIGNMENT_BYTES
+from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

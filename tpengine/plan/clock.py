@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, Action, Kind
-from tpengine.plan.costs import unit_durations
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 
 # What a compute action makes or needs: the kind that makes it (I stands for B as well), chunk, micro-batch.
@@ -58,6 +57,17 @@ def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, in
             movable.extend(waiting.pop(made, ()))
     _check_finished(lists, spans, last_chunk, ready_at)
     return Timeline(tuple(RankTimeline(compute=tuple(done)) for done in spans))
+
+
+def unit_durations(num_chunks_of_a_rank: Mapping[int, int]) -> dict[tuple[Kind, int], float]:
+    """Return durations by (kind, chunk): all chunks of a rank together take 1 forward, 2 backward, 1 each half.
+
+    Args: num_chunks_of_a_rank: by chunk, how many chunks its rank holds.
+    """
+    units = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+    return {
+        (kind, chunk): unit / shared for chunk, shared in num_chunks_of_a_rank.items() for kind, unit in units.items()
+    }
 
 
 def whole_unit_durations(ranks: Sequence[int]) -> dict[tuple[Kind, int], float]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from progress import finish
 
-from tpengine.certify import command
-from tpengine.certify.command import Layout, parse_layout
 from tpengine.cli import main
+from tpengine.commands.certify import command
+from tpengine.commands.certify.command import Layout, parse_layout
 
 HASH = r"[0-9a-f]{64}"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tpengine.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, assembled
+from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, assembled
 
 
 @dataclass(frozen=True)

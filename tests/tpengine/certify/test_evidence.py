@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.certify.evidence import GRADIENT, WEIGHT, Evidence, Observation, Phase, Place, Seen
+from tpengine.commands.certify.evidence import GRADIENT, WEIGHT, Evidence, Observation, Phase, Place, Seen
 
 
 def seen(

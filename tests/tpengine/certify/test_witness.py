@@ -16,13 +16,13 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.certify.command import Layout, Options, config_of, verdict
-from tpengine.certify.evidence import Evidence, Observation, Phase
-from tpengine.certify.witness import Witness
+from tpengine.commands.certify.command import Layout, Options, config_of, verdict
+from tpengine.commands.certify.evidence import Evidence, Observation, Phase
+from tpengine.commands.certify.witness import Witness
 from tpengine.config import Config
 from tpengine.layers import virtual
 from tpengine.plan import Kind
-from tpengine.trainer import Trainer
+from tpengine.training.trainer import Trainer
 
 ONE = Layout()
 

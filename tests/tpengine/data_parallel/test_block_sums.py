@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.data_parallel import BlockSums
-from tpengine.virtual_ranks import num_gradient_buffers
 
 
 def gradient(step: int, microbatch: int, numel: int) -> Tensor:

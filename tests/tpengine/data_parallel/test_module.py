@@ -18,8 +18,8 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tpengine.collectives import Communicator, Pending
 from tpengine.data_parallel import DataParallel
+from tpengine.layers.collectives import Communicator, Pending
 
 TOLERANCE = 1e-9
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.collectives import Communicator
 from tpengine.config import ModelConfig
-from tpengine.gradients import BufferSink
-from tpengine.layers.parts import FastParts
-from tpengine.model import Block
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import BufferSink
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Block
 
 SEQ, TOKENS = 16, 32
 

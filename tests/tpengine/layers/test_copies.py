@@ -9,9 +9,9 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers import RMSNorm, SwiGLU
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 
 D, FFN, T, STEPS, DECAY = 12, 24, 8, 3, 0.75
 

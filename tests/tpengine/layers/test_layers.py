@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
 from tpengine.layers import (
     IGNORED_LABEL,
     Attention,
@@ -28,6 +27,7 @@ from tpengine.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from tpengine.layers.collectives import Communicator
 
 TP = [1, 2, 3, 4]
 D, BATCH, SEQ = 24, 3, 20

@@ -10,8 +10,8 @@ from einops import rearrange
 from rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.collectives import Communicator
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
+from tpengine.layers.collectives import Communicator
 
 T, VOCAB = 48, 104
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.collectives import Communicator
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
     ColumnParallelLinear,
@@ -24,6 +23,7 @@ from tpengine.layers import (
     replicate,
     sharded,
 )
+from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 
 DIM, WIDE, TOKENS = 6, 8, 12

@@ -10,7 +10,6 @@ from rank_pool import RankPool
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tpengine.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
 from tpengine.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -19,6 +18,7 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.attention import rope
+from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
 from tpengine.layers.mlp import gated_silu
 from tpengine.layers.virtual import VirtualRanks, collect, spread
 

@@ -20,10 +20,10 @@ from rank_pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.collectives import Communicator
-from tpengine.gradients import BufferSink, accumulation_dtype
 from tpengine.layers import Attention, SwiGLU
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
 from tpengine.layers.virtual import (
     VirtualAttention,
     VirtualEmbedding,

@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 from plan_records import recorded
 
-from tpengine.plan import (
-    Chunk,
-    Costs,
-    Kind,
-    Plan,
-    TensorSpec,
-    lower,
-    make_schedule,
-    simulate,
-    verify,
-)
-from tpengine.plan.cost_profile import BucketProfile, ChunkProfile, CostProfile, read_profile
-from tpengine.plan.costs import spec_bytes
-from tpengine.plan.measured_costs import MeasuredStep, profile_of
-from tpengine.plan.profile_costs import LayerFit, costs_for, plan_for
+from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.plan import Chunk, Kind, Plan, TensorSpec, lower, make_schedule, verify
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.costs import spec_bytes
+from tpengine.simulate.profiles.costs import LayerFit, costs_for, plan_for
+from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile, read_profile
 
 CountMutations = Callable[[str, int, int], None]
 BOUNDARY = TensorSpec((64, 32), "float32")

@@ -16,13 +16,12 @@ from tpengine.plan import (
     Span,
     Timeline,
     clock,
-    describe,
     format_actions,
-    grid,
     make_schedule,
     parse_action,
     parse_actions,
 )
+from tpengine.simulate.draw import describe, grid
 
 
 def at(name: str, start: float, end: float) -> Span:

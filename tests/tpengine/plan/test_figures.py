@@ -14,7 +14,6 @@ from tpengine.plan import (
     SCHEDULES,
     Bucket,
     Chunk,
-    Costs,
     Kind,
     Plan,
     RankTimeline,
@@ -24,10 +23,10 @@ from tpengine.plan import (
     Timeline,
     parse_action,
     parse_actions,
-    simulate,
 )
-from tpengine.plan.costs import unit_costs
-from tpengine.plan.figures import StepFigures
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.costs import unit_costs
+from tpengine.simulate.figures import StepFigures
 
 # 100 bytes.
 BOUNDARY = TensorSpec((25,), "float32")

@@ -16,7 +16,6 @@ from tpengine.plan import (
     SCHEDULES,
     Bucket,
     Chunk,
-    Costs,
     Kind,
     Plan,
     Schedule,
@@ -27,13 +26,13 @@ from tpengine.plan import (
     make_schedule,
     parse_actions,
     parse_plan,
-    simulate,
     slack,
     verify,
 )
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, TRANSFERS, counterpart
 from tpengine.plan.clock import Value, inputs, output
-from tpengine.plan.costs import unit_costs
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.costs import unit_costs
 
 BOUNDARY = TensorSpec((4, 2), "float32")
 NAMES = [*sorted(SCHEDULES), "forward_only"]

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from plan_records import recorded
 
-from tpengine.plan import Costs, Kind, Plan, Span, StepFigures, parse_action, parse_actions, simulate
-from tpengine.plan.chrome_trace import TracedRank, TracedStep, chrome_trace
-from tpengine.plan.costs import spec_bytes, unit_durations
-from tpengine.plan.measured import (
+from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
+from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.observe.records import (
     RankRecord,
     clock_offsets,
     computed_until,
@@ -24,8 +23,11 @@ from tpengine.plan.measured import (
     encode_record,
     measured_timeline,
 )
-from tpengine.plan.measured_costs import MeasuredStep, profile_of
-from tpengine.plan.profile_costs import costs_for
+from tpengine.plan import Kind, Plan, Span, parse_action, parse_actions
+from tpengine.plan.clock import unit_durations
+from tpengine.simulate import Costs, StepFigures, simulate
+from tpengine.simulate.costs import spec_bytes
+from tpengine.simulate.profiles.costs import costs_for
 
 BuildPlan = Callable[..., Plan]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.plan import SCHEDULES, Chunk, ChunkBytes, Costs, Kind, Plan, TensorSpec, parse_actions, simulate
-from tpengine.plan.costs import unit_costs
-from tpengine.plan.memory import memory_curve, slot_bytes
+from tpengine.plan import SCHEDULES, Chunk, Kind, Plan, TensorSpec, parse_actions
+from tpengine.simulate import ChunkBytes, Costs, simulate
+from tpengine.simulate.costs import unit_costs
+from tpengine.simulate.memory import memory_curve, slot_bytes
 
 # 100 bytes.
 BOUNDARY = TensorSpec((25,), "float32")

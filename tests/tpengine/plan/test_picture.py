@@ -21,28 +21,30 @@ from PIL import Image
 from tpengine.plan import (
     SCHEDULES,
     Action,
-    ChunkBytes,
-    Costs,
     Kind,
-    Picture,
     Plan,
     RankTimeline,
     Span,
     Timeline,
+    clock,
+    make_schedule,
+    parse_action,
+)
+from tpengine.simulate import ChunkBytes, Costs, simulate
+from tpengine.simulate.costs import unit_costs
+from tpengine.simulate.draw import (
+    Picture,
     bytes_text,
     check_picture_file,
-    clock,
     draw_html,
     draw_svg,
     draw_to_file,
-    make_schedule,
-    parse_action,
+    palette,
+    picture,
     render_png,
-    simulate,
+    scene,
 )
-from tpengine.plan.costs import unit_costs
-from tpengine.plan.draw import palette, picture, scene
-from tpengine.plan.draw.png import size_of
+from tpengine.simulate.draw.png import size_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,7 +16,6 @@ from tpengine.plan import (
     Action,
     Bucket,
     Chunk,
-    Costs,
     Kind,
     Plan,
     Span,
@@ -27,10 +26,10 @@ from tpengine.plan import (
     lower,
     make_schedule,
     parse_actions,
-    simulate,
 )
 from tpengine.plan.actions import COMPUTE, TRANSFERS
-from tpengine.plan.costs import ring_time, unit_costs
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.costs import ring_time, unit_costs
 
 # A boundary tensor of 100 bytes, so that a bandwidth of 100 / t occupies a link for t.
 BOUNDARY = TensorSpec((25,), "float32")

@@ -23,8 +23,8 @@ from tpengine.plan import (
     receive_slots,
     verify,
 )
-from tpengine.plan.checks.progress import check_blocking, check_channels
-from tpengine.plan.checks.receives import check_slots
+from tpengine.plan.verify.progress import check_blocking, check_channels
+from tpengine.plan.verify.receives import check_slots
 
 BuildPlan = Callable[..., Plan]
 CountMutations = Callable[[str, int, int], None]

@@ -1,0 +1,346 @@
+"""Continuing a run: its configuration, its newest checkpoint, and whether the two belong together. No torch.
+
+A checkpoint's state says what decides the numbers of every later step: model, dtype, seed, text, global batch. A run
+that resumes must keep these, and may change everything else: layout, steps, learning rate. The position in the data is
+a function of the step, and so is every random number (tpkernels.random), so that neither needs a state of its own; both
+are written all the same, and compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
+from tpengine.config import Config, ModelConfig, ParallelConfig, decay_steps_of, resolve_layout, validate
+from tpengine.config.toml import load_toml
+from tpengine.plan import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose index has been read and whose files are there.
+
+    Attributes:
+        directory, index: where it is; what it holds.
+        damaged: newer ones, which it stands in for: by step, why they cannot be used.
+    """
+
+    directory: Path
+    index: Index
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+
+def checkpoints_of(run_dir: str | Path) -> CheckpointDirectory:
+    """The checkpoints of a run directory."""
+    return CheckpointDirectory(Path(run_dir) / "checkpoints")
+
+
+def saved_config(run_dir: str) -> Config:
+    """The configuration that a run left in its directory.
+
+    Raises:
+        ValueError: it holds no run.
+    """
+    path = Path(run_dir) / "config.toml"
+    if not path.is_file():
+        raise ValueError(
+            f"--resume needs the directory of a run: {run_dir} has no config.toml: check --run-dir, or start the run "
+            "with --preset or --config beside --resume"
+        )
+    saved = load_toml(path, Config())
+    # One that is too old to say it decayed over all its steps.
+    saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
+    # The run's copy of a schedule file, wherever its directory is now.
+    kept = path.with_name(Path(saved.parallel.schedule).name)
+    if saved.parallel.schedule in SCHEDULES or not kept.is_file():
+        return saved
+    return replace(saved, parallel=replace(saved.parallel, schedule=str(kept)))
+
+
+def has_begun(run_dir: str) -> bool:
+    """Whether a directory holds a run that must be continued as it is: one that has saved a checkpoint."""
+    return bool(checkpoints_of(run_dir).steps()) and (Path(run_dir) / "config.toml").is_file()
+
+
+def without_layout(base: Config) -> Config:
+    """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs.
+
+    The number of micro-batches becomes 0 and an open optim.decay_steps -1, which no flag may say.
+    """
+    return replace(
+        base,
+        parallel=replace(base.parallel, tp=None, pp=None, dp=None),
+        train=replace(base.train, num_micro_batches=0),
+        optim=replace(base.optim, decay_steps=base.optim.decay_steps or -1),
+    )
+
+
+def continued_config(saved: Config, wanted: Config, world_size: int, base: ParallelConfig | None = None) -> Config:
+    """What a run continues with on any number of processes: the global batch and the learning rates that it began with.
+
+    Args:
+        saved: of the run so far, layout resolved.
+        wanted: `without_layout` of the command line's preset and file, or of `saved`, with its flags applied.
+        world_size: number of processes.
+        base: the sizes that preset and file give, which flags overrule; they count where they fill the processes.
+
+    Returns:
+        `wanted` with the layout nearest to the saved one that is legal and fills the processes (tp is kept before pp,
+        and pp before dp), the samples of a step shared over its replicas, and the saved optim.decay_steps, each unless
+        flags say otherwise.
+
+    Raises:
+        ValueError: no layout fills the processes; the micro-batches of a step do not divide over the replicas.
+    """
+    flags = wanted.parallel
+    if wanted.optim.decay_steps < 0:
+        wanted = replace(wanted, optim=replace(wanted.optim, decay_steps=saved.optim.decay_steps))
+    given = flags
+    if base is not None:
+        given = replace(flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp)
+    layouts = _layouts(given, saved, world_size) + _layouts(flags, saved, world_size)
+    if not layouts:
+        return replace(wanted, parallel=resolve_layout(flags, world_size))  # raises, and says which sizes would do
+    in_all = _micro_batches_in_all(saved, wanted.train.micro_batch_size)
+    dividing = [layout for layout in layouts if wanted.train.num_micro_batches or in_all % (layout.dp or 1) == 0]
+    if not dividing:
+        dp = layouts[0].dp or 1
+        legal = [number for number in _divisors(world_size) if in_all % number == 0]
+        nearest = min(legal, key=lambda number: abs(number - dp))
+        raise ValueError(
+            f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, dp {dp}: use "
+            f"--parallel.dp {nearest}, or, in fast mode without dropout, another --train.micro-batch-size and "
+            "--train.num-micro-batches of the same product with dp"
+        )
+    continued = [_laid_out(wanted, layout, in_all) for layout in dividing]
+    # Where none is legal, whoever validates the nearest says why.
+    return next((config for config in continued if _is_legal(config, world_size)), continued[0])
+
+
+_AXES = ("tp", "pp", "dp")
+
+
+def _layouts(given: ParallelConfig, saved: Config, world_size: int) -> list[ParallelConfig]:
+    """Every layout of the given sizes that fills the processes, the nearest to the saved one first."""
+    found = []
+    for tp, pp in itertools.product(_divisors(world_size), repeat=2):
+        layout = replace(given, tp=tp, pp=pp, dp=world_size // (tp * pp))
+        fills = world_size % (tp * pp) == 0
+        if fills and all(getattr(given, axis) in (None, getattr(layout, axis)) for axis in _AXES):
+            found.append(layout)
+    return sorted(found, key=lambda layout: [_ratio(layout, saved.parallel, axis) for axis in ("tp", "pp")])
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _ratio(layout: ParallelConfig, saved: ParallelConfig, axis: str) -> float:
+    """How many times larger or smaller an axis becomes, as a logarithm."""
+    return abs(math.log((getattr(layout, axis) or 1) / (getattr(saved, axis) or 1)))
+
+
+def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
+    """Micro-batches of the run's global batch; of the saved size, and so too many or few, where another does not divide
+    it: find_checkpoint refuses that with a way out."""
+    number, rest = divmod(_samples_per_step(saved), max(1, micro_batch_size))
+    return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
+
+
+def _laid_out(wanted: Config, layout: ParallelConfig, in_all: int) -> Config:
+    num_micro_batches = wanted.train.num_micro_batches or in_all // (layout.dp or 1)
+    return replace(wanted, parallel=layout, train=replace(wanted.train, num_micro_batches=num_micro_batches))
+
+
+def _is_legal(config: Config, world_size: int) -> bool:
+    try:
+        validate(config, world_size)
+    except ValueError:
+        return False
+    return True
+
+
+# What says nothing about the run: where it is, and how it was started.
+_SAYS_NOTHING = ("run_dir", "resume")
+
+
+def changes_since(index: Index, config: Config) -> list[str]:
+    """Say each setting that is not the checkpoint's as "section.name from A to B", sorted.
+
+    A setting that the checkpoint is too old to have was as it is by default; one that only the checkpoint has is
+    nobody's any more.
+    """
+    before, now = _flat(asdict(Config())) | _flat(index.state["config"]), _flat(asdict(config))
+    for settings in (before, now):
+        settings["optim.decay_steps"] = settings["optim.decay_steps"] or settings["train.steps"]
+    return [
+        f"{name} from {_spelled(before[name])} to {_spelled(value)}"
+        for name, value in sorted(now.items())
+        if name not in _SAYS_NOTHING and before[name] != value and not _is_the_same(name, before[name], value)
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting by the name that its flag has."""
+    settings: dict[str, Any] = {}
+    for section, value in config.items():
+        if isinstance(value, Mapping):
+            settings.update((f"{section}.{name}", inner) for name, inner in value.items())
+        else:
+            settings[section] = value
+    return settings
+
+
+def _is_the_same(name: str, before: object, now: object) -> bool:
+    """Two spellings: a device that was left open, the run's own copy of a schedule file."""
+    if name == "device":
+        return "auto" in (before, now)
+    if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
+        return Path(str(before)).stem == Path(str(now)).stem
+    return False
+
+
+def _spelled(value: object) -> str:
+    return repr(value) if value == "" else str(value)
+
+
+def state_of(
+    config: Config, fingerprint: str, step: int, num_updates: int | None = None, threads: int | None = None
+) -> dict[str, Any]:
+    """What a checkpoint after `step` steps holds besides tensors, as JSON.
+
+    Args:
+        num_updates: how many of the steps were applied; default all of them.
+        threads: that rank 0 computes with on a CPU. Sums are cut over them, so that in fast mode bits depend on it.
+    """
+    return {
+        "updates": step if num_updates is None else num_updates,
+        "threads": threads,
+        "config": asdict(replace(config, resume=False)),
+        "data": {"fingerprint": fingerprint, "next_sample": step * _samples_per_step(config)},
+        "random": {"generator": "philox4x32-10, counter-based: no state besides the seed", "seed": config.train.seed},
+    }
+
+
+def find_checkpoint(
+    config: Config,
+    fingerprint: str,
+    damaged: Mapping[int, str] | None = None,
+    *,
+    fingerprint_of_ends: Callable[[], str] | None = None,
+) -> Checkpoint | None:
+    """Read the index of the newest checkpoint in config.run_dir that is whole; check that this run may continue it.
+
+    One that is damaged is passed over for the one before. One that is whole and does not belong to this run is refused:
+    that is a mistake of the command line, and an older one is no remedy.
+
+    Args:
+        config: validated.
+        fingerprint: of the text (Corpus.fingerprint).
+        damaged: checkpoints that are known to be damaged: by step, why.
+        fingerprint_of_ends: makes the one that older checkpoints have (Corpus.fingerprint_of_ends).
+
+    Returns:
+        The checkpoint, with every damaged one that was passed over; None if the run was stopped before its first.
+
+    Raises:
+        CheckpointError: none is whole, or the newest that is has another model, dtype, seed, text or batch.
+    """
+    checkpoints = checkpoints_of(config.run_dir)
+    passed = dict(damaged or {})
+    for step in reversed(checkpoints.steps()):
+        if step in passed:
+            continue
+        directory = checkpoints.of_step(step)
+        try:
+            index = _index_of_step(directory, step)
+        except DamagedCheckpoint as error:
+            passed[step] = str(error)
+            continue
+        if fingerprint_of_ends is not None and _is_of_ends(index):
+            fingerprint = fingerprint_of_ends()
+        _check_continues(directory, index, config, fingerprint)
+        return Checkpoint(directory, index, passed)
+    if passed:
+        reasons = "; ".join(
+            f"{checkpoints.of_step(step).name}: {passed[step]}" for step in sorted(passed, reverse=True)
+        )
+        raise CheckpointError(
+            f"--resume needs a whole checkpoint: {checkpoints.path} has none: {reasons}: put one back from a copy, or "
+            "start anew with another --run-dir"
+        )
+    return None
+
+
+def _index_of_step(directory: Path, step: int) -> Index:
+    index = read_index(directory)
+    if index.step != step:
+        # It would stand where that step is to be saved.
+        raise DamagedCheckpoint(f"a checkpoint must have the name of its step: {directory} is of step {index.step}")
+    return index
+
+
+def _is_of_ends(index: Index) -> bool:
+    """Whether a checkpoint is of the time when the text was told by a hash of its ends, in 64 hex digits."""
+    data = index.state.get("data")
+    saved = data.get("fingerprint") if isinstance(data, dict) else None
+    return isinstance(saved, str) and re.fullmatch("[0-9a-f]{64}", saved) is not None
+
+
+def _samples_per_step(config: Config) -> int:
+    return config.train.micro_batch_size * config.train.num_micro_batches * (config.parallel.dp or 1)
+
+
+def _check_continues(directory: Path, index: Index, config: Config, fingerprint: str) -> None:
+    try:
+        saved, now = (
+            _decisive(state, index.step, config.train.reduction == "exact")
+            for state in (index.state, state_of(config, fingerprint, index.step))
+        )
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"a checkpoint must say what it is of: {directory} lacks {error}: move it away to resume from an older one"
+        ) from None
+    if config.train.steps < index.step:
+        raise CheckpointError(
+            f"a resumed run must not be shorter than it is: {directory} has {index.step} steps, train.steps is "
+            f"{config.train.steps}: use --train.steps {index.step} or more"
+        )
+    for name, value in now.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"a resumed run must keep {name}: {directory} was saved with {saved.get(name)}, this run has {value}: "
+                f"{_REMEDIES.get(name, f'use {name} {saved.get(name)}')}, or another --run-dir"
+            )
+
+
+_REMEDIES = {
+    "the text": "use the text it was trained on",
+    "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",
+}
+
+
+def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, Any]:
+    """By name, what decides the numbers of later steps."""
+    config = state["config"]
+    train, data = config["train"], config["data"]
+    # Settings that a checkpoint is too old to have were as they are by default.
+    model = asdict(ModelConfig()) | config["model"]
+    dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
+    return {
+        **{f"model.{name}": value for name, value in model.items()},
+        **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
+        # Masks are functions of the micro-batch, and exact mode's order of sums is one of its size.
+        **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
+        **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
+        "samples per step": state["data"]["next_sample"] / step if step else None,
+        "the text": state["data"]["fingerprint"],
+        "the seed of its random numbers": state["random"]["seed"],
+    }

@@ -1,0 +1,1 @@
+"""The subcommands of `tpengine` and the command line of training. No torch."""

@@ -1,0 +1,245 @@
+"""The command line of a training run: preset, then TOML file, then flags; every mistake becomes one line.
+
+tyro builds the flags from the dataclasses of config.py. Its own error messages are boxes of several lines, so
+after it has refused something we look for the culprit ourselves and say it in our form: the rule, the values,
+the nearest legal choice. Torch-free: this runs before torch is imported and before a process group exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import tyro
+
+from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
+from tpengine.config import Config, decay_steps_of, validate
+from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.toml import load_toml
+from tpengine.distributed.launch import Launch
+from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
+
+PROGRAM = "python -m tpengine.train"
+
+_DESCRIPTION = f"""Train a transformer on as many processes as torchrun starts.
+
+--preset NAME        start from a named run: {", ".join(PRESETS)}
+--config FILE.toml   then apply a file, such as the config.toml of an earlier run
+
+--resume --run-dir DIR   continue that run, with its own configuration, on any number of processes
+
+The flags below come last and win."""
+
+
+class ConfigError(ValueError):
+    """A mistake on the command line or in the configuration file, in one line."""
+
+
+class HelpRequested(Exception):
+    """`--help` was given; the text is the only argument."""
+
+
+def parse_config(argv: Sequence[str], world_size: int) -> Config:
+    """Build the validated configuration of a run.
+
+    Args:
+        argv: arguments without the program's name.
+        world_size: number of processes.
+    Returns: preset (default tiny), then --config file, then flags; layout and optim.decay_steps resolved. With --resume
+        and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and one of
+        them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fills the processes.
+    Raises:
+        ConfigError: any mistake, one line.
+        HelpRequested: argv asks for help.
+    """
+    try:
+        preset, path, flags = _take_base(argv)
+        base = preset_config(preset or "tiny")
+        if path is not None:
+            base = load_toml(path, base)
+        config = _override(base, flags)
+        if config.resume and not config.run_dir:
+            raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
+        is_alone = preset is None and path is None
+        if config.resume and (is_alone or has_begun(config.run_dir)):
+            saved = saved_config(config.run_dir)
+            base = saved if is_alone else base
+            config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
+        config = validate(config, world_size)
+        return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
+    except ValueError as error:
+        raise ConfigError(one_line(str(error))) from None
+
+
+@contextlib.contextmanager
+def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Iterator[Launch]:
+    """End the process if the block raises ValueError: exit code 2 on every rank, one line on rank 0.
+
+    Help is printed on rank 0 and ends every rank with 0. A malformed environment is said on every rank, since none
+    can know that it is rank 0.
+
+    Args:
+        environ: read by `Launch.of`, which is given to the block.
+        wait_seconds: as `leave`.
+    Raises: SystemExit.
+    """
+    launch = None
+    try:
+        launch = Launch.of(environ)
+        yield launch
+    except HelpRequested as request:
+        if launch is None or launch.rank == 0:
+            print(request)
+        raise SystemExit(0) from None
+    except ValueError as error:
+        leave(str(error), environ, speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
+
+
+def leave(
+    message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0, is_known: bool = False
+) -> NoReturn:
+    """Leave with exit code 2; the rank that speaks says the message in one line first.
+
+    Args:
+        message: the rule, the values, the remedy.
+        environ: TORCHELASTIC_ERROR_FILE is read.
+        speaks: whether to speak at once.
+        wait_seconds: how long the other ranks wait. torchrun ends all processes as soon as one has failed: a rank that
+            left first would have rank 0 killed before it has spoken. A rank that is still there after the wait is
+            the only one with this error (a file that one node lacks, say), and speaks itself.
+        is_known: all ranks have this error, so that one line is enough.
+    """
+    if not speaks:
+        if is_known:
+            tell_torchrun(message, environ)
+        time.sleep(wait_seconds)
+    if speaks or not is_known:
+        say(message, environ, prefix="error: ")
+    raise SystemExit(USER_ERROR)
+
+
+def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """Split off --preset and --config: (preset, file, the other arguments)."""
+    taken: dict[str, str] = {}
+    flags: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in ("--preset", "--config"):
+            flags.append(argument)
+            continue
+        taken[name] = value if equals else next(arguments, "")
+        if not taken[name] or taken[name].startswith("--"):
+            example = "tiny" if name == "--preset" else "FILE.toml"
+            raise ValueError(f"{name} needs a value: got {taken[name] or 'nothing'}: use {name} {example}")
+    return taken.get("--preset"), taken.get("--config"), flags
+
+
+def _override(base: Config, flags: Sequence[str]) -> Config:
+    """Apply flags with tyro."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return tyro.cli(Config, prog=PROGRAM, description=_DESCRIPTION, default=base, args=list(flags))
+    except SystemExit as stop:
+        if not stop.code:
+            raise HelpRequested(out.getvalue().rstrip()) from None
+    _explain(flags)
+    raise ValueError(_flatten_box(err.getvalue()))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One flag's type and default."""
+
+    hint: Any
+    default: object
+
+
+def _settings() -> dict[str, _Setting]:
+    """Every flag by its name; flags are the dataclasses' fields, `--section.field-name`."""
+    settings: dict[str, _Setting] = {}
+
+    def add(owner: object, prefix: str) -> None:
+        for name, hint in get_type_hints(type(owner)).items():
+            value = getattr(owner, name)
+            if is_dataclass(value):
+                add(value, f"{prefix}{name}.")
+            else:
+                settings[f"--{prefix}{name}".replace("_", "-")] = _Setting(hint, value)
+
+    add(Config(), "")
+    return settings
+
+
+def _explain(flags: Sequence[str]) -> None:
+    """Raise ValueError for the first argument that is wrong, if we can tell which."""
+    settings = _settings()
+    arguments = iter(flags)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
+        switch = name.replace(".no-", ".").replace("--no-", "--")
+        if switch in settings and settings[switch].hint is bool:
+            if equals:
+                no = switch.replace(".", ".no-") if "." in switch else switch.replace("--", "--no-")
+                raise ValueError(f"{name} takes no value: got {value!r}: use {switch} or {no}")
+        elif name in settings:
+            text = value if equals else next(arguments, None)
+            if text is None or text.startswith("--"):
+                example = settings[name].default or "VALUE"
+                raise ValueError(f"{name} needs a value: got {text or 'nothing'}: use {name} {example}")
+            _check_text(name, text, settings[name])
+        else:
+            raise ValueError(_unknown(name, settings))
+
+
+def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
+    """Say that no flag has this name, and which one may be meant: `--lr` is `--optim.lr`."""
+    if not name.startswith("-"):
+        return f"settings are given as --section.name value: got {name!r} alone: see --help"
+    flag_of = {flag.rpartition(".")[2].lstrip("-"): flag for flag in settings}
+    last_part = name.rpartition(".")[2].lstrip("-")
+    near = [flag_of[part] for part in difflib.get_close_matches(last_part, flag_of, n=1, cutoff=0.75)]
+    near = near or difflib.get_close_matches(name, settings, n=1)
+    return f"unknown option {name}: {f'perhaps you meant {near[0]}' if near else 'see --help for all options'}"
+
+
+def _check_text(name: str, text: str, setting: _Setting) -> None:
+    """Raise ValueError if the text is no value of the flag's type."""
+    if get_origin(setting.hint) is Literal:
+        choices = get_args(setting.hint)
+        if text not in choices:
+            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: use {near}")
+        return
+    kinds = get_args(setting.hint) or (setting.hint,)
+    if str in kinds or (text == "None" and type(None) in kinds):
+        return
+    wanted = float if float in kinds else int
+    if not _spells(text, wanted):
+        noun = "a number" if wanted is float else "an integer"
+        finite = _spells(text, float) and math.isfinite(float(text))
+        near_value = round(float(text)) if finite else setting.default
+        raise ValueError(f"{name} must be {noun}: got {text!r}: use {1 if near_value is None else near_value}")
+
+
+def _spells(text: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _flatten_box(box: str) -> str:
+    """One line from tyro's box: without title, frame and the pointer to --help."""
+    lines = [line.strip(" │|╭╮╰╯─-") for line in box.splitlines()]
+    kept = [line for line in lines if line and not line.startswith("For full helptext")]
+    return " ".join(kept[1:] or kept or ["the arguments must be legal: see --help"])

@@ -1,0 +1,262 @@
+"""On each rank: a trainer, and what is seen of it while it runs.
+
+Nothing here computes what is trained: outputs and gradients are hashed where they come by, through module and tensor
+hooks, around the handlers of the plan's actions, and where ExactGradients ends a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tpengine.commands.certify.evidence import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
+from tpengine.config import Config, num_blocks
+from tpengine.data import open_corpus
+from tpengine.data_parallel.gradients import ExactGradients, StepGradients
+from tpengine.layers.gradient_sink import accumulation_dtype
+from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
+from tpengine.model.transformer import Block
+from tpengine.pipeline.executor import Handler
+from tpengine.plan import Action, Kind
+from tpengine.training.trainer import Trainer
+
+# More than there are places within a layer.
+_PLACES = 8
+# Backward meets a layer's in this order: gradients of outputs, each before those of the parameters that it gives.
+_BACKWARD = ("", "mlp", "mlp.", "post_attention_layernorm.", "self_attn", "self_attn.", "input_layernorm.")
+
+
+class Witness:
+    """One rank of an exact run that is watched.
+
+    Args:
+        config: validated, train.reduction exact.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        self._step = 0
+        self._block_length = config.train.num_micro_batches * (config.parallel.dp or 1) // num_blocks(config)
+        self._observations: list[Observation] = []
+        gradients = self.trainer.gradients
+        assert isinstance(gradients, ExactGradients), "fast mode has no bits to certify"
+        gradients.on_block_end = self._see_block
+        self.trainer.gradients = _Watched(gradients, self._see_sums)
+        self.trainer.executor.handlers = {**self.trainer.executor.handlers, **self._watched_handlers()}
+        self._watch_modules()
+
+    def step(self, step: int) -> tuple[list[Observation], float]:
+        """Run a step; return what was seen, and its loss."""
+        self._step, self._observations = step, []
+        result = self.trainer.train_step(step)
+        for depth, name in enumerate(("loss", "grad_norm", "lr")):
+            value = torch.tensor(getattr(result, name), dtype=torch.float64)
+            self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
+        return self._observations, result.loss
+
+    def _see(
+        self, phase: Phase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
+    ) -> None:
+        microbatch = self.trainer.model.position.microbatch if of_microbatch else -1
+        place = Place(self._step, phase, microbatch, depth, name, shard)
+        self._observations.append(Observation(place, digest(tensor), str(self.trainer.activity.now.what)))
+
+    def _see_blocks_of_tokens(self, phase: Phase, depth: int, name: str, rows: Tensor) -> None:
+        held = self.trainer.model.parts.held
+        for shard, block in zip(held, rows.detach().chunk(len(held)), strict=True):
+            self._see(phase, depth, name, block, shard=shard, of_microbatch=True)
+
+    def _watch_modules(self) -> None:
+        model = self.trainer.model
+        if model.is_first:
+            self._watch_output(model.embed_tokens, "embed_tokens", 0)
+        for number, block in model.layers.items():
+            assert isinstance(block, Block)
+            first = (int(number) + 1) * _PLACES
+            self._watch_input(block, f"layers.{number}", first - 1)
+            self._watch_output(block.self_attn, f"layers.{number}.self_attn", first)
+            self._watch_output(block.mlp, f"layers.{number}.mlp", first + 1)
+            self._watch_output(block, f"layers.{number}", first + 2)
+        if model.is_last:
+            model.lm_head.register_forward_hook(self._see_logits)
+
+    def _watch_input(self, module: nn.Module, name: str, depth: int) -> None:
+        def see(_: nn.Module, given: tuple[Tensor, int]) -> None:
+            if self.trainer.model.position.training:
+                self._see_blocks_of_tokens(Phase.FORWARD, depth, f"input of {name}", given[0])
+
+        module.register_forward_pre_hook(see)
+
+    def _watch_output(self, module: nn.Module, name: str, depth: int) -> None:
+        def see_gradient(gradient: Tensor) -> None:
+            what = f"gradient of the output of {name}"
+            self._see_blocks_of_tokens(Phase.BACKWARD, self._depth_down(name), what, gradient)
+
+        def see(_: nn.Module, __: Any, output: Tensor) -> None:
+            if not self.trainer.model.position.training:
+                return
+            self._see_blocks_of_tokens(Phase.FORWARD, depth, f"output of {name}", output)
+            if output.requires_grad:
+                output.register_hook(see_gradient)
+
+        module.register_forward_hook(see)
+
+    def _see_logits(self, _: nn.Module, __: Any, logits: Tensor) -> None:
+        if self.trainer.model.position.training:
+            for shard, z in zip(self.trainer.model.parts.held, logits.detach(), strict=True):
+                self._see(Phase.FORWARD, self._depth_of_head(), "logits", z, shard=shard, of_microbatch=True)
+
+    def _watched_handlers(self) -> dict[Kind, Handler]:
+        handlers = self.trainer.executor.handlers
+
+        def forward(action: Action) -> None:
+            handlers[Kind.F](action)
+            if action.piece[0] == len(self.trainer.plan.chunks) - 1:
+                loss = self.trainer.losses[self.trainer.model.position.microbatch]
+                self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
+
+        def clip(action: Action) -> None:
+            handlers[Kind.CLIP](action)
+            self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.grad_norm)
+
+        def step(action: Action) -> None:
+            handlers[Kind.STEP](action)
+            self._see_update()
+
+        return {Kind.F: forward, Kind.CLIP: clip, Kind.STEP: step}
+
+    def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
+        held = self.trainer.model.parts.held
+        for leaf, gradient in gradients.items():
+            name, rank, head = leaf_parts(leaf)
+            # A last stage's copy of tied embeddings is the head.
+            head = head or (name == EMBEDDING and not self.trainer.model.is_first)
+            use = " as output head" if head else ""
+            if self._block_length > 1:
+                use += f", over {self._block_length} micro-batches to the last"
+            self._see(
+                Phase.BACKWARD,
+                self._depth_down(HEAD if head else name),
+                f"gradient of {name}{use}",
+                gradient,
+                shard=held[rank],
+                of_microbatch=True,
+            )
+
+    def _see_sums(self) -> None:
+        for name, gradient in self.trainer.gradients.of.items():
+            piece = self.trainer.model.pieces[name]
+            self._see(
+                Phase.SUM,
+                self._depth_down(piece.spec.name),
+                f"{GRADIENT}{piece.spec.name}",
+                gradient,
+                shard=_shard(piece),
+            )
+
+    def _see_update(self) -> None:
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        for name, parameter in model.held.items():
+            piece = model.pieces[name]
+            depth = self._depth_down(piece.spec.name)
+            for kind, tensor in optimizer.state_of(name).items():
+                self._see(
+                    Phase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
+                )
+            self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", parameter, shard=_shard(piece))
+
+    def _depth_of_head(self) -> int:
+        return (self.trainer.config.model.num_layers + 1) * _PLACES
+
+    def _depth_down(self, name: str) -> int:
+        """Where backward comes to the output of a module, or to a parameter, by its name."""
+        path = name.split(".", 2)
+        if path[0] != "layers":
+            return self._depth_of_head() + len(path) if path[0] == "embed_tokens" else 0
+        module = path[2] if len(path) > 2 else ""
+        within, parameter, _ = module.partition(".")
+        layers_above = self.trainer.config.model.num_layers - 1 - int(path[1])
+        return (layers_above + 1) * _PLACES + _BACKWARD.index(within + parameter)
+
+
+class _Watched:
+    """A trainer's gradients, told of when all their sums are there."""
+
+    def __init__(self, gradients: StepGradients, see: Any) -> None:
+        self._gradients, self._see = gradients, see
+        self.buckets, self.of, self.summed = gradients.buckets, gradients.of, gradients.summed
+        self.begin, self.after_backward = gradients.begin, gradients.after_backward
+
+    def finish(self) -> None:
+        """As StepGradients.finish."""
+        self._gradients.finish()
+        self._see()
+
+
+@dataclass(frozen=True)
+class Values:
+    """A block of a global tensor, in float64.
+
+    Attributes:
+        name: of the tensor.
+        offset: where the block begins.
+        shape: of the whole.
+        values: the block.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    values: NDArray[np.float64]
+
+
+class Gradients:
+    """One rank of a run, fast or exact, whose gradients and losses are wanted.
+
+    Args:
+        config: validated.
+        weights_in: dtype that the initial weights are rounded to: that of the run which this one is a reference for.
+    """
+
+    def __init__(self, config: Config, weights_in: str) -> None:
+        self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        dtype = getattr(torch, weights_in)
+        with torch.no_grad():
+            for parameter in self.trainer.model.held.values():
+                # Rounded twice, as a weight is whose master is wider.
+                parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
+        self.trainer.gradients = _Watched(self.trainer.gradients, self._keep)
+        self._kept: list[Values] = []
+
+    def step(self, step: int) -> list[Values]:
+        """Run a step; return this rank's blocks of its gradients, before clipping, and of its losses."""
+        self.trainer.train_step(step)
+        if not self.trainer.model.is_last:
+            return self._kept
+        losses = self.trainer.losses.numpy().copy()
+        return [*self._kept, Values("loss of each micro-batch", (0,), losses.shape, losses)]
+
+    def _keep(self) -> None:
+        self._kept = []
+        for name, gradient in self.trainer.gradients.of.items():
+            piece = self.trainer.model.pieces[name]
+            values = gradient.double().numpy().copy()
+            self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, in hex."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _shard(piece: Piece) -> int:
+    """The virtual rank that holds the piece first; -1 for what all hold."""
+    return -1 if piece.spec.shard_dim is None else piece.holder

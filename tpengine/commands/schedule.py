@@ -1,0 +1,377 @@
+"""`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. Torch-free.
+
+The model is nominal: a layer a chunk, boundary tensors and buckets of a size that gives the times asked for; or with
+--profile that of a run, whose measured costs predict the schedule; or with --preset or --config the plan of a
+configuration, its costs modelled (schedule_model.py). What is drawn is a plan lowered, verified and simulated as in
+training; without a picture and with free links the clock alone gives the same times much sooner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tpengine.commands.schedule_model import (
+    add_model_arguments,
+    config_asked_for,
+    counted,
+    modelled,
+    provenance,
+    title,
+    validated,
+)
+from tpengine.config import Config
+from tpengine.plan import (
+    SCHEDULES,
+    Bucket,
+    Chunk,
+    Kind,
+    Plan,
+    Schedule,
+    TensorSpec,
+    Timeline,
+    clock,
+    lower,
+    make_schedule,
+    verify,
+)
+from tpengine.plan.actions import COMPUTE
+from tpengine.simulate import ChunkBytes, Costs, StepFigures, simulate
+from tpengine.simulate.draw import (
+    Picture,
+    bytes_text,
+    check_num_boxes,
+    check_picture_file,
+    grid,
+    picture_bytes,
+    write_beside,
+)
+from tpengine.simulate.draw.file import check_file
+from tpengine.simulate.draw.picture import live_text
+from tpengine.simulate.profiles.costs import costs_for, plan_for
+from tpengine.simulate.profiles.file import CostProfile, read_profile
+
+# Printing this many takes 5 to 150 s of one core, and gives up to 60 MB of text.
+_MAX_STAGES = 1_000
+_MAX_CELLS = 1_000_000
+# Columns for a chunk's micro-batch: units need 3, unequal times more, and without a bound a short one thousands.
+_COLUMNS = 30
+
+_TIMES: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+_TAKES = {"F": "a forward takes", "B": "a backward", "I": "its input half", "W": "its weight half"}
+# Of a grid on a terminal, one below the other.
+_MOST_PARTS = 4
+
+# Two bytes: where nothing is said about bytes, boundary tensors weigh nothing.
+_BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
+
+# Of what is left out where no configuration says it; None on the command line, where one may.
+_DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": 4, "micro_batches": 8}
+
+# What has no place beside a profile or a model, besides --times.
+_NOMINAL = ("link", "latency", "reduce", "bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add what `tpengine schedule` understands; `count` parses a number of at least 1."""
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("--schedule", help=f"one of {names}, or the path of a file (default 1f1b)")
+    parser.add_argument("--pp", type=count, help="pipeline stages (default 4)")
+    parser.add_argument("--micro-batches", type=count, help="micro-batches of a step (default 8, or the model's)")
+    parser.add_argument("--chunks", type=count, metavar="V", help="chunks of a rank, for interleaved (default 2)")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the plan to FILE: .svg, .html or .png")
+    parser.add_argument("--plan-text", type=Path, metavar="FILE", help="write the verified plan to FILE")
+    costs = parser.add_argument_group("what the actions cost", "in any one unit of time; a rank's all chunks together")
+    costs.add_argument(
+        "--times", type=_times, default=_TIMES, metavar="F=1,B=2,I=1,W=1", help="a micro-batch's (this is the default)"
+    )
+    costs.add_argument(
+        "--link", type=_time, default=0.0, metavar="T", help="a transfer keeps its link busy (default 0)"
+    )
+    costs.add_argument(
+        "--latency", type=_time, default=0.0, metavar="T", help="its first byte is under way (default 0)"
+    )
+    costs.add_argument("--reduce", type=_time, default=0.0, metavar="T", help="a chunk's gradients' sum (default 0)")
+    costs.add_argument(
+        "--bytes",
+        type=_bytes,
+        metavar="saved=2e9,...",
+        help="draw memory in bytes: saved by a micro-batch, deferred from I to W, working, resident, of a boundary",
+    )
+    costs.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="instead of all these: the profile.json of a run with --train.profile-steps, in seconds",
+    )
+    add_model_arguments(parser, count)
+
+
+def print_schedule(args: argparse.Namespace) -> None:
+    """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
+    _check_one_source(args)
+    config = config_asked_for(args)
+    args, num_chunks = _completed(args, config)
+    _check_size(args.pp, args.micro_batches, num_chunks)
+    _check_files(args)
+    profile = read_profile(args.profile) if args.profile else None
+    config = validated(config) if config else None
+    schedule = make_schedule(args.schedule, args.pp, args.micro_batches, num_chunks)
+    in_seconds = bool(profile or config)
+    communicates = in_seconds or args.link > 0.0 or args.latency > 0.0 or args.reduce > 0.0
+    if not (args.draw or args.plan_text or communicates or args.bytes):
+        timeline = clock(schedule.compute, _durations(schedule, args.times))
+        _print_timeline(schedule, timeline, _makespan(timeline, args.times))
+        return
+    if args.draw:
+        # Early, since plans that are too large to draw take minutes to lower.
+        check_num_boxes(sum(map(len, schedule.compute)))
+    if profile:
+        _check_layers(args.schedule, schedule, profile)
+    plan, costs = _plan_and_costs(schedule, args, profile, config)
+    timeline = simulate(plan, costs)
+    # Before anything is printed: what cannot be drawn or written is refused in one line, and `| head` ends no drawing.
+    sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
+    nominal = ", ".join((schedule.name, *sizes))
+    head = title(config, schedule.name, args.machine) if config else nominal
+    picture = Picture(head, timeline, "s" if in_seconds else "forwards", plan)
+    drawn = picture_bytes(args.draw, [picture]) if args.draw else b""
+    files = {args.draw: drawn, args.plan_text: plan.text().encode() if args.plan_text else b""}
+    written = [path for path in files if path]
+    for path in written:
+        write_beside(path, files[path])
+    makespan = _makespan_in_words(timeline, args.times, profile, config)
+    _print_timeline(schedule, timeline, makespan, " s" if in_seconds else "")
+    if communicates:
+        figures = StepFigures.of(plan, timeline)
+        print(f"exposed communication {figures.exposed:.3f}; {figures.sentence()}")
+    if args.bytes or config:
+        print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
+    if config:
+        print(provenance(config, args.machine))
+    for path in written:
+        print(f"wrote {path}")
+
+
+def _print_timeline(schedule: Schedule, timeline: Timeline, makespan: str, unit_of_time: str = "") -> None:
+    shortest = min(s.duration for rank in timeline.ranks for s in rank.compute if s.action.kind in COMPUTE)
+    num_cells = (len(timeline.ranks) + schedule.num_microbatches) * len(schedule.ranks) / len(timeline.ranks)
+    unit = max(shortest, timeline.makespan / (_COLUMNS * num_cells))
+    _print_grid(timeline, unit, unit_of_time)
+    print(f"makespan {makespan}")
+    print(f"bubble {timeline.bubble:.3f}")
+    peaks = " ".join(live_text(peak) for peak in timeline.peak_live_activations)
+    print(f"peak live activations by rank: {peaks}")
+
+
+def _print_grid(timeline: Timeline, unit: float, unit_of_time: str) -> None:
+    """Print a grid; on a terminal in parts that fit it, or if they are many say what the grid needs."""
+    has = shutil.get_terminal_size().columns
+    rows = grid(timeline, unit, has if sys.stdout.isatty() else None)
+    if rows.count("\n\n") >= _MOST_PARTS:
+        needed = max(map(len, grid(timeline, unit).splitlines()))
+        print(f"the grid needs {needed} columns, the terminal has {has}: add --draw plan.svg, or | less -S")
+        return
+    print(rows)
+    if not math.isclose(unit, 1.0, rel_tol=1e-6):
+        print(f"a column is {unit:.4g}{unit_of_time}")
+
+
+def _makespan(timeline: Timeline, times: Mapping[str, float]) -> str:
+    used = {span.action.kind for rank in timeline.ranks for span in rank.compute}
+    takes = ", ".join(f"{words} {times[kind]:g}" for kind, words in _TAKES.items() if kind in used)
+    return f"{_decimal(timeline.makespan)} ({takes})"
+
+
+def _makespan_in_words(
+    timeline: Timeline, times: Mapping[str, float], profile: CostProfile | None, config: Config | None
+) -> str:
+    if config:
+        return f"{timeline.makespan:.4g} s, the whole step"
+    return _predicted(timeline, profile) if profile else _makespan(timeline, times)
+
+
+def _predicted(timeline: Timeline, profile: CostProfile) -> str:
+    step, was = timeline.makespan + profile.outside_seconds, profile.plan_seconds + profile.outside_seconds
+    return (
+        f"{timeline.makespan:.4g} s, of a step {step:.4g} s; profiled: {profile.schedule}, "
+        f"{counted(profile.num_microbatches, 'micro-batch')}, {was:.4g} s a step"
+    )
+
+
+def _check_one_source(args: argparse.Namespace) -> None:
+    """Refuse a second word on what actions cost, beside a profile or a model."""
+    source = next((name for name in ("preset", "config", "profile") if getattr(args, name) is not None), None)
+    if source is None:
+        return
+    given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _NOMINAL}}
+    if source != "profile":
+        given["profile"] = args.profile is not None
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"--{source} says what actions cost: got --{name} too: leave --{name} out")
+
+
+def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argparse.Namespace, int]:
+    """Return the options with those left out filled in, from the configuration where there is one, and v."""
+    values = vars(args)
+    filled = {name: default if values[name] is None else values[name] for name, default in _DEFAULTS.items()}
+    if config:
+        parallel = config.parallel
+        filled = dict(schedule=parallel.schedule, pp=parallel.pp, micro_batches=config.train.num_micro_batches)
+    num_chunks = _num_chunks(str(filled["schedule"]), args.chunks, config.parallel.chunks_per_rank if config else 2)
+    return argparse.Namespace(**(values | filled)), num_chunks
+
+
+def _num_chunks(name: str, asked: int | None, default: int) -> int:
+    """Return v, which only a schedule that leaves it open takes from the user."""
+    form = SCHEDULES.get(name)
+    fixed = 1 if form is None else form.num_chunks
+    if asked is not None and fixed not in (None, asked):
+        raise ValueError(f"--chunks is for a schedule that leaves it open: {name} has its own: leave --chunks out")
+    return fixed or asked or default
+
+
+def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
+    # The grid is as wide as stages and micro-batches together, so the product alone does not bound it.
+    if pp > _MAX_STAGES:
+        raise ValueError(f"--pp must be at most {_MAX_STAGES} to be drawn: got {pp}: use --pp {_MAX_STAGES}")
+    num_cells = pp * micro_batches * num_chunks
+    if num_cells > _MAX_CELLS:
+        # Too many chunks are refused here too, with the remedy that always helps.
+        by_chunks, times_chunks = (" times chunks", f" times {num_chunks}") if num_chunks > 1 else ("", "")
+        most = max(_MAX_CELLS // (pp * num_chunks), 1)
+        raise ValueError(
+            f"--pp times --micro-batches{by_chunks} must be at most {_MAX_CELLS} to be drawn: got {pp} times "
+            f"{micro_batches}{times_chunks}, {num_cells}: use --micro-batches {most}"
+        )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse early what cannot be written, and what would replace a file that was read."""
+    if args.draw:
+        check_picture_file(args.draw)
+    if args.plan_text:
+        if args.plan_text == Path("-"):
+            raise ValueError("--plan-text needs the name of a file: got -: use --plan-text plan.txt")
+        if args.draw and args.draw.resolve() == args.plan_text.resolve():
+            raise ValueError(f"--draw and --plan-text need two files: got {args.draw} twice: use --plan-text plan.txt")
+        check_file(args.plan_text)
+    schedule = None if args.schedule in SCHEDULES else args.schedule
+    sources = {"schedule": schedule, "profile": args.profile, "configuration": args.config}
+    for what, source in sources.items():
+        for option, written in (("draw", args.draw), ("plan-text", args.plan_text)):
+            if source and written and written.exists() and Path(source).exists() and written.samefile(source):
+                raise ValueError(f"--{option} must not replace the {what} read: got {source}: choose another file")
+
+
+def _check_layers(name: str, schedule: Schedule, profile: CostProfile) -> None:
+    num_chunks, num_layers = len(schedule.ranks), profile.num_layers
+    if num_chunks > num_layers:
+        # Neither a file nor more chunks on a rank than the model has layers are mended by fewer ranks.
+        most = num_layers * schedule.num_ranks // num_chunks if name in SCHEDULES else 0
+        remedy = f"use --pp {most}" if most else f"use a schedule of at most {counted(num_layers, 'chunk')}"
+        raise ValueError(
+            f"every chunk of a schedule needs a layer: got {counted(num_chunks, 'chunk')} on "
+            f"{counted(schedule.num_ranks, 'rank')}, and a profile of {counted(num_layers, 'layer')}: {remedy}"
+        )
+
+
+def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kind, int], float]:
+    """Return durations by (kind, chunk): `times` are those of all chunks of a rank together."""
+    ranks = schedule.ranks
+    shares = [1.0 / ranks.count(rank) for rank in ranks]
+    return {(Kind(kind), chunk): time * share for kind, time in times.items() for chunk, share in enumerate(shares)}
+
+
+def _plan_and_costs(
+    schedule: Schedule, args: argparse.Namespace, profile: CostProfile | None, config: Config | None
+) -> tuple[Plan, Costs]:
+    """Return a verified plan and its costs: modelled, measured, or nominal."""
+    if config:
+        return modelled(config, args.machine)
+    plan = plan_for(profile, schedule) if profile else _nominal_plan(schedule, args)
+    verify(plan)
+    return plan, costs_for(profile, plan) if profile else _costs(schedule, args)
+
+
+def _nominal_plan(schedule: Schedule, args: argparse.Namespace) -> Plan:
+    last = len(schedule.ranks) - 1
+    boundary = _boundary(args)
+    chunks = [
+        Chunk(rank, (chunk, chunk + 1), boundary if chunk else None, boundary if chunk < last else None)
+        for chunk, rank in enumerate(schedule.ranks)
+    ]
+    buckets = [Bucket(chunk, (chunk,)) for chunk in range(last + 1) if args.reduce > 0.0]
+    return lower(schedule, chunks, buckets, [], schedule.num_microbatches, last + 1, training=True)
+
+
+def _costs(schedule: Schedule, args: argparse.Namespace) -> Costs:
+    ranks = schedule.ranks
+    held = args.bytes or {}
+    num_bytes = 2 * _boundary(args).shape[0]
+    return Costs(
+        compute=_durations(schedule, args.times),
+        latency=args.latency,
+        bytes_per_time=num_bytes / args.link if args.link else math.inf,
+        reductions=dict.fromkeys(range(len(ranks)), args.reduce),
+        activations={
+            chunk: ChunkBytes(*(held[name] / ranks.count(rank) for name in ("saved", "deferred", "working")))
+            for chunk, rank in enumerate(ranks)
+            if held
+        },
+        resident=(held["resident"],) * schedule.num_ranks if held else (),
+    )
+
+
+def _boundary(args: argparse.Namespace) -> TensorSpec:
+    num_bytes = (args.bytes or _BYTES)["boundary"]
+    return TensorSpec((max(1, math.ceil(num_bytes / 2)),), "bfloat16")
+
+
+def _decimal(value: float) -> str:
+    """Return a number with one to three decimals, as few as it has."""
+    text = f"{value:.3f}".rstrip("0")
+    return f"{text}0" if text.endswith(".") else text
+
+
+def _times(text: str) -> dict[str, float]:
+    times = _numbers(text, _TIMES)
+    for name, time in times.items():
+        if time == 0.0:
+            raise argparse.ArgumentTypeError(f"must be above 0: got {name}={time:g}: use {name}={_TIMES[name]:g}")
+    return times
+
+
+def _bytes(text: str) -> dict[str, float]:
+    return _numbers(text, _BYTES)
+
+
+def _numbers(text: str, defaults: Mapping[str, float]) -> dict[str, float]:
+    """Parse name=number,...; the names not given have their default."""
+    numbers = dict(defaults)
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        if name not in defaults:
+            example = ",".join(f"{known}={default or 1.0:g}" for known, default in defaults.items())
+            raise argparse.ArgumentTypeError(f"must be name=number,...: got {word!r}: use some of {example}")
+        numbers[name] = _number(value, f"{name}={defaults[name] or 1.0:g}")
+    return numbers
+
+
+def _time(text: str) -> float:
+    return _number(text, "0.1")
+
+
+def _number(text: str, remedy: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not (math.isfinite(number) and number >= 0.0):
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more: got {text!r}: use {remedy}")
+    return number

@@ -1,0 +1,143 @@
+"""What `tpengine schedule` predicts of a configuration before anything has run: its plan, costs modelled. Torch-free.
+
+The configuration is built as for training (preset, then TOML file, then options) and validated as there, and the plan
+is the one that its training executes: layers balanced by flops, gradient buckets, ties. Durations and bytes are those
+of step_costs.py. Of dp replicas and tp ranks one is shown: the exchanges of tp ranks are part of their computing, the
+sums over replicas are what the buckets take.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
+
+from tpengine.config import Config, validate
+from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.toml import load_toml
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.plan import Gathered, Plan, Recompute
+from tpengine.simulate import Costs
+from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, model_costs
+
+_T = TypeVar("_T")
+
+# By the value of --machine: the rates, what they are, and of which dtype.
+_MACHINES: Mapping[str, tuple[Machine, str, str]] = MappingProxyType(
+    {
+        "cpu": (CPU_CORE, "rates of one CPU core a rank", "float32"),
+        "h200": (H200_NODE, "data-sheet rates of H200s of one node", "bfloat16"),
+    }
+)
+_OF_A_MODEL = ("tp", "dp", "recompute", "gathered", "machine")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add the options that make a configuration; `count` parses a number of at least 1."""
+    model = parser.add_argument_group(
+        "the plan of a training run, in seconds and bytes",
+        "Instead of the costs above. Durations and bytes are modelled, from flops, bytes and a machine's rates, not "
+        "measured. --schedule, --pp, --micro-batches, --chunks and the options below win over preset and file.",
+    )
+    model.add_argument("--preset", metavar="NAME", help=f"a named run: {', '.join(PRESETS)} (default tiny)")
+    model.add_argument("--config", metavar="FILE.toml", help="then a file, such as the config.toml of a run")
+    model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
+    model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
+    for name, choices, words in (
+        ("recompute", Recompute, "what backward computes again"),
+        ("gathered", Gathered, "tokens gathered for a matmul are kept for its weight gradient, or gathered again"),
+    ):
+        values = tuple(choice.value for choice in choices)
+        text = f"{words}: {', '.join(values)} (default {values[0]})"
+        model.add_argument(f"--{name}", type=_one_of(values), metavar="WHICH", help=text)
+    model.add_argument(
+        "--machine",
+        type=_one_of(_MACHINES),
+        metavar="WHICH",
+        help="whose rates: cpu (a core a rank, float32) or h200 (from its data sheet, bfloat16; default cpu)",
+    )
+
+
+def config_asked_for(args: argparse.Namespace) -> Config | None:
+    """Return the configuration that the options describe, not validated yet; None where they name no model.
+
+    Raises: ValueError: an unknown preset, an unreadable file, an option that has no place without a model.
+    """
+    if args.preset is None and args.config is None:
+        for name in _OF_A_MODEL:
+            if getattr(args, name) is not None:
+                if args.profile is not None:
+                    raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
+                raise ValueError(f"--{name} is for a model: got neither --preset nor --config: add --preset tiny")
+        return None
+    base = preset_config(args.preset or "tiny")
+    if args.config is not None:
+        base = load_toml(args.config, base)
+    parallel = replace(
+        base.parallel,
+        tp=_first(args.tp, base.parallel.tp, 1),
+        pp=_first(args.pp, base.parallel.pp, 4),
+        dp=_first(args.dp, base.parallel.dp, 1),
+        schedule=_first(args.schedule, base.parallel.schedule),
+        chunks_per_rank=_first(args.chunks, base.parallel.chunks_per_rank),
+        recompute=_first(args.recompute, base.parallel.recompute),
+        gathered=_first(args.gathered, base.parallel.gathered),
+    )
+    num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
+    return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
+
+
+def validated(config: Config) -> Config:
+    """Check a configuration whose sizes are all given, for as many processes as they make."""
+    sizes = config.parallel.tp or 0, config.parallel.pp or 0, config.parallel.dp or 0
+    # A size below 1 is refused by its name there, and not as a number of processes.
+    return validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
+
+
+def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
+    """Return the verified plan of a validated configuration's step, and its costs in seconds and bytes."""
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    return plan, model_costs(config, layout, plan, _MACHINES[machine or "cpu"][0])
+
+
+def title(config: Config, schedule: str, machine: str | None) -> str:
+    """Return what a picture is of."""
+    parallel = config.parallel
+    return (
+        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, "
+        f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
+    )
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things in words: 1 rank, 2 micro-batches."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def provenance(config: Config, machine: str | None) -> str:
+    """Return what the figures rest on, in words."""
+    parallel, dtype = config.parallel, config.train.dtype
+    _, rates, of_rates = _MACHINES[machine or "cpu"]
+    return (
+        f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, a "
+        f"{dtype} model at {'' if dtype == of_rates else f'{of_rates} '}{rates}"
+    )
+
+
+def _first(*values: _T | None) -> _T:
+    """Return the first value that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    known = tuple(names)
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}: got {text!r}: use {known[0]}")
+        return text
+
+    return parse

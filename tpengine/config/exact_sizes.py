@@ -1,0 +1,46 @@
+"""Virtual ranks: how exact mode cuts a model and a batch, whatever the layout. No torch.
+
+Exact mode computes what V tensor-parallel and W data-parallel ranks would compute, with every sum in a fixed order. A
+real rank plays V/tp of the former and W/dp of the latter, one after the other, so that no operation's shape depends on
+the layout. V follows from the model and the tokens of a micro-batch, W from the micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tpengine.config.settings import Config
+
+# Every virtual rank is a smaller matrix product and one more partial sum: 8 allow the layouts of a node.
+MOST_VIRTUAL_RANKS = 8
+
+
+def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int) -> int:
+    """V: the largest power of two up to 8 that divides query heads, feed-forward width and tokens of a micro-batch, and
+    divides the KV heads or is divided by them (as tp must). The vocabulary is padded to a multiple of 8."""
+    common = math.gcd(num_heads, ffn_size, num_tokens)
+    return next(
+        v for v in (MOST_VIRTUAL_RANKS, 4, 2, 1) if common % v == 0 and (num_kv_heads % v == 0 or v % num_kv_heads == 0)
+    )
+
+
+def virtual_dp(num_micro_batches: int) -> int:
+    """W: the largest power of two up to 8 that divides the micro-batches of a step, those of all replicas together."""
+    return math.gcd(num_micro_batches, MOST_VIRTUAL_RANKS)
+
+
+def num_gradient_buffers(num_blocks: int) -> int:
+    """How many gradient buffers a rank needs that adds `num_blocks` blocks, a power of two, in a balanced tree."""
+    return num_blocks.bit_length()
+
+
+def virtual_tp_of(config: Config) -> int:
+    """Virtual tensor-parallel ranks of exact mode; see virtual_ranks."""
+    model, train = config.model, config.train
+    tokens = train.micro_batch_size * train.seq_len
+    return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
+
+
+def num_blocks(config: Config) -> int:
+    """Blocks of micro-batches that exact mode sums; see virtual_ranks. The layout is resolved."""
+    return virtual_dp(config.train.num_micro_batches * (config.parallel.dp or 1))

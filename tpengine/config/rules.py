@@ -1,0 +1,317 @@
+"""Which settings are legal: every rule a user can break, checked before any process group exists.
+
+A broken rule is answered in one line with the rule, the values and the nearest legal choice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from tpengine.config.exact_sizes import MOST_VIRTUAL_RANKS, virtual_dp, virtual_tp_of
+from tpengine.config.settings import Config, ModelConfig, ParallelConfig, round_up
+from tpengine.plan import Schedule, make_schedule
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Fill in the sizes that were left out, so that tp * pp * dp is the number of processes.
+
+    Given any two the third follows. Of those left out besides, tp and then pp become 2 where what remains is even,
+    and dp takes the rest: 4 processes are tp 2, pp 2, dp 1.
+
+    Raises:
+        ValueError: no choice fills the processes; names the nearest layouts.
+    """
+    if world_size < 1:
+        raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
+    given = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
+    for axis, size in given.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{axis} must be at least 1: got {size}: use 1")
+    known = math.prod(size for size in given.values() if size is not None)
+    rest, remainder = divmod(world_size, known)
+    missing = [axis for axis, size in given.items() if size is None]
+    if remainder or (not missing and rest != 1):
+        raise ValueError(_layout_message(given, world_size, known))
+    for axis in missing:
+        is_last = axis == missing[-1]
+        given[axis] = rest if is_last else (2 if rest % 2 == 0 else 1)
+        rest //= given[axis]
+    return replace(parallel, **given)
+
+
+def _layout_message(given: Mapping[str, int | None], world_size: int, known: int) -> str:
+    sizes = " ".join(f"{axis} {size}" for axis, size in given.items() if size is not None)
+    default = resolve_layout(ParallelConfig(), world_size)
+    processes = round_up(world_size, known) if None in given.values() else known
+    return (
+        f"tp*pp*dp must equal the number of processes: {sizes}, processes {world_size}: start {processes} "
+        f"processes, or use tp {default.tp} pp {default.pp} dp {default.dp}"
+    )
+
+
+def validate(config: Config, world_size: int) -> Config:
+    """Check everything a user can get wrong and resolve the layout.
+
+    Args:
+        world_size: number of processes.
+
+    Returns:
+        The configuration with tp, pp and dp set.
+
+    Raises:
+        ValueError: the rule, the values and the nearest legal choice, in one line.
+    """
+    _check_ranges(config)
+    profiled_steps(config)
+    _check_model(config.model)
+    config = replace(config, parallel=resolve_layout(config.parallel, world_size))
+    _check_layout(config)
+    _check_schedule(config)
+    return config
+
+
+def schedule_of(config: Config) -> Schedule:
+    """Generate, or read, the schedule of a configuration whose layout is resolved.
+
+    Raises:
+        ValueError: a file that is no schedule of these ranks and micro-batches.
+    """
+    parallel = config.parallel
+    assert parallel.pp, "resolve the layout first: config.validate"
+    return make_schedule(parallel.schedule, parallel.pp, config.train.num_micro_batches, parallel.chunks_per_rank)
+
+
+def profiled_steps(config: Config) -> range:
+    """Return the steps that are recorded, of train.profile_steps.
+
+    Raises:
+        ValueError: it is neither empty nor A:B with 0 <= A < B <= steps.
+    """
+    text, steps = config.train.profile_steps, config.train.steps
+    if not text:
+        return range(0)
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    first, end = map(int, match.groups()) if match else (0, 0)
+    if not (first < end <= steps and end - first <= _MOST_PROFILED_STEPS):
+        # What was meant where it says, else a late step: the first ones are no measure of the others.
+        first = min(first if match else 3, steps - 1)
+        end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
+        raise ValueError(
+            f"train.profile_steps must be A:B, for steps A to B-1 of 0 to {steps - 1}, at most {_MOST_PROFILED_STEPS}: "
+            f"got {text!r}: use {first}:{end}"
+        )
+    return range(first, end)
+
+
+def _check_schedule(config: Config) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    schedule = schedule_of(config)
+    num_chunks = len(schedule.ranks)
+    if num_chunks > num_layers:
+        raise ValueError(
+            f"every chunk of a schedule needs a layer: {parallel.schedule} cuts the model into {num_chunks} chunks "
+            f"over pp {parallel.pp}, num_layers {num_layers}: use num_layers {num_chunks} or more, or another schedule"
+        )
+    if config.train.reduction == "exact" and parallel.gathered != "keep":
+        raise ValueError(
+            f"parallel.gathered {parallel.gathered} is for train.reduction fast: with exact all virtual ranks share "
+            "what is gathered: use parallel.gathered keep"
+        )
+    if config.train.reduction == "exact" and not schedule.keeps_order:
+        raise ValueError(
+            "with train.reduction exact a schedule must add each chunk's gradients in the order of the micro-batches: "
+            f"{parallel.schedule} does not: reorder its B and W, or use train.reduction fast"
+        )
+
+
+# Rank 0 keeps the records of all ranks until the last of them.
+_MOST_PROFILED_STEPS = 100
+
+# As many as a dropout mask can tell apart.
+_MOST_MICRO_BATCHES = 2**24
+
+# Open bounds, as the closed bounds next to them.
+_POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
+
+# Smallest and largest legal value by key; None for no bound.
+_RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
+    {
+        "model.hidden_size": (1, 2**20),
+        "model.num_layers": (1, 2**14),
+        "model.num_heads": (1, 2**16),
+        "model.num_kv_heads": (1, 2**16),
+        "model.ffn_size": (1, 2**22),
+        "model.vocab_size": (2, 2**32),
+        "model.rope_theta": (1, None),
+        "model.norm_eps": (0, None),
+        "model.residual_dropout": (0, _BELOW_ONE),
+        "model.attention_dropout": (0, _BELOW_ONE),
+        "model.mlp_dropout": (0, _BELOW_ONE),
+        "parallel.chunks_per_rank": (1, 2**10),
+        "parallel.bucket_bytes": (1, None),
+        "train.seq_len": (1, 2**24),
+        "train.micro_batch_size": (1, 2**16),
+        "train.num_micro_batches": (1, 2**14),
+        "train.steps": (1, 2**40),
+        "train.seed": (0, 2**63 - 1),
+        "train.eval_micro_batches": (0, 2**14),
+        "train.sample_tokens": (0, 2**20),
+        "train.checkpoint_every": (0, 2**40),
+        "train.keep_checkpoints": (1, 2**20),
+        "train.nonfinite_steps": (1, 2**20),
+        "train.check_replicas_every": (0, 2**40),
+        "train.timeout_seconds": (0, None),
+        "data.held_out_fraction": (0, 0.9),
+        "optim.lr": (_POSITIVE, None),
+        "optim.beta1": (0, _BELOW_ONE),
+        "optim.beta2": (0, _BELOW_ONE),
+        "optim.eps": (_POSITIVE, None),
+        "optim.weight_decay": (0, None),
+        "optim.warmup_steps": (0, None),
+        "optim.decay_steps": (0, 2**40),
+        "optim.min_lr_ratio": (0, 1),
+        "optim.clip_norm": (0, None),
+    }
+)
+
+
+def _check_ranges(config: Config) -> None:
+    for key, (low, high) in _RANGES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        default = getattr(getattr(Config(), section), name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} must be finite: got {value}: use {default}")
+        if low is not None and value < low:
+            rule, nearest = ("positive", default) if low == _POSITIVE else (f"at least {low}", low)
+            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
+        if high is not None and value > high:
+            rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
+            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
+    for owner, section, name in (
+        (config.parallel, "parallel.", "tp_comm"),
+        (config.parallel, "parallel.", "recompute"),
+        (config.parallel, "parallel.", "gathered"),
+        (config.train, "train.", "dtype"),
+        (config.train, "train.", "reduction"),
+        (config, "", "device"),
+    ):
+        key, value = section + name, getattr(owner, name)
+        choices = typing.get_args(typing.get_type_hints(type(owner))[name])
+        if value not in choices:
+            raise ValueError(f"{key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+    token, vocab = config.data.ignore_token, config.model.vocab_size
+    if token is not None and not 0 <= token < vocab:
+        raise ValueError(
+            f"data.ignore_token must be a token of the vocabulary: got {token}, vocab_size {vocab}: "
+            f"use 0 to {vocab - 1}"
+        )
+
+
+def _check_model(model: ModelConfig) -> None:
+    d, heads, kv = model.hidden_size, model.num_heads, model.num_kv_heads
+    if d % heads or model.head_size % 2:
+        raise ValueError(
+            f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
+            f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
+            f"{_nearest_where('num_heads', heads, partial(_can_have_heads, d, kv, 1), d)}"
+        )
+    if heads % kv:
+        raise ValueError(
+            f"num_heads must be divisible by num_kv_heads: num_heads {heads}, num_kv_heads {kv}: "
+            f"use {_nearest_where('num_kv_heads', kv, lambda g: heads % g == 0, heads)}"
+        )
+
+
+def _check_layout(config: Config) -> None:
+    model, train = config.model, config.train
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    assert tp is not None and pp is not None and dp is not None
+    world_size = tp * pp * dp
+    if pp > model.num_layers:
+        raise ValueError(
+            f"every pipeline stage needs a layer: pp {pp}, num_layers {model.num_layers}: "
+            f"use pp {model.num_layers} or fewer, or num_layers {pp} or more"
+        )
+    if model.num_heads % tp:
+        legal_heads = partial(_can_have_heads, model.hidden_size, model.num_kv_heads, tp)
+        raise ValueError(
+            f"num_heads must be divisible by tp: num_heads {model.num_heads}, tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.num_heads, world_size)), world_size)}, or "
+            f"{_nearest_where('num_heads', model.num_heads, legal_heads, model.hidden_size)}"
+        )
+    if model.ffn_size % tp:
+        raise ValueError(
+            f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.ffn_size, world_size)), world_size)}, or "
+            f"{_nearest_multiples('ffn_size', model.ffn_size, tp)}"
+        )
+    kv = model.num_kv_heads
+    if kv % tp and tp % kv:
+        raise ValueError(
+            f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use "
+            f"{_nearest_where('num_kv_heads', kv, lambda g: g % tp == 0 or tp % g == 0, 2 * kv * tp)}"
+        )
+    tokens = train.micro_batch_size * train.seq_len
+    if tokens % tp:
+        raise ValueError(
+            f"the tokens of a micro-batch must be divisible by tp: micro_batch_size {train.micro_batch_size} * "
+            f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
+            f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
+        )
+    if train.num_micro_batches * dp > _MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
+            f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
+        )
+    if train.reduction == "exact":
+        _check_exact(config, tp, dp)
+
+
+def _check_exact(config: Config, tp: int, dp: int) -> None:
+    model, train = config.model, config.train
+    virtual = virtual_tp_of(config)
+    if virtual % tp:
+        raise ValueError(
+            f"with train.reduction exact tp must divide the number of virtual ranks, {virtual}, that num_heads "
+            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
+            f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
+            f"{_nearest_where('tp', tp, partial(_divides, virtual), virtual)}, or train.reduction fast"
+        )
+    blocks = virtual_dp(train.num_micro_batches * dp)
+    if blocks % dp:
+        # Whatever the micro-batches: a power of two up to 8 divides its own multiples' blocks, and nothing else does.
+        raise ValueError(
+            f"with train.reduction exact dp must divide the {blocks} blocks that the {train.num_micro_batches} * {dp} "
+            f"micro-batches of a step are summed in: dp {dp}: use "
+            f"{_nearest_where('dp', dp, partial(_divides, MOST_VIRTUAL_RANKS), MOST_VIRTUAL_RANKS)}, "
+            "or train.reduction fast"
+        )
+
+
+def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:
+    return hidden_size % (2 * num_heads) == 0 and num_heads % num_kv_heads == 0 and num_heads % tp == 0
+
+
+def _divides(number: int, divisor: int) -> bool:
+    return number % divisor == 0
+
+
+def _nearest_multiples(name: str, number: int, multiple: int) -> str:
+    """Say the multiples on both sides of `number`: "seq_len 126 or 128"."""
+    up = round_up(number, multiple)
+    return f"{name} {up}" if up == multiple else f"{name} {up - multiple} or {up}"
+
+
+def _nearest_where(name: str, number: int, legal: Callable[[int], bool], largest: int) -> str:
+    """Say the nearest legal values on both sides of `number`, between 1 and `largest`."""
+    below = next((n for n in range(min(number, largest), 0, -1) if legal(n)), None)
+    above = next((n for n in range(number, largest + 1) if legal(n)), None)
+    found = [str(n) for n in (below, above) if n is not None]
+    return f"{name} {' or '.join(found)}" if found else f"another {name}"

@@ -1,0 +1,183 @@
+"""The configuration of a run: dataclasses of settings, nothing else.
+
+Which values are legal is decided in rules.py, how they are written as TOML in toml.py; the command line is parsed in
+commands/arguments.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Label of a target that does not count in the loss: torch's convention.
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style transformer."""
+
+    hidden_size: int = 128
+    """Model width D."""
+    num_layers: int = 4
+    """Blocks L."""
+    num_heads: int = 4
+    """Query heads H; divides hidden_size into heads of even size."""
+    num_kv_heads: int = 4
+    """Key/value heads G; divides num_heads."""
+    ffn_size: int = 384
+    """Feed-forward width F of the SwiGLU network."""
+    vocab_size: int = 256
+    """Vocabulary V; 256 for bytes. Padded to a multiple of lcm(8, tp), the padding masked out of the loss."""
+    tie_embeddings: bool = False
+    """Use the token embedding as output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    residual_dropout: float = 0.0
+    """Share of elements dropped from what attention and feed-forward network add to the residual stream."""
+    attention_dropout: float = 0.0
+    """Share of attention probabilities dropped."""
+    mlp_dropout: float = 0.0
+    """Share of elements dropped inside the feed-forward network, before its second matrix."""
+
+    @property
+    def head_size(self) -> int:
+        """Width E of a head."""
+        return self.hidden_size // self.num_heads
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Vocabulary rounded up to a multiple of lcm(8, tp)."""
+        return round_up(self.vocab_size, math.lcm(8, tp))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out; tp * pp * dp is the number of processes, and of three sizes one may be left out."""
+
+    tp: int | None = None
+    """Tensor-parallel size: ranks that share every matrix."""
+    pp: int | None = None
+    """Pipeline stages."""
+    dp: int | None = None
+    """Data-parallel replicas."""
+    schedule: str = "1f1b"
+    """Order of forward and backward passes in the pipeline: gpipe, 1f1b, interleaved, zb-h1, zbv, or the path of a text
+    file with one of your own."""
+    chunks_per_rank: int = 2
+    """Parts of the model that a pipeline rank holds with schedule interleaved; the other schedules fix it."""
+    recompute: Literal["none", "attention", "block", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, each block's attention, each block, all of a
+    stage."""
+    gathered: Literal["keep", "again"] = "keep"
+    """Whether the tokens that tp ranks gather for a matmul are kept for its weight gradient, or gathered again."""
+    tp_comm: Literal["fused", "plain"] = "fused"
+    """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (ranks of
+    one host, GPUs that reach each other), or collectives."""
+    bucket_bytes: int = 25_000_000
+    """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Size and length of the run."""
+
+    seq_len: int = 128
+    """Tokens of a sequence."""
+    micro_batch_size: int = 8
+    """Sequences of a micro-batch."""
+    num_micro_batches: int = 4
+    """Micro-batches of a step and data-parallel replica."""
+    steps: int = 250
+    """Optimizer steps."""
+    profile_steps: str = ""
+    """Steps to record, as A:B for steps A to B-1, counted from 0: timelines, what they show, and costs to predict other
+    schedules from go to the run directory. Empty records none."""
+    seed: int = 0
+    """Seed of initial weights, data order, dropout and sampling."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Dtype of weights and activations; gradients and moments are kept in at least float32."""
+    reduction: Literal["fast", "exact"] = "fast"
+    """Order of sums: fast takes what the layout gives; with exact all layouts give the same bits, tp and dp at most 8,
+    one thread a process."""
+    eval_micro_batches: int = 16
+    """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
+    sample_tokens: int = 200
+    """Tokens of generated text at the end; 0 leaves it out."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step, and the step of an interrupt, are saved too. 0 saves none."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept, the newest."""
+    nonfinite_steps: int = 3
+    """A step whose loss or gradient is not finite is skipped: nothing is updated. So many in a row end the run."""
+    check_replicas_every: int = 20
+    """Steps after which ranks that hold the same weights compare a hash of them; 0 does so at checkpoints only."""
+    timeout_seconds: float = 300.0
+    """An action of a step, or the start, that takes longer ends the run, with a report of each rank. With 0, or more
+    than its own limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    path: str = "stdlib"
+    """Token file (see `tpengine data`), or "stdlib": the top-level *.py files of Python's standard library."""
+    held_out_fraction: float = 0.05
+    """Share of the tokens, the last ones, that is never trained on."""
+    ignore_token: int | None = None
+    """Targets equal to this token do not count in the loss (padding, say)."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with warm-up, cosine decay and clipping by global norm."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    decay_steps: int = 0
+    """Steps after which the learning rate is at its end, warm-up included; 0 is the steps that the run begins with. A
+    resumed run keeps it, however long it becomes."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where there is one."""
+    run_dir: str = ""
+    """Where config.toml, metrics.jsonl and checkpoints go; empty means runs/<date>-<time>."""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest checkpoint, in this or any other layout."""
+
+
+def decay_steps_of(config: Config) -> int:
+    """Length of the learning-rate schedule in steps."""
+    return config.optim.decay_steps or config.train.steps
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below the number."""
+    return -(-number // multiple) * multiple

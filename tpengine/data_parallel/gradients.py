@@ -1,0 +1,249 @@
+"""The gradients of a step: where micro-batches add them, in which order they are summed, and what the optimizer reads.
+
+    FastGradients    one buffer a parameter; micro-batches one after the other, then the ranks
+    ExactGradients   one buffer a parameter and virtual rank; blocks of micro-batches in a balanced tree, then the
+                     replicas, then the virtual ranks that hold the same shard: the same order in every layout
+
+Both accumulate through sinks into flat buckets whose reductions start inside the backward pass that fills them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from tpkernels.tree import tree_sum
+
+from tpengine.data_parallel import BlockSums, GradientBuckets
+from tpengine.distributed.groups import Communicators
+from tpengine.layers.collectives import Pending
+from tpengine.layers.gradient_sink import BufferSink
+from tpengine.layers.virtual import VirtualRanks
+from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
+
+
+class StepGradients(Protocol):
+    """The gradients of one rank.
+
+    Attributes:
+        buckets: the flat buffers.
+        of: by piece, what the optimizer reads after `finish`.
+        summed: the same in as few tensors as there are, for what is done to all elements.
+    """
+
+    buckets: GradientBuckets
+    of: Mapping[str, Tensor]
+    summed: Collection[Tensor]
+
+    def begin(self) -> None:
+        """Begin a step: everything is zero."""
+
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
+        """A micro-batch of this replica has been added to a chunk; `reduced`: buckets whose reductions have started."""
+
+    def finish(self) -> None:
+        """Take the sums that are left; all reductions have been waited for."""
+
+
+class FastGradients:
+    """A gradient is one buffer, summed over the ranks named in the table.
+
+    Args:
+        layouts: buckets by index.
+        held: the parameters by piece.
+        tied_ends: the embedding is also the output head of its chunk, and gets two contributions in a backward pass.
+        comms: the ranks.
+        dtype, device: of the buffers.
+        sink: what the model's layers add to.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[int, BucketLayout],
+        held: Mapping[str, Parameter],
+        tied_ends: bool,
+        comms: Communicators,
+        dtype: torch.dtype,
+        device: torch.device,
+        sink: BufferSink,
+    ) -> None:
+        over = {"dp": comms.dp, "dp_tp": comms.dp_tp, "dp_replica": comms.dp_replica}
+        self.buckets = GradientBuckets(
+            layouts,
+            held,
+            {name: 2 if tied_ends and name == EMBEDDING else 1 for name in held},
+            reduce=lambda index, flat: over[layouts[index].reduce_over].start_all_reduce(flat),
+            dtype=dtype,
+            device=device,
+        )
+        self.of: Mapping[str, Tensor] = self.buckets.gradients
+        self.summed: Collection[Tensor] = self.buckets.flat.values()
+        names = {parameter: name for name, parameter in held.items()}
+        sink.attach(
+            {parameter: self.of[name] for parameter, name in names.items()},
+            lambda parameter: self.buckets.contributed(names[parameter]),
+        )
+
+    def begin(self) -> None:
+        """As StepGradients."""
+        self.buckets.zero()
+
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
+        """Nothing: micro-batches are added one after the other."""
+
+    def finish(self) -> None:
+        """Nothing: the reductions have summed over all holders."""
+
+
+class ExactGradients:
+    """A gradient is a buffer for each virtual rank that this one plays, all summed in balanced trees.
+
+        gradient of a shard = tree over its virtual ranks of (tree over blocks of (sum over the block's micro-batches))
+
+    Args:
+        layouts: buckets by index, of parameters.exact_gradients.
+        pieces, held: what this rank holds, and the parameters, by piece.
+        virtual: the virtual ranks.
+        chunk_of: the chunk that fills each bucket, by index.
+        tied_ends: the embedding is also the output head of this rank, which then has a buffer of its own.
+        comms: the ranks.
+        num_micro_batches: of a step and replica.
+        num_blocks: of them, on this replica.
+        dtype, device: of the buffers.
+        sinks, head_sinks: what the layers and the output head add to, one a held virtual rank.
+
+    Attributes:
+        on_block_end: called with a bucket's gradients, by buffer, when they hold the sum of a block of micro-batches.
+
+    Memory: num_gradient_buffers(num_blocks) buffers of all gradients; those of norms, and of KV heads fewer than
+        virtual ranks, once for each virtual rank.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[int, BucketLayout],
+        pieces: Mapping[str, Piece],
+        held: Mapping[str, Parameter],
+        virtual: VirtualRanks,
+        chunk_of: Mapping[int, int],
+        tied_ends: bool,
+        comms: Communicators,
+        num_micro_batches: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: Sequence[BufferSink],
+        head_sinks: Sequence[BufferSink],
+    ) -> None:
+        self._block_length = num_micro_batches // num_blocks
+        self._layouts, self._chunk_of = layouts, chunk_of
+        self.on_block_end: Callable[[Mapping[str, Tensor]], None] | None = None
+        leaves = _Leaves(pieces, virtual, tied_ends)
+        shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
+        self.buckets = GradientBuckets(
+            layouts, shaped, dict.fromkeys(shaped, 1), reduce=self._reduce, dtype=dtype, device=device
+        )
+        self._blocks = BlockSums(self.buckets.flat, num_blocks)
+        buffers = self.buckets.gradients
+        self._terms = {piece: [buffers[leaf] for leaf in names] for piece, names in leaves.of_piece.items()}
+        self.of: Mapping[str, Tensor] = {piece: terms[0] for piece, terms in self._terms.items()}
+        self.summed: Collection[Tensor] = self.of.values()
+        for gradient in buffers.values():
+            assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
+        self._comms = comms
+        num_held = len(virtual.held)
+        # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
+        self._shared_by = {
+            comm: [self.of[name] for name, piece in pieces.items() if chosen(piece) and piece.num_holders > num_held]
+            for comm, chosen in (
+                (comms.tp, lambda piece: piece.spec.shard_dim is None),
+                (comms.replica, lambda piece: piece.spec.shard_dim is not None),
+            )
+            if comm is not None
+        }
+        for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
+            self._attach(sink, {held[piece]: leaf for piece, leaf in leaves.of_rank(i).items()})
+            self._attach(head_sink, {held[piece]: leaf for piece, leaf in leaves.of_head(i).items()})
+
+    def begin(self) -> None:
+        """As StepGradients."""
+        self.buckets.zero()
+        self._blocks.begin()
+
+    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
+        """End a block after its last micro-batch; buckets whose reductions have started did so before."""
+        if (microbatch + 1) % self._block_length:
+            return
+        for index in self.buckets.flat:
+            if self._chunk_of[index] == chunk and index not in reduced:
+                self._end_block(index)
+
+    def finish(self) -> None:
+        """Add the virtual ranks' gradients of each shard, those of this rank and then those of others."""
+        for terms in self._terms.values():
+            if len(terms) > 1:
+                tree_sum(terms, out=terms[0])
+        for comm, shared in self._shared_by.items():
+            if shared:
+                flat = torch.cat([gradient.reshape(-1) for gradient in shared])
+                comm.all_reduce_in_tree_(flat)
+                for gradient, total in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
+                    gradient.copy_(total.view(gradient.shape))
+
+    def _reduce(self, index: int, flat: Tensor) -> Pending:
+        self._end_block(index)
+        return self._comms.dp.start_all_reduce_in_tree(flat)
+
+    def _end_block(self, index: int) -> None:
+        if self.on_block_end is not None:
+            self.on_block_end({name: self.buckets.gradients[name] for name in self._layouts[index].names})
+        self._blocks.end_block(index)
+
+    def _attach(self, sink: BufferSink, leaf_of: Mapping[Parameter, str]) -> None:
+        sink.attach(
+            {parameter: self.buckets.gradients[leaf] for parameter, leaf in leaf_of.items()},
+            lambda parameter: self.buckets.contributed(leaf_of[parameter]),
+        )
+
+
+class _Leaves:
+    """Which buffer each virtual rank adds to.
+
+    Attributes:
+        of_piece: the buffers of each piece, in the order in which they are added.
+    """
+
+    def __init__(self, pieces: Mapping[str, Piece], virtual: VirtualRanks, tied_ends: bool) -> None:
+        self._pieces, self._tied_ends = pieces, tied_ends
+        self._held = virtual.held
+        self.of_piece: dict[str, list[str]] = {
+            name: [
+                leaf_name(piece.spec.name, i, head)
+                for head in ((False, True) if self._is_tied(piece) else (False,))
+                for i in self._ranks_of(piece)
+            ]
+            for name, piece in pieces.items()
+        }
+
+    def of_rank(self, i: int) -> dict[str, str]:
+        """piece -> buffer, of the held virtual rank number i, outside the head."""
+        return {name: leaf_name(p.spec.name, i) for name, p in self._pieces.items() if i in self._ranks_of(p)}
+
+    def of_head(self, i: int) -> dict[str, str]:
+        """The same of the output head."""
+        return {
+            name: leaf_name(p.spec.name, i, self._is_tied(p))
+            for name, p in self._pieces.items()
+            if p.spec.name in (HEAD, EMBEDDING) and i in self._ranks_of(p)
+        }
+
+    def _is_tied(self, piece: Piece) -> bool:
+        return self._tied_ends and piece.spec.name == EMBEDDING
+
+    def _ranks_of(self, piece: Piece) -> Iterable[int]:
+        """The held virtual ranks, counted from the first held, that hold this piece."""
+        first = piece.holder - self._held.start
+        return range(max(first, 0), min(first + piece.num_holders, len(self._held)))

@@ -1,0 +1,1 @@
+"""Processes: how ranks start, meet, form groups and agree."""

@@ -1,0 +1,169 @@
+"""Ranks on this host, started by one command: spawned processes, one thread each, joined by gloo over a file store.
+
+A rank holds one object; the parent calls its methods on all ranks over pipes. Between calls a rank blocks in the read
+of its pipe and uses no core, so that sets of ranks can take turns on the same cores and keep their memory apart.
+
+This is the parent's side, and imports no torch: what a rank makes is named by text and imported by the rank alone. So
+is the rank's side, rank_process.py, since the check of what imports torch also counts imports inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tpengine.distributed.loopback import loopback_variables
+
+THREADS_PER_RANK = 1
+
+# After one rank's failure the others' reports are waited for so long: most fail because of it, and say less.
+_GRACE_SECONDS = 1.0
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised, died or did not answer in time; the message holds its traceback."""
+
+
+class Ranks:
+    """`world` processes that are the ranks of one gloo group, which listens on loopback alone.
+
+    Args:
+        world: number of ranks.
+        factory: "package.module:name"; a rank imports it, and calls `name(*args)` to make the object.
+        args: picklable.
+        seconds: longest time for any answer, the construction included.
+
+    Raises:
+        RanksFailed: as `call`; in one line where there is no such module or name.
+
+    Use it as a context manager: leaving it, by an exception or Ctrl-C too, ends every rank. If this process is killed,
+    a rank ends when it next reads its pipe.
+    """
+
+    def __init__(self, world: int, factory: str, *args: Any, seconds: float = 1800.0) -> None:
+        self._seconds = seconds
+        self._directory = tempfile.TemporaryDirectory(prefix="tpengine-ranks-")
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        store = str(Path(self._directory.name) / "store")
+        context = multiprocessing.get_context("spawn")
+        try:
+            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **loopback_variables(os.environ)):
+                for rank in range(world):
+                    ours, theirs = context.Pipe()
+                    work = (theirs, rank, world, store, factory, args)
+                    process = context.Process(target=_run_rank, args=work, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._connections.append(ours)
+            self._collect()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the object on every rank at once; return the answers by rank.
+
+        Raises:
+            RanksFailed: with the traceback of the first rank that failed; all ranks have been ended.
+        """
+        for connection in self._connections:
+            # A rank that has died shows as a closed pipe when its answer is read.
+            with contextlib.suppress(OSError):
+                connection.send((method, args))
+        return self._collect()
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+        self._directory.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _collect(self) -> list[Any]:
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        answers: dict[int, Any] = {}
+        failures: dict[str, list[int]] = {}  # the ranks by what they say: of one mistake all say the same
+        deadline = time.monotonic() + self._seconds
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures = failures or {f"no answer in {self._seconds:g} s": sorted(waiting.values())}
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    done, value = connection.recv()
+                except (EOFError, OSError):
+                    done, value = False, "the process died"
+                if done:
+                    answers[rank] = value
+                else:
+                    failures.setdefault(value, []).append(rank)
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            self.close()
+            raise RanksFailed("\n".join(f"{_named(ranks)}: {text}" for text, ranks in failures.items()))
+        return [answers[rank] for rank in range(len(answers))]
+
+
+def run_ranks(world: int, function: str, *args: Any) -> Any:
+    """Call a function on every rank of a gloo group of its own; return rank 0's answer.
+
+    Args:
+        world: number of ranks.
+        function: "package.module:name".
+        args: picklable; so must be the answers.
+
+    Raises:
+        RanksFailed: as Ranks.call.
+    """
+    with Ranks(world, "tpengine.distributed.rank_process:Function", function) as ranks:
+        return ranks.call("run", *args)[0]
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables for the processes started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_rank(*work: Any) -> None:
+    # Ctrl-C reaches the whole foreground group; the parent ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module("tpengine.distributed.rank_process").serve(*work)

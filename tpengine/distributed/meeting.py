@@ -1,0 +1,188 @@
+"""The ranks meet before there is a process group: over torchrun's store, or over one that rank 0 keeps.
+
+Here every rank says whether it can go on, and rank 0 what becomes of the run. So a mistake that one rank alone can see
+(a directory that is taken, a file that a node lacks) ends all of them at once, also where only the ranks would notice.
+
+Nothing here blocks inside the library for longer than an answer takes: a rank that waits asks again and again, and the
+watch's time limit ends it with the names of those who have not come.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tpengine.distributed.launch import Launch
+from tpengine.last_words import one_line
+
+_POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+# Once one rank has a mistake, others that have one too get so long to say theirs.
+_GRACE_SECONDS = 1.0
+# A rank with a mistake speaks itself if rank 0 has not done so by then.
+_SILENCE_SECONDS = 10.0
+# Rank 0 stays so long for ranks that have not heard why the run ends.
+_FAREWELL_SECONDS = 30.0
+# What torch gives a store that it makes itself.
+_ANSWER_TIMEOUT = timedelta(minutes=30)
+_NUM_NAMED = 8
+
+
+def prefix_of_attempt(environ: Mapping[str, str]) -> str:
+    """Where in the store the ranks of this attempt meet.
+
+    torchrun --max-restarts hands out the store of the attempt before, where dead ranks have left their words. Where
+    each attempt has a store of its own, torchrun's count must not matter: a node that joins later is behind in it.
+    """
+    keeps_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"attempt/{environ.get('TORCHELASTIC_RESTART_COUNT', '0') if keeps_store else 'own'}"
+
+
+class Meeting:
+    """One rank's part in the meeting.
+
+    Args:
+        launch: this rank's place.
+        environ: says whether torchrun keeps the store, and which attempt this is.
+        clock: seconds; only differences count.
+    """
+
+    def __init__(self, launch: Launch, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._launch, self._clock = launch, clock
+        self._keeps_store = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._prefix = prefix_of_attempt(environ)
+        self._awaited = ""
+
+    @property
+    def store(self) -> Any:
+        """Where the process groups meet, too; after `connect`."""
+        return self._store
+
+    def explain(self, _: object) -> str:
+        """Whom this rank waits for; any thread."""
+        return f", waiting for {self._awaited}" if self._awaited else ""
+
+    def connect(self) -> None:
+        """Open the store, and wait until it is there.
+
+        Raises:
+            ValueError: the port is taken.
+        """
+        launch = self._launch
+        if launch.world_size == 1:
+            self._store = dist.HashStore()  # type: ignore[attr-defined]
+            return
+        if not self._keeps_store:
+            self._await_server()
+        self._store = self._client(is_master=self._keeps_store)
+
+    def agree(self, mistake: str, speak: Callable[[str], None]) -> bool:
+        """Tell the others whether this rank can go on, and hear whether all can; collective.
+
+        Args:
+            mistake: why this rank cannot go on; empty if it can. Rank 0 has already said its own.
+            speak: says a line to the user. Rank 0 says the others' mistakes, before any of them leaves; a rank that
+                hears nothing of rank 0 for a while says its own.
+
+        Returns:
+            Whether all ranks go on.
+        """
+        rank, store = self._launch.rank, self._store
+        store.set(f"mistake/{rank}", mistake)
+        store.add("mistakes", int(bool(mistake)))
+        store.add("arrived", 1)
+        if rank == 0:
+            others = mistake or self._gather()
+            if others and not mistake:
+                speak(others)
+            store.set("verdict", others)
+            if others:
+                self._wait_until_heard()
+            return not others
+        self._awaited = "rank 0"
+        silent_until = self._clock() + _SILENCE_SECONDS
+        while not store.check(["verdict"]):
+            time.sleep(_POLL_SECONDS)
+            if mistake and self._clock() > silent_until:
+                speak(mistake)
+                silent_until = float("inf")
+        self._awaited = ""
+        verdict = store.get("verdict")
+        store.add("heard", 1)
+        return not verdict
+
+    def another_client(self) -> Any:
+        """A connection of its own to the same store, for a thread that must not wait for other threads' calls."""
+        return self._client(is_master=False)
+
+    def _client(self, *, is_master: bool) -> Any:
+        launch = self._launch
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                launch.address,
+                launch.port,
+                None,
+                is_master,
+                timeout=_ANSWER_TIMEOUT,
+                wait_for_workers=False,
+                multi_tenant=is_master,
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ValueError(
+                f"the port at which the ranks meet must be free: {launch.port} on rank 0's host is taken: use another "
+                "MASTER_PORT"
+            ) from None
+        return dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
+
+    def _await_server(self) -> None:
+        """Wait until somebody listens; torch's own attempts fill the screen."""
+        place = self._launch.address, self._launch.port
+        self._awaited = f"rank 0 at {place[0]}:{place[1]}"
+        while True:
+            try:
+                socket.create_connection(place, timeout=_CONNECT_SECONDS).close()
+                return
+            except OSError as error:
+                self._awaited = f"rank 0 at {place[0]}:{place[1]} ({error.strerror or error})"
+                time.sleep(_POLL_SECONDS)
+
+    def _gather(self) -> str:
+        """Wait for all ranks, or for one that cannot go on; return the mistakes in one line, empty if there is none."""
+        store, world_size = self._store, self._launch.world_size
+        leave_at, look_at = float("inf"), self._clock() + _LOOK_SECONDS
+        while store.add("arrived", 0) < world_size and self._clock() < leave_at:
+            if leave_at == float("inf") and store.add("mistakes", 0):
+                leave_at = self._clock() + _GRACE_SECONDS
+            if self._clock() > look_at:
+                self._awaited = _named([rank for rank in range(world_size) if not store.check([f"mistake/{rank}"])])
+                look_at = self._clock() + _LOOK_SECONDS
+            time.sleep(_POLL_SECONDS)
+        self._awaited = ""
+        if not store.add("mistakes", 0):
+            return ""
+        ranks_of: dict[str, list[int]] = {}
+        for rank in range(world_size):
+            said = store.get(f"mistake/{rank}") if store.check([f"mistake/{rank}"]) else b""
+            if said:
+                ranks_of.setdefault(one_line(said.decode("utf-8", "replace")), []).append(rank)
+        return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+    def _wait_until_heard(self) -> None:
+        """Stay until the others know: with this process its store goes, or that of its node's torchrun."""
+        end = self._clock() + _FAREWELL_SECONDS
+        while self._store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
+            time.sleep(_POLL_SECONDS)
+
+
+def _named(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:_NUM_NAMED]))
+    more = f" and {len(ranks) - _NUM_NAMED} more" if len(ranks) > _NUM_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"

@@ -1,0 +1,81 @@
+"""A rank that local_ranks.py has started: joins the group, makes its object, and answers calls until its parent goes.
+
+Nothing imports this file by statement: the parent must not need torch, and names it to the process that it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
+
+
+class Function:
+    """A function, named as a factory is, as an object with one method."""
+
+    def __init__(self, path: str) -> None:
+        self._function = imported(path)
+
+    def run(self, *args: Any) -> Any:
+        """Call it."""
+        return self._function(*args)
+
+
+class NotImportable(ValueError):
+    """There is no such module or name; the message is one line, and a traceback would say no more."""
+
+
+def serve(connection: Connection, rank: int, world: int, store: str, factory: str, args: tuple[Any, ...]) -> NoReturn:
+    """Be one rank; ends the process.
+
+    Args:
+        connection: to the parent; gets (True, answer) for the construction and for each call, or once (False, report).
+        store: path of the file over which the group meets.
+        factory: see Ranks.
+    """
+    try:
+        torch.set_num_threads(THREADS_PER_RANK)
+        make = imported(factory)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        target = make(*args)
+        connection.send((True, None))
+        while True:
+            method, arguments = connection.recv()
+            connection.send((True, getattr(target, method)(*arguments)))
+    except BaseException as error:
+        # Where the parent has gone this fails too, and nobody is left to hear why.
+        with contextlib.suppress(OSError):
+            connection.send((False, str(error) if isinstance(error, NotImportable) else traceback.format_exc()))
+    # Other ranks may hang in a collective with this one, so nothing is torn down that would wait for them.
+    os._exit(0)
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """Import what "package.module:name" names.
+
+    Raises:
+        NotImportable: another form, no such module, or no such name in it. Errors inside the module come as they are.
+    """
+    module_name, _, name = path.partition(":")
+    rule = f"what a rank runs must be importable as package.module:name: got {path!r}"
+    if not (module_name and name):
+        raise NotImportable(f"{rule}: name a module and what it defines")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise NotImportable(f"{rule}: there is no module {error.name}") from None
+        raise
+    if not hasattr(module, name):
+        raise NotImportable(f"{rule}: {module_name} defines no {name}")
+    function: Callable[..., Any] = getattr(module, name)
+    return function

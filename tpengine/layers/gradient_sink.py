@@ -1,0 +1,219 @@
+"""Where weight gradients go: the sink protocol, and the sink for models outside the engine.
+
+Matmul Functions return dx only; their backward hands (param, x, dy) to a sink, which decides when and where the
+weight gradient is computed. Two consequences: where dtypes agree the GEMM itself accumulates into the buffer, without
+an intermediate tensor, and a pipeline schedule may compute weight gradients later than dx. One price: they exist only
+as a side effect of backward, so `torch.autograd.grad` cannot return them (it returns dx, and accumulates them too).
+
+`ParamGradSink` puts them into `param.grad` at once, as torch would; it is the default of every layer, so that the
+layers work in anybody's model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine;
+`DeferringSink` before another sink lets a schedule run the weight half of a backward pass later than its input half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from tpkernels.embedding import embedding_backward_
+from tpkernels.launch import accumulation_dtype as accumulation_dtype
+from tpkernels.wgrad import accumulate_wgrad
+
+from tpengine.layers.collectives import Communicator
+
+
+@runtime_checkable
+class GradientSink(Protocol):
+    """Takes the weight gradients of one backward pass.
+
+    `defers` tells a layer that this backward is an input half, and that what it gives now is added later: a layer that
+    would have to gather something for its weight gradient then gives `later` a function that does both.
+
+    `partial` names the ranks that hold the same parameter and each only a part of its gradient's sum (norm weights:
+    tp; replicated KV weights: the replicas). Whoever owns the sink sees that the sum over them is taken, now or
+    later.
+    """
+
+    @property
+    def defers(self) -> bool:
+        """Whether contributions wait for the weight half."""
+
+    def later(self, contribute: Callable[[], None]) -> None:
+        """Run what gives contributions: now, or with the weight half."""
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n whose row it has (rows may repeat)."""
+
+
+class _ImmediateSink:
+    """A sink that adds at once."""
+
+    @property
+    def defers(self) -> bool:
+        """As GradientSink."""
+        return False
+
+    def later(self, contribute: Callable[[], None]) -> None:
+        """As GradientSink."""
+        contribute()
+
+
+class ParamGradSink(_ImmediateSink):
+    """Accumulate into `param.grad` at once, in the parameter's dtype; partial sums are all-reduced at once too.
+
+    Cost: one all-reduce a norm weight and micro-batch over `partial`; the engine's own sink defers it to a bucket.
+    """
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        self.add(param, dy.T @ x, partial)
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        if partial is not None and partial.size > 1:
+            grad = partial.all_reduce_(grad.contiguous())
+        _gradient_of(param).add_(grad)
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        embedding_backward_(_gradient_of(param), rows, grad.to(param.dtype))
+
+
+class BufferSink(_ImmediateSink):
+    """Accumulate into given buffers; tell a listener of each contribution.
+
+    Args:
+        on_contribution: called with the parameter after each contribution has been added.
+
+    Deferred partial sums: `partial` is ignored here; the bucket that holds the parameter is summed over those ranks
+    together with data parallelism (parameters.ParameterSpec.reduce_over).
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Parameter, Tensor] = {}
+        self._listener: Callable[[Parameter], None] | None = None
+
+    def __deepcopy__(self, memo: object) -> ParamGradSink:
+        """A copied module's gradients go to its own parameters: the buffers and the listener are the original's."""
+        return ParamGradSink()
+
+    def attach(self, buffers: Mapping[Parameter, Tensor], listener: Callable[[Parameter], None]) -> None:
+        """Say where each parameter's gradient goes and who is told of contributions.
+
+        Args:
+            buffers: parameter -> tensor of its shape in the accumulation dtype, zeroed by its owner.
+            listener: called with the parameter after each contribution.
+        """
+        self._buffers, self._listener = dict(buffers), listener
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        accumulate_wgrad(self._buffers[param], dy, x)
+        self._contributed(param)
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        self._buffers[param].add_(grad)
+        self._contributed(param)
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        embedding_backward_(self._buffers[param], rows, grad)
+        self._contributed(param)
+
+    def _contributed(self, param: Parameter) -> None:
+        if self._listener is not None:
+            self._listener(param)
+
+
+class WeightHalves:
+    """Contributions to weight gradients that input halves (I) have left for their weight halves (W).
+
+    Memory: from I to W what each contribution multiplies: a layer's input and the gradient of its output.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._open: list[Callable[[], None]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an input half is running."""
+        return self._open is not None
+
+    def add(self, contribute: Callable[[], None]) -> None:
+        """Keep a contribution of the input half that is running."""
+        assert self._open is not None, "no input half is running"
+        self._open.append(contribute)
+
+    @contextmanager
+    def of(self, piece: tuple[int, int]) -> Iterator[None]:
+        """Keep what is contributed meanwhile, for `run` of the same (chunk, micro-batch)."""
+        assert self._open is None, "one input half runs at a time"
+        self._open = self._waiting[piece] = []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    @torch.no_grad()
+    def run(self, piece: tuple[int, int]) -> None:
+        """Add what the input half of (chunk, micro-batch) has left, in its order, and let go of it."""
+        waiting = self._waiting.pop(piece)
+        waiting.reverse()
+        while waiting:
+            # Popped before it runs: what it multiplied is free as soon as it has been added.
+            waiting.pop()()
+
+
+class DeferringSink:
+    """Hands contributions on to another sink: at once, or, while an input half runs, with its weight half.
+
+    All of them are put off, also those of norms and embeddings, so that each parameter's sum is taken in the order of
+    the micro-batches' weight halves, and its bits do not depend on the schedule.
+
+    Args:
+        inner: where contributions go.
+        halves: what waits; shared by all sinks of a rank.
+    """
+
+    def __init__(self, inner: GradientSink, halves: WeightHalves) -> None:
+        self.inner, self.halves = inner, halves
+
+    def __deepcopy__(self, memo: object) -> ParamGradSink:
+        """As BufferSink: no schedule runs the halves of a copy."""
+        return ParamGradSink()
+
+    @property
+    def defers(self) -> bool:
+        """As GradientSink."""
+        return self.halves.is_open
+
+    def later(self, contribute: Callable[[], None]) -> None:
+        """As GradientSink."""
+        if self.halves.is_open:
+            self.halves.add(contribute)
+        else:
+            contribute()
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        """As GradientSink."""
+        self.later(lambda: self.inner.weight_grad(param, x, dy, partial))
+
+    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+        """As GradientSink."""
+        self.later(lambda: self.inner.add(param, grad, partial))
+
+    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+        """As GradientSink."""
+        self.later(lambda: self.inner.add_rows(param, rows, grad))
+
+
+def _gradient_of(param: Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad

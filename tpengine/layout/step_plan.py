@@ -1,0 +1,270 @@
+"""From a configuration to plans: which layers each stage holds, its gradient buckets, and the verified step.
+
+Torch-free, so that every rank can build the plan of all ranks and compare its digest, and so that a plan can be
+looked at on a machine without torch. The generic machinery (actions, schedules, lowering, verification) is in
+plan/; here is only what a transformer of this configuration puts into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpkernels.work import attention_work, matmul_work
+
+from tpengine.config import Config, ModelConfig, schedule_of, virtual_tp_of
+from tpengine.layout.parameters import (
+    EMBEDDING,
+    BucketLayout,
+    Gradient,
+    bucket_layouts,
+    embedding_spec,
+    exact_gradients,
+    gradients_of,
+    kv_replicas,
+    layer_specs,
+    stage_specs,
+)
+from tpengine.plan import (
+    Bucket,
+    Chunk,
+    Gathered,
+    Plan,
+    Recompute,
+    TensorSpec,
+    Tie,
+    forward_only,
+    lower,
+    partition_layers,
+    slack,
+    verify,
+)
+from tpengine.plan.clock import whole_unit_durations
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+# A lookup moves D elements a token; counted as this many flops an element it still never outweighs a layer.
+_EMBEDDING_FLOPS_PER_ELEMENT = 2
+
+
+@dataclass(frozen=True)
+class PlacedBucket:
+    """A gradient bucket and the chunks whose backwards fill it: one, or both ends of a model with tied embeddings."""
+
+    chunks: tuple[int, ...]
+    layout: BucketLayout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank-independent description of a resolved configuration: sizes of the axes, chunks, layers and buckets.
+
+    Attributes:
+        pp, dp, tp: sizes of the axes.
+        ranks: the pipeline rank of each chunk of the model, in model order.
+        layers: half-open layer range of each chunk.
+        buckets: by index, unique over all ranks; a chunk's in the order in which backward completes them.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    ranks: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]
+    buckets: Mapping[int, PlacedBucket]
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a pipeline rank, in model order."""
+        return tuple(chunk for chunk, holder in enumerate(self.ranks) if holder == rank)
+
+    def layers_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Half-open layer ranges of a pipeline rank's chunks, in model order."""
+        return tuple(self.layers[chunk] for chunk in self.chunks_of(rank))
+
+    def buckets_of(self, rank: int) -> dict[int, BucketLayout]:
+        """The buckets of a pipeline rank, by index."""
+        return {i: bucket.layout for i, bucket in self.buckets.items() if self.ranks[bucket.chunks[0]] == rank}
+
+    @property
+    def ends_share_a_rank(self) -> bool:
+        """Whether one rank holds the model's first chunk and its last."""
+        return self.ranks[0] == self.ranks[-1]
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of an element of a parameter or activation."""
+    return _DTYPE_BYTES[dtype]
+
+
+def gradient_bytes(dtype: str) -> int:
+    """Bytes of an element of a gradient: promote_types(dtype, float32)."""
+    return max(4, dtype_bytes(dtype))
+
+
+def layer_ranges(
+    model: ModelConfig, seq: int, ranks: Sequence[int], recompute: Recompute = Recompute.NONE
+) -> tuple[tuple[int, int], ...]:
+    """Split the layers over chunks, so that their ranks are balanced by the flops of a sequence, forward and backward.
+
+    Embedding and head count, and what backward computes again.
+
+    Args:
+        ranks: the pipeline rank of each chunk.
+    """
+    d, item = model.hidden_size, 1
+    products = {
+        spec.name: matmul_work(seq, spec.shape[0], spec.shape[1], item).flops
+        for spec in layer_specs(model, 1, 0)
+        if spec.decays
+    }
+    matrices = sum(products.values())
+    projections = sum(flops for name, flops in products.items() if ".self_attn." in name)
+    attention = attention_work(
+        1, seq, model.num_heads, model.num_kv_heads, model.head_size, item, causal_half=True
+    ).flops
+    # Backward costs two forwards, and what it computes again.
+    ends_passes = 4 if recompute is Recompute.FULL else 3
+    again = {
+        Recompute.NONE: 0,
+        Recompute.ATTENTION: attention + projections,
+        Recompute.BLOCK: attention + matrices,
+        Recompute.FULL: attention + matrices,
+    }[recompute]
+    return partition_layers(
+        [3 * (matrices + attention) + again] * model.num_layers,
+        first_cost=ends_passes * _EMBEDDING_FLOPS_PER_ELEMENT * seq * d,
+        last_cost=ends_passes * matmul_work(seq, model.vocab_size, d, item).flops,
+        ranks=ranks,
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    """Describe a validated configuration (config.validate): who holds which layers and buckets."""
+    parallel, model = config.parallel, config.model
+    assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
+    schedule = schedule_of(config)
+    layers = layer_ranges(model, config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
+    gradients = chunk_gradients(config, schedule.ranks, layers)
+    item = gradient_bytes(config.train.dtype)
+    placed: list[PlacedBucket] = []
+    for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks))):
+        # Nothing hides what is reduced after the step's last backward: there the last bucket is to be a small one.
+        layouts = bucket_layouts(gradients[chunk,], parallel.bucket_bytes, item, tapered=ends_after == 0)
+        placed += [PlacedBucket((chunk,), layout) for layout in layouts]
+    for chunks in gradients:
+        if len(chunks) > 1:
+            placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
+    return Layout(parallel.pp, parallel.dp, parallel.tp, schedule.ranks, layers, dict(enumerate(placed)))
+
+
+def chunk_gradients(
+    config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
+) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
+    """The gradient buffers, by the chunks whose backwards add to them.
+
+    Args:
+        ranks, layers: pipeline rank and layer range of each chunk.
+
+    Returns:
+        One entry a chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
+        both uses to one buffer, an entry of both for that buffer.
+    """
+    model, tp, exact = config.model, config.parallel.tp, config.train.reduction == "exact"
+    assert tp, "resolve the layout first: config.validate"
+    table_size = virtual_tp_of(config) if exact else tp
+    last = len(ranks) - 1
+    shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
+    found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}
+    for chunk, (begin, end) in enumerate(layers):
+        specs = stage_specs(model, table_size, begin, end)
+        if exact:
+            # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
+            uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
+            found[chunk,] = exact_gradients(specs, table_size, table_size // tp, uses)
+            continue
+        if shares_ends:
+            specs = tuple(spec for spec in specs if spec.name != EMBEDDING)
+        found[chunk,] = gradients_of(specs, tp)
+    if shares_ends and not exact:
+        found[0, last] = gradients_of([embedding_spec(model, tp)], tp)
+    return found
+
+
+def num_summed(layout: Layout, bucket: BucketLayout, model: ModelConfig) -> int:
+    """How many ranks a bucket is summed over."""
+    return (
+        layout.dp
+        * {
+            "dp": 1,
+            "dp_tp": layout.tp,
+            "dp_replica": kv_replicas(model, layout.tp),
+        }[bucket.reduce_over]
+    )
+
+
+def training_plan(config: Config, layout: Layout) -> Plan:
+    """Build and verify the plan of one training step.
+
+    Args:
+        config: validated configuration.
+        layout: of that configuration.
+
+    Returns:
+        A plan that has passed `verify`: micro-batches of one replica, bucket reductions for every bucket with more
+        than one holder, the tied embeddings' sum where the ends are on two ranks, clip and step.
+    """
+    buckets = tuple(
+        Bucket(index, bucket.chunks)
+        for index, bucket in layout.buckets.items()
+        if num_summed(layout, bucket.layout, config.model) > 1
+    )
+    tied = config.model.tie_embeddings and not layout.ends_share_a_rank
+    plan = lower(
+        schedule_of(config),
+        _chunks(config, layout, config.train.micro_batch_size),
+        buckets,
+        (Tie(0, (0, len(layout.ranks) - 1)),) if tied else (),
+        num_microbatches=config.train.num_micro_batches,
+        num_layers=config.model.num_layers,
+        training=True,
+    )
+    verify(plan)
+    return plan
+
+
+def evaluation_micro_batches(config: Config) -> int:
+    """How many micro-batches each replica runs for the held-out loss: equally many, so that they may be more in all."""
+    assert config.parallel.dp, "resolve the layout first: config.validate"
+    return -(-config.train.eval_micro_batches // config.parallel.dp)
+
+
+def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_batch_size: int) -> Plan:
+    """Build and verify a forward-only plan (held-out loss, sampling) of the given micro-batches."""
+    plan = lower(
+        forward_only(layout.ranks, num_microbatches),
+        _chunks(config, layout, micro_batch_size),
+        (),
+        (),
+        num_microbatches=num_microbatches,
+        num_layers=config.model.num_layers,
+        training=False,
+    )
+    verify(plan)
+    return plan
+
+
+def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chunk, ...]:
+    tokens = micro_batch_size * config.train.seq_len
+    boundary = TensorSpec((tokens // layout.tp, config.model.hidden_size), config.train.dtype)
+    last = len(layout.ranks) - 1
+    return tuple(
+        Chunk(
+            rank,
+            layers,
+            input=None if chunk == 0 else boundary,
+            output=None if chunk == last else boundary,
+            recompute=Recompute(config.parallel.recompute),
+            gathered=Gathered(config.parallel.gathered),
+        )
+        for chunk, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
+    )

@@ -1,0 +1,1 @@
+"""The transformer and the layers it is built of."""

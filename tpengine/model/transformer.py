@@ -1,0 +1,210 @@
+"""The transformer: a block, and the chunks of layers that one pipeline rank holds.
+
+What a block is built of comes from its parts (layers/parts.py): fast layers, or exact mode's. `initialise` fills the
+weights from the table in parameters.py, each element a function of (seed, parameter name, global index), so that every
+layout starts from the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+from tpkernels.random import normal_block
+
+from tpengine.layers.dropout import LayerDropouts, Position
+from tpengine.layout.parameters import Piece, pieces_of, stage_specs
+from tpengine.model.parts import Parts
+from tpengine.plan import Recompute
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block.
+
+        x = x + dropout(attention(norm(x)));  y = x + dropout(mlp(norm(x)))          all of them [T/tp, D]
+
+    Args:
+        parts: what makes its layers.
+        dropouts: where it drops; None drops nowhere.
+        recompute: what backward computes again: BLOCK keeps x alone, ATTENTION what lies behind attention.
+    """
+
+    def __init__(
+        self, parts: Parts, dropouts: LayerDropouts | None = None, recompute: Recompute = Recompute.NONE
+    ) -> None:
+        super().__init__()
+        self.tp, self.dropouts, self.recompute = parts.tp, dropouts, recompute
+        self.input_layernorm = parts.norm()
+        self.self_attn = parts.attention(dropouts.attention if dropouts else None)
+        self.post_attention_layernorm = parts.norm()
+        self.mlp = parts.mlp(dropouts.mlp if dropouts else None)
+
+    def forward(self, x: Tensor, seq: int) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens."""
+        if self.recompute is Recompute.BLOCK:
+            return _computed_again(self._whole, x, seq)
+        return self._whole(x, seq)
+
+    def _attended(self, x: Tensor, seq: int) -> Tensor:
+        attended: Tensor = self.self_attn(self.input_layernorm(x), seq)
+        if self.dropouts is not None:
+            attended = self.dropouts.attention_residual(attended, self.tp.rank * x.shape[0], 0, x.shape[1])
+        return attended
+
+    def _whole(self, x: Tensor, seq: int) -> Tensor:
+        first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
+        again = self.recompute is Recompute.ATTENTION
+        attended = _computed_again(self._attended, x, seq) if again else self._attended(x, seq)
+        normed, x = self.post_attention_layernorm.add(attended, x)
+        processed: Tensor = self.mlp(normed)
+        if self.dropouts is not None:
+            processed = self.dropouts.mlp_residual(processed, first_row, 0, dim)
+        return x + processed
+
+
+def _computed_again(forward: Callable[[Tensor, int], Tensor], x: Tensor, seq: int) -> Tensor:
+    """forward(x, seq), of which only x is kept: backward runs it once more, on every tp rank alike.
+
+    Dropout is a function of the micro-batch, not of a generator's state, so there is none to bring back.
+    """
+    y: Tensor = checkpoint(forward, x, seq, use_reentrant=False, preserve_rng_state=False)
+    return y
+
+
+class Transformer(nn.Module):
+    """A Llama-style transformer: the whole model, or the chunks of it that one pipeline rank holds.
+
+        of layers [first, last):
+        first == 0:            tokens[T] -> embedding -> x[T/tp, D]
+        blocks:                x[T/tp, D] -> x[T/tp, D]
+        last == num_layers:    x[T/tp, D] -> norm -> logits[T, V/tp]; in exact mode [n, T, V/(n tp)]
+
+    Args:
+        parts: what makes its layers; holds the sizes and the tp ranks.
+        chunks: half-open ranges of layers, in model order; default one of all.
+        seed: of dropout.
+        recompute: what backward computes again inside a chunk.
+
+    Attributes:
+        pieces: what this rank holds of each parameter of the table, by the piece's name.
+        held: the parameters themselves, by the piece's name.
+        position: the micro-batch that comes next, for dropout.
+
+    The weights are uninitialised: call `initialise`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        chunks: Sequence[tuple[int, int]] | None = None,
+        seed: int = 0,
+        recompute: Recompute = Recompute.NONE,
+    ) -> None:
+        super().__init__()
+        self.parts, self.model = parts, parts.model
+        model = self.model
+        self.chunks = tuple(chunks or [(0, model.num_layers)])
+        self.position = Position()
+        self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == model.num_layers
+        vocab = model.padded_vocab_size(parts.table_size)
+        if self.is_first or (self.is_last and model.tie_embeddings):
+            self.embed_tokens = parts.embedding(vocab)
+        drops = model.residual_dropout or model.attention_dropout or model.mlp_dropout
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None, recompute)
+                for first, last in self.chunks
+                for i in range(first, last)
+            }
+        )
+        if self.is_last:
+            self.norm = parts.norm()
+            self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
+        specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk)]
+        # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.
+        self.pieces: dict[str, Piece] = {
+            piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held)
+        }
+        self.held = self._held_pieces()
+
+    def forward(self, x: Tensor, seq: int, chunk: int = 0) -> Tensor:
+        """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens.
+
+        Args:
+            chunk: number in `chunks`.
+        """
+        first, last = self.chunks[chunk]
+        if first == 0:
+            x = self.embed_tokens(x)
+        for i in range(first, last):
+            x = self.layers[str(i)](x, seq)
+        if last == self.model.num_layers:
+            x = self.lm_head(self.norm(x))
+        return x
+
+    @torch.no_grad()
+    def initialise(self, seed: int, masters: Mapping[str, Tensor] | None = None) -> None:
+        """Fill the weights: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows.
+
+        Args:
+            masters: by piece, what is filled first and the weights are roundings of; a weight may be its own.
+        """
+        for name, parameter in self.held.items():
+            spec = self.pieces[name].spec
+            offset, size = self.pieces[name].block
+            target = parameter if masters is None else masters[name]
+            if spec.init_std is None:
+                target.fill_(1.0)
+            else:
+                target.copy_(
+                    normal_block(
+                        seed,
+                        spec.name,
+                        spec.shape,
+                        offset,
+                        size,
+                        std=spec.init_std,
+                        dtype=target.dtype,
+                        device=target.device,
+                    )
+                )
+            if spec.valid_rows is not None:
+                target[max(spec.valid_rows - offset[0], 0) :] = 0
+            if target is not parameter:
+                parameter.copy_(target)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Bring the weights into the layout their products read fastest; used until a weight changes.
+
+        Args:
+            num_tokens: of a micro-batch, all tp ranks'.
+
+        Memory: on CPUs where it helps (tpkernels.host_gemm), two more copies of the matrices.
+        """
+        for layer in self._matmuls():
+            layer.prepare(num_tokens)
+
+    def release(self) -> None:
+        """Give the prepared copies' memory back."""
+        for layer in self._matmuls():
+            layer.release()
+
+    def _matmuls(self) -> Iterator[Any]:
+        for block in self.layers.values():
+            yield from (block.self_attn, block.mlp)
+        if self.is_last:
+            yield self.lm_head
+
+    def _held_pieces(self) -> dict[str, Parameter]:
+        """The parameters by piece; modules and table must agree on each one's name and shape."""
+        modules = dict(self.named_parameters())
+        names = {name: self.parts.module_name(p.spec.name, p.holder) for name, p in self.pieces.items()}
+        held = {module: tuple(p.shape) for module, p in modules.items()}
+        table = {names[name]: piece.block[1] for name, piece in self.pieces.items()}
+        assert held == table, f"modules and parameter table differ: {sorted(held.items() ^ table.items())}"
+        return {name: modules[module] for name, module in names.items()}

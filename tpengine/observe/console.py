@@ -1,0 +1,165 @@
+"""What a training run shows a person: the plan before it starts, one progress line, the result. Rank 0 only."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.layout.parameters import num_parameters
+from tpengine.layout.step_plan import Layout
+from tpengine.plan import Kind, Plan, clock
+from tpengine.simulate.modelled.costs import bytes_per_rank
+
+_PLAIN_LINES = 40
+# Of one layer, in forwards.
+_LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+def show_plan(
+    console: Console,
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    device: torch.device,
+    exchange: str,
+    run_dir: Path,
+    shared_cores: int = 0,
+) -> None:
+    """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes.
+
+    Args:
+        exchange: how the ranks exchange tensors, in words.
+        shared_cores: of this host, of which each rank took its share; 0 if the number of threads was given.
+    """
+    train, model = config.train, config.model
+    tokens = train.micro_batch_size * train.seq_len
+    lines = [
+        ("model", f"{num_parameters(model):,} parameters, {model.num_layers} layers, hidden {model.hidden_size}"),
+        ("layout", f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}"),
+        (
+            "step",
+            f"{train.num_micro_batches} micro-batches of {tokens:,} tokens x dp {layout.dp} = "
+            f"{tokens * train.num_micro_batches * layout.dp:,} tokens; {train.steps} steps",
+        ),
+    ]
+    for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
+        what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
+        size = f"{num_bytes / 1e6:.1f} MB a rank with gradients and moments"
+        lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
+    lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
+    if train.reduction == "exact":
+        virtual = f"{virtual_tp_of(config)} virtual tp ranks, {num_blocks(config)} blocks of micro-batches"
+        lines.append(("sums", f"exact, the bits of every other layout: {virtual}"))
+    if device.type == "cpu":
+        share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
+        lines.append(("threads", f"{torch.get_num_threads()} a rank{share}"))
+    lines.append(("exchange", exchange))
+    lines.append(("output", str(run_dir)))
+    for name, text in lines:
+        console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def _bubble(plan: Plan) -> str:
+    """The idle share that the plan has with the layers as they are split, which may not be evenly."""
+    durations = {
+        (kind, number): length * (chunk.layers[1] - chunk.layers[0])
+        for kind, length in _LAYER_TIMES.items()
+        for number, chunk in enumerate(plan.chunks)
+    }
+    return f"bubble {clock(plan.actions, durations).bubble:.1%} of the step (a layer's backward = 2 forward)"
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+
+
+class ProgressLine:
+    """One line that updates in place, or plain lines now and then where output is no terminal.
+
+    Args:
+        console: where to write.
+        num_steps: length of the run.
+        first_step: steps done before, by the run that this one continues.
+    """
+
+    def __init__(self, console: Console, num_steps: int, first_step: int = 0) -> None:
+        self._console, self._num_steps, self._first = console, num_steps, first_step
+        self._every = max(1, num_steps // _PLAIN_LINES)
+        self._begin = time.perf_counter()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, figures="")
+
+    def __enter__(self) -> ProgressLine:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show a finished step; `record` as metrics.step_record."""
+        if record.get("left_out"):
+            figures = "left out, as it was skipped before"
+        else:
+            figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+            figures += "  skipped" if record.get("skipped") else ""
+        done = record["step"] + 1
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, figures=figures)
+        elif done % self._every == 0 or done in (self._first + 1, self._num_steps):
+            each = (time.perf_counter() - self._begin) / (done - self._first)
+            left = each * (self._num_steps - done)
+            self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
+
+
+def show_result(console: Console, held_out: float | None, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
+    """Print the held-out loss, the prompt and the sampled text (token numbers where tokens are not bytes)."""
+    if held_out is not None:
+        console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
+    if tokens:
+        prompt, text = (_readable(part, vocab_size) for part in (tokens[:num_prompt], tokens[num_prompt:]))
+        console.print(f"sample, continuing {prompt!r}:", markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False)
+
+
+def _readable(tokens: list[int], vocab_size: int) -> str:
+    """Bytes as text, without what would steer a terminal; other tokens as numbers."""
+    if vocab_size > 256:
+        return " ".join(map(str, tokens))
+    text = bytes(tokens).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+class _PatientConsole(Console):
+    """A console that falls silent when nobody reads it any more: training goes on without."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what is still written to nowhere."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def console_for(rank: int) -> Console:
+    """A console on standard output for rank 0, silent on the others."""
+    return _PatientConsole(file=sys.stdout, quiet=rank != 0, soft_wrap=True)

@@ -1,0 +1,224 @@
+"""What a step reports: the numbers of metrics.jsonl, computed from the step's time and the model's work.
+
+MFU has two conventions: attention counted over the full square of scores (PaLM, appendix B) and halved, since a
+causal model needs only half. Both are written, and on a device whose peak is unknown neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tpkernels.work import attention_work
+
+from tpengine.config import Config
+from tpengine.layout.parameters import num_matmul_parameters
+
+# Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
+# float32 without TF32, which torch leaves off by default.
+_PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        r"\bB200\b": {"bfloat16": 2250e12, "float32": 75e12, "float64": 37e12},
+        r"\bH200\b|\bH100\b(?!.*PCIe|.*NVL)": {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12},
+        r"\bH100\b.*PCIe": {"bfloat16": 756e12, "float32": 51e12, "float64": 51e12},
+        r"\bA100\b": {"bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        r"\bMI300X\b": {"bfloat16": 1307e12, "float32": 163e12, "float64": 163e12},
+    }
+)
+
+
+def step_flops(config: Config, *, causal_half: bool) -> int:
+    """Model flops of one step over all replicas: forward and backward, 3 times forward; recomputation not counted.
+
+    3 * (2 * N_matmul * tokens + attention)
+    """
+    model, train = config.model, config.train
+    sequences = train.micro_batch_size * train.num_micro_batches * (config.parallel.dp or 1)
+    attention = attention_work(
+        sequences,
+        train.seq_len,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_size,
+        1,
+        causal_half=causal_half,
+    ).flops
+    matmuls = 2 * num_matmul_parameters(model) * sequences * train.seq_len
+    return 3 * (matmuls + attention * model.num_layers)
+
+
+def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
+    """The dense peak of a GPU by torch's name of it, or None where it is not in our table."""
+    for pattern, peaks in _PEAK_FLOPS_PER_S.items():
+        if re.search(pattern, device_name):
+            return peaks.get(dtype)
+    return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held: on CUDA what torch allocated, else the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def step_record(
+    config: Config,
+    device: torch.device,
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    step_seconds: float,
+    peak_memory_bytes: int,
+    skipped: bool = False,
+    skipped_steps: int = 0,
+) -> dict[str, Any]:
+    """Assemble one line of metrics.jsonl.
+
+    Args:
+        step: 0-based.
+        loss: nats per valid target of the global step.
+        grad_norm: before clipping.
+        step_seconds, peak_memory_bytes: largest over ranks.
+        skipped: whether the step's update was left out, since loss or norm are not finite.
+        skipped_steps: how many were, up to this one.
+
+    Returns:
+        The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
+        mfu_attention_full and mfu_attention_causal (where its peak is known).
+    """
+    train, parallel = config.train, config.parallel
+    assert parallel.tp and parallel.pp and parallel.dp, "resolve the layout first: config.validate"
+    world_size = parallel.tp * parallel.pp * parallel.dp
+    tokens = train.micro_batch_size * train.seq_len * train.num_micro_batches * parallel.dp
+    record: dict[str, Any] = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens / step_seconds,
+        "model_flops_per_second": step_flops(config, causal_half=False) / step_seconds,
+        "peak_memory_bytes": peak_memory_bytes,
+        "skipped": skipped,
+        "skipped_steps": skipped_steps,
+    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = peak_flops_per_second(name, train.dtype)
+    if peak is not None:
+        for field, half in (("mfu_attention_full", False), ("mfu_attention_causal", True)):
+            record[field] = step_flops(config, causal_half=half) / step_seconds / (peak * world_size)
+    return record
+
+
+def left_out_record(step: int, skipped_steps: int) -> dict[str, Any]:
+    """The line of a step that was skipped before the run started again, and is not computed this time."""
+    return {"step": step, "skipped": True, "left_out": True, "skipped_steps": skipped_steps}
+
+
+class MetricsWriter:
+    """Writes records to `<run_dir>/metrics.jsonl`, and to TensorBoard if it is installed.
+
+    Args:
+        run_dir: existing directory. A metrics.jsonl that is already there is kept as metrics.<n>.jsonl.
+        first_step: of a run that continues: earlier records stay, later ones, which it repeats, go. None for a new run.
+
+    Attributes:
+        kept: where an earlier file went, or None.
+        tensorboard: whether events are written.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int | None = None) -> None:
+        path = run_dir / "metrics.jsonl"
+        if first_step is None:
+            self.kept = keep_aside(path)
+        else:
+            self.kept = None
+            _keep_records_before(path, first_step)
+        self._file = path.open("a", buffering=1)
+        self._events: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            pass
+        else:
+            self._events = SummaryWriter(str(run_dir), purge_step=first_step)
+        self.tensorboard = self._events is not None
+        self._has_failed = False
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; the file is complete up to it when this returns. JSON has no NaN: null stands for it.
+
+        A full disk does not end the run: it is said once, and what could not be written is tried again with the next.
+        """
+        try:
+            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            self._file.write(json.dumps(finite) + "\n")
+            if self._events is not None:
+                for name, value in record.items():
+                    if name != "step":
+                        self._events.add_scalar(name, value, record["step"])
+        except OSError as error:
+            if not self._has_failed:
+                print(f"tpengine: metrics cannot be written: {error}: make room", file=sys.stderr, flush=True)
+            self._has_failed = True
+
+    def close(self) -> None:
+        """Flush and close both; what does not fit on the disk is lost."""
+        for file in (self._file, self._events):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
+
+
+def _keep_records_before(path: Path, step: int) -> None:
+    """Drop the records of `step` and later, and a last line that a kill has cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    beside = path.with_name(".metrics.jsonl")
+    beside.write_text("".join(kept))
+    beside.rename(path)
+
+
+def keep_aside(path: Path) -> Path | None:
+    """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
+
+    Returns:
+        Where it went; None if there was no file.
+    """
+    if not path.exists():
+        return None
+    return path.rename(_free_name(path))
+
+
+def keep_copy_aside(path: Path) -> None:
+    """As `keep_aside`, but the file also keeps its name, for whoever is about to replace it in one step."""
+    if path.exists():
+        shutil.copyfile(path, _free_name(path))
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return aside

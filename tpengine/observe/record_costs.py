@@ -1,0 +1,158 @@
+"""From the records of measured steps to a profile: what each kind of action costs.
+
+Medians over steps, micro-batches and replicas, so that one interrupt more or less does not count. A rank is busy with
+transfers too: with posting them, and through a mailbox with the copies. That is measured apart from the time that a
+transfer takes while nobody is busy with it, since the latter can be hidden behind computation and the former cannot.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tpengine.observe.records import (
+    PipelineRecord,
+    RankRecord,
+    Waited,
+    measured_timeline,
+    posts_of,
+    reduction_times,
+)
+from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
+from tpengine.plan.plan import Bucket, Plan
+from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that all ranks have recorded.
+
+    Args:
+        step: its number in the run.
+        seconds: from its beginning to its end, what is outside the plan included.
+        pipelines: the records of every pipeline: one for each data-parallel replica and tensor-parallel rank.
+    """
+
+    step: int
+    seconds: float
+    pipelines: tuple[PipelineRecord, ...]
+
+
+def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[int, int]) -> CostProfile:
+    """Measure what the actions of a plan cost.
+
+    Args:
+        plan: what ran in every pipeline.
+        steps: at least one.
+        bucket_bytes: by bucket index.
+    """
+    pipelines = [pipeline for step in steps for pipeline in step.pipelines]
+    timelines = [measured_timeline(plan, pipeline) for pipeline in pipelines]
+    compute: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    ending: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for rank, lanes in enumerate(timeline.ranks):
+            for span in lanes.compute:
+                if span.action.kind in COMPUTE:
+                    compute[span.action.kind, span.action.piece[0]].append(span.duration)
+                else:
+                    ending[span.action.kind, rank].append(span.duration)
+
+    def slowest(kind: Kind) -> float:
+        return max((_median(found) for (of_kind, _), found in ending.items() if of_kind is kind), default=0.0)
+
+    lengths = [
+        max(timelines[number].makespan for number in range(first, first + len(step.pipelines)))
+        for first, step in zip(range(0, len(pipelines), len(steps[0].pipelines)), steps, strict=True)
+    ]
+    send, receive, link = _transfer_seconds(plan, pipelines)
+    return CostProfile(
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        chunks=tuple(
+            ChunkProfile(
+                chunk.rank,
+                chunk.layers,
+                {kind: _median(found) for (kind, of_chunk), found in compute.items() if of_chunk == index},
+            )
+            for index, chunk in enumerate(plan.chunks)
+        ),
+        boundary=plan.chunks[0].output,
+        send_seconds=send,
+        receive_seconds=receive,
+        link_seconds=link,
+        buckets={
+            bucket.index: BucketProfile(
+                bucket.chunks, _reduction_seconds(plan, bucket, steps), bucket_bytes.get(bucket.index, 0)
+            )
+            for bucket in plan.buckets
+        },
+        ties=slowest(Kind.TIE_REDUCE),
+        clip=slowest(Kind.CLIP),
+        step=slowest(Kind.STEP),
+        plan_seconds=_median(lengths),
+        outside_seconds=_median([max(0.0, step.seconds - length) for step, length in zip(steps, lengths, strict=True)]),
+    )
+
+
+def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[float, float, float]:
+    """Return how long a transfer keeps its sender busy, its receiver, and how long it takes besides.
+
+    The last shows only where a receiver stands waiting: from where both sides have posted until it is there. Where none
+    ever does, it is hidden, and taken as none.
+    """
+    sending, receiving, under_way = [], [], []
+    copies = False
+    for pipeline in pipelines:
+        posts = [posts_of(record) for record in pipeline]
+        for rank, record in enumerate(pipeline):
+            copies = record.copies
+            for action, begin, end in record.ran:
+                if action.kind in SENDS:
+                    sending.append(float(end - begin))
+            for action, waited in record.waited.items():
+                if action.kind not in RECEIVES:
+                    continue
+                if waited.was_complete:
+                    receiving.append(float(waited.end_ns - waited.begin_ns))
+                else:
+                    sent = posts[plan.peer(action)][counterpart(action)]
+                    under_way.append(float(waited.end_ns - max(sent.end_ns, posts[rank][action].end_ns)))
+    send, receive, link = (_median(found) * 1e-9 for found in (sending, receiving, under_way))
+    if not receiving and copies:
+        # The same copy, the other way.
+        receive = send
+    return send, receive, max(0.0, link - receive)
+
+
+def _reduction_seconds(plan: Plan, bucket: Bucket, steps: Sequence[MeasuredStep]) -> float:
+    """Return how long a bucket's sum takes from where all its ranks have begun it and are done with those before."""
+    rank = plan.chunks[bucket.chunks[0]].rank
+    action = Action(Kind.REDUCE, index=bucket.index)
+    measured: list[float] = []
+    bounds: list[float] = []
+    for step in steps:
+        records = [pipeline[rank] for pipeline in step.pipelines]
+        begin = max(_begin_alone(record, action) for record in records)
+        end = max(reduction_times(record, action)[1] for record in records)
+        seconds = max(0, end - begin) * 1e-9
+        is_known = all(w.done_ns is not None or not w.was_complete for w in _waits(records, action))
+        (measured if is_known else bounds).append(seconds)
+    return _median(measured) if measured else min(bounds)
+
+
+def _waits(records: Iterable[RankRecord], action: Action) -> Iterator[Waited]:
+    return (record.waited[action] for record in records)
+
+
+def _begin_alone(record: RankRecord, action: Action) -> int:
+    """Return when a rank's reduction began, or the one before it ended if that is later."""
+    begin = record.starts[action]
+    before = [other for other, start in record.starts.items() if other != action and start <= begin]
+    return max([begin, *(reduction_times(record, other)[1] for other in before)])
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,243 @@
+"""What each module of an nn.Sequential does to a sample: its cost, what it returns, whether gradients pass through it.
+
+The sample runs through the modules one by one, forward and backward. It is made on one rank and told to the others, so
+that all cut alike. Nothing of it stays: no gradient, no running statistics, no draw from the random generators.
+
+By default the cost is counted, not measured, so that every replica and every start cuts alike. Modules on the meta
+device run there, on a copy, since a module may keep what it has computed; what cannot (it exchanges with other ranks,
+reads values, or autocast is on, which knows no meta device) runs as a copy of zeros, one module at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from tpengine.distributed.messages import broadcast_json
+from tpengine.layers.collectives import Communicator
+from tpengine.model.meta_modules import is_on_meta, materialise
+from tpengine.plan import TensorSpec
+
+_REPEATS = 3
+# Of a parameter or an output: what reading and writing it in forward and backward costs beside multiplications.
+FLOPS_PER_ELEMENT = 32
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """What one module does to the sample.
+
+    Attributes:
+        cost: forward and backward, as counted (see `profile`) or in measured seconds.
+        output: shape and dtype of what it returns.
+        differentiable: whether the output's dtype can carry a gradient.
+        passes_gradient: whether the input gets one, given one for the output; not asked of the first module.
+        in_place: whether it may overwrite its input.
+    """
+
+    cost: float
+    output: TensorSpec
+    differentiable: bool
+    passes_gradient: bool
+    in_place: bool
+
+
+def children_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The modules in the order they run, with their names; one that runs twice is there twice."""
+    return [(name, module) for name, module in model._modules.items() if module is not None]
+
+
+def profile(model: nn.Sequential, sample: Tensor, *, measured: bool = False) -> list[ModuleProfile]:
+    """Run the sample through the modules one by one, forward and backward.
+
+        cost = flops of products, convolutions and attention + 32 * (elements of parameters + elements of the output)
+
+    A product inside a kernel that torch does not see (Triton's) is not counted.
+
+    Args:
+        model: on its device or on the meta device; left as it was.
+        sample: one micro-batch, on the device to compute on.
+        measured: take the best seconds of some runs instead, on this machine as it is now.
+
+    Raises:
+        ValueError: a module returns no tensor.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    # Layers with a gradient sink add to .grad by themselves, whatever autograd is asked for.
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    devices = [sample.device] if sample.is_cuda else []
+    profiles = []
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            # The counter's hooks see a compiled module twice, and nobody reads what they say of modules.
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
+            torch.manual_seed(0)
+            x = sample
+            for place, (name, module) in enumerate(children_of(model)):
+                # The model's input needs no gradient; where a stage begins later, its input does.
+                run = _run_anywhere(module, x, place > 0, sample.device, measured)
+                y = run.output
+                if not isinstance(y, Tensor):
+                    raise ValueError(
+                        f"a pipeline's modules must map a tensor to a tensor: module {name} returns "
+                        f"{type(y).__name__}: wrap it in a module that returns one"
+                    )
+                spec = TensorSpec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
+                size = sum(p.numel() for p in module.parameters()) + y.numel()
+                cost = run.seconds if measured else run.flops + FLOPS_PER_ELEMENT * size
+                profiles.append(ModuleProfile(cost, spec, y.dtype.is_floating_point, run.passes_gradient, run.in_place))
+                x = y.detach()
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if not buffer.is_meta:
+                    buffer.copy_(buffers[name])
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    return profiles
+
+
+def profile_on_rank_0(
+    model: nn.Sequential, sample: Tensor, comm: Communicator, *, measured: bool
+) -> list[ModuleProfile]:
+    """`profile` on the group's rank 0, told to all ranks; what fails there fails on all of them."""
+    told: list[dict[str, Any]] | str = ""
+    if comm.rank == 0:
+        try:
+            told = [asdict(module) for module in profile(model, sample, measured=measured)]
+        except Exception as error:
+            told = f"the sample must run through the model: {error}: check the sample's shape, dtype and device"
+    told = broadcast_json(told, comm.group)
+    if isinstance(told, str):
+        raise ValueError(told)
+    return [ModuleProfile(**{**row, "output": _spec(**row["output"])}) for row in told]
+
+
+def slowest_over_world(seconds: Sequence[float], world: Communicator, device: torch.device) -> list[float]:
+    """The longest that each module took in any pipeline: the same on all ranks of the world; collective.
+
+    Raises:
+        ValueError: on every rank: pipelines of other numbers of modules.
+    """
+    counts = world.all_gather(torch.tensor([len(seconds)], device=device)).tolist()
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"pipelines that are measured together must have the same modules: numbers of modules by rank {counts}: "
+            "give the cut by hand, or leave it out"
+        )
+    together = world.all_reduce_max_(torch.tensor(seconds, dtype=torch.float64, device=device))
+    return [float(one) for one in together.tolist()]
+
+
+def _spec(shape: Sequence[int], dtype: str) -> TensorSpec:
+    return TensorSpec(tuple(shape), dtype)
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    flops: int
+    output: Tensor
+    passes_gradient: bool
+    in_place: bool
+
+
+def _run_anywhere(module: nn.Module, x: Tensor, input_gradient: bool, device: torch.device, measured: bool) -> _Run:
+    """Run a module where its tensors are; from the meta device, if it must, as a copy of zeros on `device`."""
+    if is_on_meta(module):
+        if not measured and not _exchanges(module) and not torch.is_autocast_enabled(device.type):
+            try:
+                return _run(_copied(module), x.to("meta"), input_gradient)
+            except Exception:
+                # It needs values, or has no kernel there; if the module itself fails, it fails again and says so.
+                pass
+        module = _copied(module)
+        materialise(module, device, fill=0)
+    if x.device != device:
+        x = torch.zeros(x.shape, dtype=x.dtype, device=device)
+    if not measured:
+        return _run(module, x, input_gradient)
+    runs = [_run(module, x, input_gradient, counted=False) for _ in range(1 + _REPEATS)]
+    return min(runs, key=lambda run: run.seconds)
+
+
+def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = True) -> _Run:
+    """Run forward and backward once. autograd.grad leaves every .grad alone."""
+    # A copy, since a module may work in place.
+    leaf = x.detach().clone().requires_grad_(input_gradient and x.dtype.is_floating_point)
+    wanted = [p for p in module.parameters() if p.requires_grad] + [leaf] * leaf.requires_grad
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas()) if counted else None
+    _synchronise(x)
+    begin = time.perf_counter()
+    if counter is not None:
+        counter.__enter__()
+    try:
+        with torch.enable_grad():
+            given = leaf.view_as(leaf) if not leaf.requires_grad else leaf * 1
+            version = given._version
+            y: Tensor = module(given)
+        grads: Sequence[Tensor | None] = ()
+        if isinstance(y, Tensor) and y.requires_grad and wanted:
+            grads = torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+    finally:
+        if counter is not None:
+            counter.__exit__(None, None, None)
+    _synchronise(x)
+    seconds = time.perf_counter() - begin
+    flops = counter.get_total_flops() if counter is not None else 0
+    in_place = given._version != version or any(getattr(m, "inplace", False) for m in module.modules())
+    return _Run(seconds, flops, y, leaf.requires_grad and bool(grads) and grads[-1] is not None, in_place)
+
+
+def _formulas() -> dict[Any, Any]:
+    """Flops of operators that torch's counter leaves out: oneDNN's product, products added in place, CPU attention."""
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: (
+            sdpa_backward_flop_count(dy, q, k, v)
+        ),
+        aten.addmm_: flop_registry[aten.addmm],
+        aten.baddbmm_: flop_registry[aten.baddbmm],
+    }
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if linear is not None:
+        formulas[linear] = lambda x, *_, out_shape, **__: 2 * math.prod(x) * out_shape[-1]
+    return formulas
+
+
+def _exchanges(module: nn.Module) -> bool:
+    """Whether the module holds a communicator or a process group of several ranks."""
+    return any(
+        (isinstance(value, Communicator) and value.size > 1) or isinstance(value, ProcessGroup)
+        for part in module.modules()
+        for value in vars(part).values()
+    )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A deep copy that talks over the same groups."""
+    shared = {
+        id(value): value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Communicator | ProcessGroup)
+    }
+    return copy.deepcopy(module, dict(shared))
+
+
+def _synchronise(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

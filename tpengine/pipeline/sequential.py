@@ -1,0 +1,484 @@
+"""A pipeline out of any nn.Sequential: the engine's plan and executor over somebody else's modules.
+
+The same generators, lowering, verifier and executor as the transformer's step; only the handlers differ. What the plan
+calls CLIP and STEP belongs to the user's optimizer, outside.
+
+What is deliberately elsewhere: what the modules cost (sequential_profile) and where they are cut (sequential_cut),
+values of modules on the meta device (meta_modules), the weights of micro-batches in the loss (pipeline_loss), data
+parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, differing_members
+from tpengine.distributed.messages import broadcast_json
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
+from tpengine.layers.replicated import carry_over, check_beside_parallel_layers
+from tpengine.model.meta_modules import Init, fill_modules, is_on_meta, materialise
+from tpengine.pipeline.cut import check_cut, chunks_of, cut_by_cost, cut_by_hand
+from tpengine.pipeline.executor import Executor, Handler, Trace
+from tpengine.pipeline.handlers import RankPipeline
+from tpengine.pipeline.loss import Count, Loss, PipelineLoss
+from tpengine.pipeline.profile import children_of, profile_on_rank_0, slowest_over_world
+from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.transfers import open_mailbox
+from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, make_schedule, verify
+from tpengine.plan.schedules.file import format_schedule
+
+# How long a message waits for a rank that lives, as over gloo: another rank may be busy with the caller's own work.
+_MESSAGE_SECONDS = 1800.0
+
+
+class Pipeline:
+    """One rank of a pipeline over an nn.Sequential.
+
+        pipe = Pipeline(model, sample, loss, num_micro_batches=8)
+        optimizer = torch.optim.AdamW(pipe.stage.parameters())
+        loss = pipe.step(inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: the whole model, the same on every rank, on the device to compute on. Its parameters and buffers are
+            overwritten with those of the group's rank 0. Each rank goes on with its stage; drop the model to free the
+            rest. On the meta device (built under `torch.device("meta")`) only this rank's stage is given memory.
+        sample: input of one micro-batch, on the device to compute on; every micro-batch must have its shape and dtype.
+        loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch; micro-batches weigh the same.
+            With `count`: a sum over the micro-batch's valid targets, or (sum, number of them), which is then compared.
+        num_micro_batches: how many a step's batch is split into.
+        group: the pipeline's ranks, in stage order; default all.
+        schedule: a name in tpengine.plan.SCHEDULES, or the path of a text file with one.
+        chunks_per_rank: parts that a rank holds with schedule interleaved; the other schedules fix it.
+        cut: modules of each part, in model order; default a cut that balances the modules' counted cost (flops and
+            sizes: sequential_profile.profile), the same on every replica and every start. "measured": seconds of the
+            sample on this machine instead, once; all ranks of the default group must construct their pipelines
+            together, and get one cut, by the slowest pipeline of each module.
+        init: gives modules on the meta device their values. A function: init(module, index) fills all parameters and
+            buffers of model[index]; it is called where the module is held, after torch.manual_seed of a number that
+            follows from torch.initial_seed() of the group's rank 0 and the index, so that the values are the same for
+            every cut and number of stages. Or the whole model's state dict; of a lazy one only this stage is read.
+        count: target of a micro-batch -> how many valid targets it holds, an int or a tensor. The loss is divided by
+            their number over all micro-batches and `replicas`, which is known before the first forward pass.
+        replicas: with `count`, the ranks that hold this stage in other pipelines: those of the DataParallel.
+        trace: records what the executor runs.
+
+    Attributes:
+        stage: this rank's modules, under their names in `model`: a state dict of all stages is that of the model.
+        layers: half-open range of modules of each part of the model; the schedule says which rank holds it.
+        plan: the verified plan of a step; what runs is `plan.actions[rank]`.
+
+    Raises:
+        ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
+            modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
+            the first that passes no gradient back, a schedule that splits backward over modules that cannot, modules
+            on the meta device that get no values, a parameter beside tensor-parallel layers whose gradient nothing sums
+            (see layers.replicate).
+        RuntimeError: there is no process group, or ranks differ in plan.
+
+    BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
+    generator. A schedule that splits backward into halves (zb-h1, zbv) needs modules that give their weight gradients
+    to a sink, as those of tpengine.layers: autograd computes both halves of any other at once.
+    Autocast belongs around construction and steps alike, or inside modules: what crosses between stages has its dtype.
+    Cost: construction runs the sample once through the model on rank 0, forward and backward, on the meta device where
+    the modules are there. One that cannot run there, as it exchanges with other ranks or reads values, is copied into
+    rank 0's memory for it, and the copy let go before the next. Memory: inputs and outputs of as many micro-batches as
+    the schedule keeps alive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        sample: Tensor,
+        loss: Loss,
+        *,
+        num_micro_batches: int,
+        group: ProcessGroup | None = None,
+        schedule: str = "1f1b",
+        chunks_per_rank: int = 2,
+        cut: Sequence[int] | Literal["measured"] | None = None,
+        init: Init | None = None,
+        count: Count | None = None,
+        replicas: Communicator | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        ranks = group if group is not None else dist.group.WORLD
+        if ranks is None:
+            raise RuntimeError("a pipeline needs a process group: there is none: call init_process_group first")
+        self._group: ProcessGroup = ranks
+        self._comm = Communicator(self._group)
+        self._num, self._trace, self._replicas = num_micro_batches, trace, replicas
+        self._sample_shape, self._dtype = sample.shape, sample.dtype
+        # A sample on the meta device is refused below, on all ranks alike.
+        self._device = torch.device("cpu") if sample.is_meta else sample.device
+        self._autocast = _autocast_of(self._device)
+        arguments = [
+            f"num_micro_batches {num_micro_batches}",
+            f"schedule {schedule} {chunks_per_rank}",
+            f"cut {cut if cut is None or isinstance(cut, str) else list(cut)}",
+            f"sample {list(sample.shape)} {sample.dtype} {sample.device.type}",
+            f"init {'a state dict' if isinstance(init, Mapping) else 'none' if init is None else 'a function'}",
+            f"count {'none' if count is None else 'given'}, {1 if replicas is None else replicas.size} replicas",
+            f"autocast {self._autocast}",
+        ]
+        modules = [type(model).__qualname__, *map(str, model._modules.values())]
+        check_same([*describe_model(model), *modules, *arguments], self._device, self._comm)
+        _check_arguments(model, sample, num_micro_batches, cut, init)
+        check_beside_parallel_layers(model)
+        made = self._schedule_of_all(schedule, model, chunks_per_rank)
+        broadcast_model(model, self._comm)
+        profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
+        costs = [module.cost for module in profiles]
+        if cut == "measured":
+            costs = slowest_over_world(costs, Communicator(dist.group.WORLD), self._device)
+        if cut is None or cut == "measured":
+            self.layers = cut_by_cost(costs, made.ranks)
+        else:
+            self.layers = cut_by_hand(cut, len(model), len(made.ranks))
+        check_cut(model, self.layers, made.ranks, profiles)
+        self._chunks = chunks_of(self.layers, made.ranks, profiles)
+        self.plan = self._lowered(made, training=True)
+        _check_same_plan(self.plan, self._device, self._comm)
+
+        self._held = self.plan.chunks_of(self._comm.rank)
+        children = children_of(model)
+        mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
+        self.stage = nn.Sequential(OrderedDict(mine))
+        self.stage.training = model.training
+        if init is not None:
+            self._fill_stage(model, init)
+        self._halves = WeightHalves()
+        if made.splits_backward:
+            _defer_weight_gradients(self.stage, self._halves)
+        self._modules = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
+        # A module that works in place must not do so on the received tensor, which collects the gradient.
+        self._copies_input = {
+            chunk: chunk > 0 and any(module.in_place for module in profiles[slice(*self.layers[chunk])])
+            for chunk in self._held
+        }
+        self._received: set[int] = set()
+        self._inputs: Sequence[Tensor] = ()
+        self._targets: Sequence[Tensor] = ()
+        self._outputs: list[Tensor] = []
+        num_replicas = 1 if replicas is None else replicas.size
+        self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
+        self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return 0 in self._held
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return len(self.layers) - 1 in self._held
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None) -> float:
+        """Run forward and backward of a batch; gradients are added to `.grad` of the stage's parameters.
+
+            gradient = d/dw of the mean over micro-batches of loss(model(inputs), targets)
+            with `count`: d/dw of R / N * sum over micro-batches of it, for N valid targets in R replicas
+
+        With several pipelines side by side make a DataParallel of `stage` over the ranks that hold the same one, whose
+        mean over the replicas is then the gradient of the whole batch:
+
+            with replicas.no_sync():  # micro-batches add up here
+                loss = pipe.step(inputs, targets)
+            replicas.finish()
+
+        Before its first step the loss is called once more, on outputs of zeros: what it returns is looked at.
+
+        Args:
+            inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed where `is_first` only.
+            targets: [num_micro_batches * n, ...]; needed where `is_last` only.
+
+        Returns:
+            The loss of the pipeline's batch, equal on all its ranks: the mean over micro-batches, or with `count` the
+            term above. Its mean over the replicas is the whole batch's.
+
+        Raises:
+            ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them; another
+                autocast than at construction; no valid target; a loss that returns something else. After the step: the
+                loss's own numbers of valid targets are not those of `count`.
+        """
+        self._take(inputs, targets, training=True)
+        self._run(self.plan, training=True)
+        return self._loss.total(self._comm.all_reduce_(self._loss.sums))
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor | None) -> Tensor | None:
+        """Run a batch forward, without history.
+
+        Args:
+            inputs: as in `step`.
+
+        Returns:
+            Where `is_last` the outputs of the whole batch, elsewhere None.
+
+        Raises:
+            ValueError: as `step`.
+        """
+        self._take(inputs, None, training=False)
+        self._outputs = []
+        self._run(self._forward_plan, training=False)
+        return torch.cat(self._outputs) if self.is_last else None
+
+    def _run(self, plan: Plan, *, training: bool) -> None:
+        rank = self._comm.rank
+        self._received.clear()
+        pipeline = RankPipeline(
+            plan,
+            rank,
+            self._stages(training=training),
+            self._group,
+            self._device,
+            self._mailbox,
+            halves=self._halves,
+            on_receive=lambda tensor: self._received.add(tensor.untyped_storage().data_ptr()),
+        )
+        handlers: dict[Kind, Handler] = {
+            **pipeline.handlers(),
+            Kind.WAIT: pipeline.wait,
+            # The user's optimizer clips and steps, after `step` has returned.
+            Kind.CLIP: lambda _: None,
+            Kind.STEP: lambda _: None,
+        }
+        Executor(dist.get_rank(), handlers, self._trace).run(plan.actions[rank])
+
+    def _stages(self, *, training: bool) -> dict[int, Stage]:
+        last = len(self.layers) - 1
+        return {
+            chunk: Stage(
+                lambda x, chunk=chunk: self._compute(x, chunk),  # type: ignore[misc]
+                (lambda mb: self._inputs[mb]) if chunk == 0 else None,
+                (self._weighted_loss if training else self._keep) if chunk == last else None,
+                apart=self._apart,
+            )
+            for chunk in self._held
+        }
+
+    def _compute(self, x: Tensor, chunk: int) -> Tensor:
+        y = x.clone() if self._copies_input[chunk] else x
+        for module in self._modules[chunk]:
+            y = module(y)
+        return y
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """Copy what lies in a receive slot: what a stage of views makes does, and the slot is soon written again."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
+
+    def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
+        return self._loss.weighted(output, self._targets[microbatch], microbatch)
+
+    def _keep(self, output: Tensor, _: int) -> Tensor:
+        self._outputs.append(self._apart(output))
+        return output
+
+    def _take(self, inputs: Tensor | None, targets: Tensor | None, *, training: bool) -> None:
+        """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
+        problem: ValueError | None = None
+        num_targets = 0
+        try:
+            _check_autocast(self._autocast, self._device)
+            self._inputs = self._split("inputs", inputs, self.is_first)
+            self._targets = self._split("targets", targets, self.is_last and training)
+            if self.is_last and training:
+                num_targets = self._loss.prepare(self._targets)
+        except ValueError as error:
+            problem = error
+        mine = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
+        said = self._comm.all_gather(mine).tolist()
+        refusing = [rank for rank, (refuses, _) in enumerate(said) if refuses]
+        num_targets = sum(number for _, number in said)
+        elsewhere = 0
+        if training and self._loss.counts and self._replicas is not None:
+            told = torch.tensor([len(refusing), num_targets], dtype=torch.int64, device=self._device)
+            elsewhere, num_targets = self._replicas.all_reduce_(told).tolist()
+        if problem is not None:
+            raise problem
+        if refusing:
+            raise ValueError(f"every rank's batch must fit: ranks {refusing} refused theirs: see their message")
+        if elsewhere:
+            raise ValueError("every replica's batch must fit: another replica refused its own: see its message")
+        if training:
+            self._loss.begin(num_targets)
+
+    def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
+        """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
+        if batch is None and not needed:
+            return ()
+        rows = self._sample_shape[0] * self._num
+        if batch is None or batch.shape[:1] != (rows,):
+            raise ValueError(
+                f"{name} must hold num_micro_batches times the sample's rows: {self._num} * {self._sample_shape[0]} = "
+                f"{rows}, got {'None' if batch is None else list(batch.shape)}: pass {rows} rows"
+            )
+        if name == "inputs" and (batch.shape[1:], batch.dtype) != (self._sample_shape[1:], self._dtype):
+            raise ValueError(
+                f"a micro-batch must have the sample's shape and dtype: {list(self._sample_shape)} {self._dtype}, got "
+                f"{[self._sample_shape[0], *batch.shape[1:]]} {batch.dtype}: make another Pipeline for other shapes"
+            )
+        return batch.split(self._sample_shape[0])
+
+    def _fill_stage(self, model: nn.Sequential, init: Init) -> None:
+        """Give the modules of this rank that are on the meta device memory and values."""
+        seed = 0 if isinstance(init, Mapping) else broadcast_json(torch.initial_seed(), self._group)
+        places: dict[nn.Module, tuple[int, str]] = {}
+        for index, (name, module) in enumerate(children_of(model)):
+            if any(index in range(*self.layers[chunk]) for chunk in self._held) and is_on_meta(module):
+                places.setdefault(module, (index, name))
+        made: dict[Tensor, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            materialise(self.stage, self._device, made=made)
+            fill_modules([(index, name, module) for module, (index, name) in places.items()], init, seed, self._device)
+        except Exception as error:
+            problem = error
+        refusing = self._ranks_where(problem is not None)
+        if problem is not None:
+            raise ValueError(
+                str(problem) if isinstance(problem, ValueError) else f"init fails: {problem!r}"
+            ) from problem
+        if refusing:
+            raise ValueError(
+                f"every rank must be able to fill its modules: ranks {refusing} could not: see their message"
+            )
+        carry_over(self.stage, made)
+
+    def _schedule_of_all(self, name: str, model: nn.Sequential, chunks_per_rank: int) -> Schedule:
+        """The schedule, after a look at whether it is one on every rank, and the same: files may differ."""
+        made, problem = None, ""
+        try:
+            made = make_schedule(name, self._comm.size, self._num, chunks_per_rank)
+            _check_schedule(made, model)
+        except ValueError as error:
+            problem = str(error)
+        refusing = self._ranks_where(bool(problem))
+        if problem or refusing or made is None:
+            raise ValueError(problem or f"every rank must be able to read schedule {name}: ranks {refusing} cannot")
+        if differing := differing_members(format_schedule(made).encode(), self._device, self._comm):
+            raise ValueError(
+                f"all ranks must have the same schedule: {name} of ranks {differing} differs from that of rank 0: give "
+                "all ranks the same file"
+            )
+        return made
+
+    def _ranks_where(self, mine: bool) -> list[int]:
+        """The ranks on which something is so; collective."""
+        said = self._comm.all_gather(torch.tensor([mine], dtype=torch.uint8, device=self._device))
+        return [rank for rank, is_so in enumerate(said.tolist()) if is_so]
+
+    @cached_property
+    def _forward_plan(self) -> Plan:
+        ranks = tuple(chunk.rank for chunk in self._chunks)
+        return self._lowered(forward_only(ranks, self._num), training=False)
+
+    def _lowered(self, schedule: Schedule, *, training: bool) -> Plan:
+        plan = lower(
+            schedule,
+            self._chunks,
+            buckets=(),
+            ties=(),
+            num_microbatches=self._num,
+            num_layers=self.layers[-1][1],
+            training=training,
+        )
+        verify(plan)
+        return plan
+
+
+def _autocast_of(device: torch.device) -> str:
+    """The dtype that autocast computes in here, or "off"."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return str(torch.get_autocast_dtype(device.type)) if is_on else "off"
+
+
+def _check_autocast(constructed: str, device: torch.device) -> None:
+    if _autocast_of(device) != constructed:
+        raise ValueError(
+            f"autocast must be as it was when the pipeline was made: then {constructed}, now {_autocast_of(device)}: "
+            "construct the pipeline and run its steps under the same autocast, or put autocast inside the modules"
+        )
+
+
+def _check_arguments(
+    model: nn.Sequential,
+    sample: Tensor,
+    num_micro_batches: int,
+    cut: Sequence[int] | str | None,
+    init: Init | None,
+) -> None:
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
+            "nn.Sequential of its parts"
+        )
+    if sample.dim() == 0 or sample.shape[0] == 0:
+        raise ValueError(f"a sample must have rows: got shape {list(sample.shape)}: pass the input of a micro-batch")
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use 8")
+    if isinstance(cut, str) and cut != "measured":
+        raise ValueError(f"cut must be the modules of each part, or 'measured': got '{cut}': leave it out")
+    if sample.is_meta:
+        raise ValueError("a sample names the device to compute on: it is on the meta device: make it on a real one")
+    if is_on_meta(model) != (init is not None):
+        raise ValueError(
+            "modules on the meta device need values, and others have theirs: init is for modules on the meta device: "
+            + ("pass init, a function or a state dict" if init is None else "none is there: leave init out")
+        )
+
+
+def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
+    num_chunks = len(schedule.ranks)
+    if len(model) < num_chunks:
+        raise ValueError(
+            f"every part of the model needs a module: {len(model)} modules, {schedule.name} makes {num_chunks} parts "
+            f"for {schedule.num_ranks} ranks: use fewer ranks or chunks, or split a module"
+        )
+    if not schedule.splits_backward:
+        return
+    for name, module in model.named_modules():
+        trained = any(p.requires_grad for p in module.parameters(recurse=False))
+        if trained and _sink_of(module) is None:
+            raise ValueError(
+                "a schedule that splits backward needs modules that give weight gradients to a sink: schedule "
+                f"{schedule.name}, module {name} is {type(module).__qualname__}, whose halves autograd computes at "
+                "once: use modules of tpengine.layers, or schedule 1f1b or interleaved"
+            )
+
+
+def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:
+    for module in stage.modules():
+        sink = _sink_of(module)
+        if isinstance(sink, DeferringSink):
+            # Of a pipeline made before from the same modules.
+            sink.halves = halves
+        elif sink is not None:
+            module.sink = DeferringSink(sink, halves)  # type: ignore[assignment]
+
+
+def _sink_of(module: nn.Module) -> GradientSink | None:
+    sink = getattr(module, "sink", None)
+    # A parameter may have that name too.
+    return sink if isinstance(sink, GradientSink) else None
+
+
+def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:
+    """Compare the plan over the ranks, as nodes may differ in version: what was verified is what runs."""
+    differing = differing_members(plan.text().encode(), device, comm)
+    if differing:
+        raise RuntimeError(
+            f"all ranks must have the same plan: ranks {differing} differ from rank 0: start every rank with the same "
+            "version"
+        )

@@ -1,0 +1,165 @@
+"""Gradients: every bucket and tie is reduced once, at the right time; the step ends with CLIP STEP."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from tpengine.plan.actions import BACKWARD, WEIGHT_GRADIENT, Action, Kind
+from tpengine.plan.plan import Bucket, Plan, Tie
+from tpengine.plan.verify.fault import fault
+
+_Placed = tuple[int, Action]
+# The positions of each kind and index (REDUCE or TIE_REDUCE).
+_Positions = Mapping[tuple[Kind, int | None], Sequence[int]]
+# Where each chunk's gradients are complete: the position of its last B or W, by chunk.
+_LastBackward = Mapping[int, int]
+_UPDATE = (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP)
+
+
+def check_gradients(plan: Plan) -> None:
+    """Check reductions, ties and the ending, rank by rank."""
+    buckets: dict[int, list[Bucket]] = defaultdict(list)
+    for bucket in plan.buckets:
+        buckets[plan.chunks[bucket.chunks[0]].rank].append(bucket)
+    for rank, actions in enumerate(plan.actions):
+        placed = list(_with_subs(actions))
+        _refuse_unknown(plan, rank, placed)
+        if plan.training:
+            positions = _positions(placed)
+            last_backward = _last_backward(actions)
+            _check_buckets(plan, rank, placed, positions, last_backward, buckets[rank])
+            _check_bucket_order(plan, rank, buckets[rank])
+            _check_ties(plan, rank, placed, positions, last_backward)
+            _check_ending(plan, rank)
+
+
+def _with_subs(actions: Sequence[Action]) -> Iterator[_Placed]:
+    """Yield each action and each that it starts, with the position in the list."""
+    for position, action in enumerate(actions):
+        yield position, action
+        if action.kind is not Kind.WAIT:
+            yield from ((position, sub) for sub in action.subs)
+
+
+def _positions(placed: Sequence[_Placed]) -> _Positions:
+    positions: dict[tuple[Kind, int | None], list[int]] = defaultdict(list)
+    for position, action in placed:
+        if action.kind in (Kind.REDUCE, Kind.TIE_REDUCE):
+            positions[action.kind, action.index].append(position)
+    return positions
+
+
+def _last_backward(actions: Sequence[Action]) -> _LastBackward:
+    return {action.piece[0]: position for position, action in enumerate(actions) if action.kind in WEIGHT_GRADIENT}
+
+
+def _refuse_unknown(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
+    for position, action in placed:
+        if action.kind in (Kind.GATHER, Kind.FREE):
+            raise fault(plan, "no rule covers gathers and frees yet", f"found {action}", rank, position)
+        if not plan.training and (action.kind is Kind.REDUCE or action.kind in _UPDATE):
+            raise fault(plan, "only a training plan updates weights", f"found {action}", rank, position)
+
+
+def _check_buckets(
+    plan: Plan,
+    rank: int,
+    placed: Sequence[_Placed],
+    positions: _Positions,
+    last_backward: _LastBackward,
+    buckets: Sequence[Bucket],
+) -> None:
+    own = {bucket.index for bucket in buckets}
+    for position, action in placed:
+        if action.kind is Kind.REDUCE and action.index not in own:
+            values = f"{action} on rank {rank}, whose buckets are {[bucket.index for bucket in buckets]}"
+            raise fault(plan, "a rank reduces its own chunks' buckets", values, rank, position)
+    for bucket in buckets:
+        last = max(last_backward[chunk] for chunk in bucket.chunks)
+        _check_bucket(plan, rank, bucket, positions.get((Kind.REDUCE, bucket.index), ()), last)
+    _check_ends_before_update(plan, rank)
+
+
+def _check_bucket(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int], last: int) -> None:
+    actions = plan.actions[rank]
+    if len(found) != 1:
+        values = f"bucket {bucket.index} of {_chunks(bucket)} {len(found)} times"
+        position = found[1] if found else len(actions)
+        raise fault(plan, "every bucket is reduced exactly once", values, rank, position)
+    start = actions[found[0]]
+    # The executor starts reductions from inside a backward, which is also what lets them overlap it.
+    if start.kind not in BACKWARD or start.chunk not in bucket.chunks:
+        place = "stands alone" if start.kind is Kind.REDUCE else f"starts in {start}"
+        values = f"r{bucket.index} of {_chunks(bucket)} {place}"
+        raise fault(plan, "a bucket is reduced inside its own chunk's backward", values, rank, found[0])
+    if found[0] < last:
+        values = f"r{bucket.index} starts in {start}, {actions[last]} still adds to it"
+        raise fault(plan, "a bucket is reduced after its last contribution", values, rank, found[0])
+
+
+def _check_ends_before_update(plan: Plan, rank: int) -> None:
+    """Check that no wait for a reduction is left when the gradients are used."""
+    actions = plan.actions[rank]
+    update = next((position for position, action in enumerate(actions) if action.kind in _UPDATE), len(actions))
+    for position in range(update, len(actions)):
+        for sub in actions[position].subs:
+            if sub.kind is Kind.REDUCE:
+                values = f"{sub} is not waited for before {actions[update]}"
+                raise fault(plan, "reductions end before ties and CLIP", values, rank, position)
+
+
+def _chunks(bucket: Bucket) -> str:
+    return f"chunk{'s' if len(bucket.chunks) > 1 else ''} {', '.join(map(str, bucket.chunks))}"
+
+
+def _check_bucket_order(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> None:
+    """Check the order inside each backward; which backward it is has been checked before."""
+    listed = {Action(Kind.REDUCE, index=bucket.index): place for place, bucket in enumerate(buckets)}
+    for position, action in enumerate(plan.actions[rank]):
+        for before, after in pairwise(action.reduces):
+            if listed[before] > listed[after]:
+                values = f"{action} starts {before} where {after} is next"
+                raise fault(plan, "the buckets of a backward are reduced in listed order", values, rank, position)
+
+
+def _check_ties(
+    plan: Plan, rank: int, placed: Sequence[_Placed], positions: _Positions, last_backward: _LastBackward
+) -> None:
+    own = [tie for tie in plan.ties if rank in plan.tie_ranks(tie)]
+    found = [(position, action) for position, action in placed if action.kind is Kind.TIE_REDUCE]
+    for position, action in found:
+        if action.index not in {tie.index for tie in own}:
+            values = f"{action} on rank {rank}, whose ties are {[tie.index for tie in own]}"
+            raise fault(plan, "a rank reduces the ties it is a member of", values, rank, position)
+    for tie in own:
+        last = max(last_backward[chunk] for chunk in tie.chunks if plan.chunks[chunk].rank == rank)
+        _check_tie(plan, rank, tie, positions.get((Kind.TIE_REDUCE, tie.index), ()), last)
+    for tie, (position, action) in zip(own, found, strict=True):
+        if action.index != tie.index:
+            values = f"{action} where t{tie.index} is next"
+            raise fault(plan, "ties are reduced in the same order on all ranks", values, rank, position)
+
+
+def _check_tie(plan: Plan, rank: int, tie: Tie, found: Sequence[int], last: int) -> None:
+    actions = plan.actions[rank]
+    if len(found) != 1:
+        place = found[1] if found else len(actions)
+        values = f"tie {tie.index} {len(found)} times on rank {rank}"
+        raise fault(plan, "every tie is reduced exactly once by each member", values, rank, place)
+    if found[0] < last:
+        values = f"t{tie.index} comes before {actions[last]}"
+        raise fault(plan, "a tie is reduced after its last contribution", values, rank, found[0])
+    if any(action.kind is Kind.CLIP for action in actions[: found[0]]):
+        raise fault(plan, "ties are reduced before CLIP", f"t{tie.index} after CLIP", rank, found[0])
+
+
+def _check_ending(plan: Plan, rank: int) -> None:
+    actions = plan.actions[rank]
+    wanted = [(len(actions) - 2, Kind.CLIP), (len(actions) - 1, Kind.STEP)]
+    found = [(position, action.kind) for position, action in enumerate(actions) if action.kind in _UPDATE[1:]]
+    if found != wanted:
+        names = " ".join(kind.name for _, kind in found) or "neither"
+        values = f"found {names}, the last action is {actions[-1]}" if actions else "the list is empty"
+        raise fault(plan, "a training plan ends with one CLIP and one STEP", values, rank, len(actions))

@@ -1,0 +1,84 @@
+"""Posting: what is started asynchronously exists when sent, is waited for before use, and by the end."""
+
+from __future__ import annotations
+
+from tpengine.plan.actions import (
+    COMPUTE,
+    INPUT_GRADIENT,
+    SENDS,
+    Action,
+    Kind,
+    peer_chunk,
+)
+from tpengine.plan.plan import Plan
+from tpengine.plan.verify.fault import fault
+
+
+def check_posting(plan: Plan) -> None:
+    """Check each rank's list on its own: produce, send; receive, wait, compute; nothing left under way."""
+    for rank in range(plan.num_ranks):
+        _Posting(plan, rank).check()
+
+
+class _Posting:
+    """Walks one rank's list with the set of finished compute actions and the state of each posted one."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.computed: set[tuple[Kind, int, int]] = set()
+        self.posted_at: dict[Action, int] = {}
+        self.complete: set[Action] = set()
+
+    def check(self) -> None:
+        for position, action in enumerate(self.plan.actions[self.rank]):
+            if action.kind is Kind.WAIT:
+                self._wait(position, action)
+            if action.kind in COMPUTE:
+                self._check_inputs(position, action)
+                self.computed.add((action.kind, *action.piece))
+            for posted in action.posts:
+                self._post(position, posted)
+        for posted, position in self.posted_at.items():
+            if posted not in self.complete:
+                self._fail("everything posted is waited for", f"{posted} is not", position)
+
+    def _wait(self, position: int, wait: Action) -> None:
+        for awaited in wait.subs:
+            if awaited not in self.posted_at:
+                self._fail("a wait names what was posted before", f"{awaited} was not", position)
+            if awaited in self.complete:
+                self._fail("each posted action is waited for once", f"{awaited} twice", position)
+            self.complete.add(awaited)
+
+    def _post(self, position: int, posted: Action) -> None:
+        if posted in self.posted_at:
+            self._fail("each action is posted once", f"{posted} twice", position)
+        if posted.kind in SENDS:
+            kinds = {Kind.F} if posted.kind is Kind.SEND_F else INPUT_GRADIENT
+            if not any((kind, *posted.piece) in self.computed for kind in kinds):
+                self._fail("a tensor is sent after it is computed", f"{posted} is early", position)
+        self.posted_at[posted] = position
+
+    def _check_inputs(self, position: int, action: Action) -> None:
+        if action.kind is Kind.F:
+            self._check_received(position, action, Action(Kind.RECV_F, *action.piece))
+        if action.kind in INPUT_GRADIENT:
+            self._check_received(position, action, Action(Kind.RECV_B, *action.piece))
+            send = Action(Kind.SEND_F, *action.piece)
+            if self._is_remote(send) and send not in self.complete:
+                rule = "an activation is sent and waited for before its backward lets go of it"
+                self._fail(rule, f"{send} is not when {action} starts", position)
+
+    def _check_received(self, position: int, action: Action, receive: Action) -> None:
+        if self._is_remote(receive) and receive not in self.complete:
+            state = "posted but not waited for" if receive in self.posted_at else "not posted"
+            values = f"{action} needs {receive}: {state}"
+            self._fail("a remote input is received and waited for", values, position)
+
+    def _is_remote(self, transfer: Action) -> bool:
+        chunk = peer_chunk(transfer)
+        return 0 <= chunk < len(self.plan.chunks) and self.plan.chunks[chunk].rank != self.rank
+
+    def _fail(self, rule: str, values: str, position: int) -> None:
+        raise fault(self.plan, rule, values, self.rank, position)

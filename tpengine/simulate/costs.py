@@ -1,0 +1,129 @@
+"""Costs: how long each action takes and how many bytes it holds, for the simulator. Measured, modelled, or units.
+
+unit_costs(plan)     a forward of all layers of a rank takes 1, its backward 2, its halves 1 each; links are free
+costs from a model   step_costs.py: flops and bytes over the rates of a machine
+measured costs       profile.py: what a run has measured, kept as JSON
+
+Replicas are a matter of costs alone. The data-parallel replicas of a pipeline, and the tensor-parallel ranks of a
+stage, do the same at the same time: the simulator plays one of each, and whatever depends on their number is in the
+durations given here. With 625 replicas a bucket's entry in `reductions` is `ring_time(bytes, 625, ...)`, a stage's
+durations are those of one of its tp ranks with its exchanges in them; so 10,000 ranks cost no more to simulate than 16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, peer_chunk
+from tpengine.plan.clock import unit_durations
+from tpengine.plan.plan import Plan, TensorSpec
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """What one micro-batch holds on a chunk, in bytes; boundary tensors are counted from the plan and not here.
+
+    Args:
+        saved: from the start of F until B, or I where the halves are apart, has ended.
+        deferred: from the end of I until W has ended: what the weight half needs.
+        working: only while F, B, I or W runs.
+    """
+
+    saved: float = 0.0
+    deferred: float = 0.0
+    working: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one plan, in one unit of time throughout.
+
+    Args:
+        compute: duration of a compute action by (kind, chunk); above 0.
+        latency: from the start of a transfer to the arrival of its first byte.
+        bytes_per_time: of a link between two pipeline ranks, each direction; infinite for a free link.
+        reductions: duration of a bucket's sum over its ranks, by bucket index; missing ones take no time.
+        ties, clip, step: durations of a TIE_REDUCE, of CLIP and of STEP.
+        activations: by chunk, what a micro-batch holds; missing ones hold nothing.
+        resident: by rank, bytes held all the time: weights, gradients, moments.
+    """
+
+    compute: Mapping[tuple[Kind, int], float]
+    latency: float = 0.0
+    bytes_per_time: float = math.inf
+    reductions: Mapping[int, float] = field(default_factory=dict)
+    ties: float = 0.0
+    clip: float = 0.0
+    step: float = 0.0
+    activations: Mapping[int, ChunkBytes] = field(default_factory=dict)
+    resident: tuple[float, ...] = ()
+
+    def duration(self, action: Action) -> float:
+        """Return how long an action keeps its rank busy; posting and waiting take no time of their own.
+
+        Raises:
+            ValueError: a compute action whose duration is not known or not above 0.
+        """
+        if action.kind in COMPUTE:
+            assert action.chunk is not None
+            found = self.compute.get((action.kind, action.chunk), 0.0)
+            if not found > 0.0:
+                raise ValueError(
+                    f"every compute action needs a duration above 0: {action.kind} of chunk {action.chunk} has {found}"
+                )
+            return found
+        return {Kind.TIE_REDUCE: self.ties, Kind.CLIP: self.clip, Kind.STEP: self.step}.get(action.kind, 0.0)
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Tell whether the costs say anything about memory."""
+        return bool(self.activations or self.resident)
+
+
+def tensor_of(transfer: Action) -> tuple[bool, int, int]:
+    """Return what a send or receive moves, both sides alike: (is an activation, chunk that made it, micro-batch)."""
+    chunk, microbatch = transfer.piece
+    is_forward = transfer.kind in (Kind.SEND_F, Kind.RECV_F)
+    return is_forward, chunk if transfer.kind in SENDS else peer_chunk(transfer), microbatch
+
+
+def transfer_bytes(plan: Plan, transfer: Action) -> int:
+    """Return the bytes that a send or receive moves."""
+    assert transfer.kind in TRANSFERS, f"{transfer} is no transfer"
+    chunk = plan.chunks[transfer.piece[0]]
+    spec = chunk.output if transfer.kind in (Kind.SEND_F, Kind.RECV_B) else chunk.input
+    assert spec is not None, f"{transfer}: the chunk has no tensor on that side"
+    return spec_bytes(spec)
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element, by the dtype's name."""
+    return _ITEM_BYTES[dtype]
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Return the bytes of a boundary tensor."""
+    return math.prod(spec.shape) * item_bytes(spec.dtype)
+
+
+def unit_costs(plan: Plan) -> Costs:
+    """Return the costs of a plan in units of a rank's forward: `unit_durations`; nothing else takes time or room."""
+    num_chunks = Counter(chunk.rank for chunk in plan.chunks)
+    return Costs(unit_durations({index: num_chunks[chunk.rank] for index, chunk in enumerate(plan.chunks)}))
+
+
+def ring_time(num_bytes: float, num_ranks: int, bytes_per_time: float, latency: float = 0.0) -> float:
+    """Return how long a ring takes to sum over ranks and give all of them the sum, zero for one rank.
+
+        2 (n-1)/n * bytes / bandwidth + 2 (n-1) * latency          n - 1 steps each way of a share of the bytes each
+
+    Args: num_bytes: of the whole tensor. num_ranks: n. bytes_per_time: that a rank sends. latency: of one step.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009, section 4.
+    """
+    steps = 2 * (num_ranks - 1)
+    return steps / num_ranks * num_bytes / bytes_per_time + steps * latency

@@ -1,0 +1,26 @@
+"""Draw: timelines and plans for people. A grid of characters, or a picture: .svg, .html, .png.
+
+Read picture.py (what is drawn), scene.py (where it lies), palette.py (its colours), svg.py in this order.
+"""
+
+from tpengine.simulate.draw.file import check_picture_file, draw_to_file, picture_bytes, write_beside
+from tpengine.simulate.draw.grid import describe, grid
+from tpengine.simulate.draw.html import draw_html
+from tpengine.simulate.draw.picture import Picture, bytes_text, check_num_boxes
+from tpengine.simulate.draw.png import render_png
+from tpengine.simulate.draw.svg import draw_svg
+
+__all__ = [
+    "Picture",
+    "bytes_text",
+    "check_num_boxes",
+    "check_picture_file",
+    "describe",
+    "draw_html",
+    "draw_svg",
+    "draw_to_file",
+    "grid",
+    "picture_bytes",
+    "render_png",
+    "write_beside",
+]

@@ -1,0 +1,99 @@
+"""A picture in a file: the form by the name's ending, written beside and renamed into place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tpengine.simulate.draw.html import draw_html
+from tpengine.simulate.draw.picture import Picture
+from tpengine.simulate.draw.png import check_png, render_png
+from tpengine.simulate.draw.svg import draw_svg
+
+_FORMS: Mapping[str, Callable[[Sequence[Picture]], bytes]] = MappingProxyType(
+    {
+        ".svg": lambda pictures: draw_svg(pictures).encode(),
+        ".html": lambda pictures: draw_html(pictures).encode(),
+        ".png": lambda pictures: render_png(draw_svg(pictures)),
+    }
+)
+
+
+def check_picture_file(path: Path) -> None:
+    """Refuse early what `draw_to_file` would refuse after the work.
+
+    Raises: ValueError: another ending, a place where no file can be, or no renderer for a .png.
+    """
+    _check_form(path)
+    check_file(path)
+    if path.suffix == ".png":
+        check_png()
+
+
+def check_file(path: Path) -> None:
+    """Refuse early what `write_beside` would refuse after the work.
+
+    Raises: ValueError: the file cannot be written; one line with path and reason.
+    """
+    _check_place(path)
+    # Tried and not asked: what the permissions allow, a file system may still refuse.
+    with _beside(path) as beside:
+        beside.touch()
+
+
+def picture_bytes(path: Path, pictures: Sequence[Picture]) -> bytes:
+    """Return what the file of that name holds.
+
+    Raises: ValueError: an ending that is none of .svg, .html, .png, or as `draw_svg` and `render_png`.
+    """
+    _check_form(path)
+    return _FORMS[path.suffix](pictures)
+
+
+def draw_to_file(path: Path, pictures: Sequence[Picture]) -> None:
+    """Draw timelines one below the other to a file; a reader sees the old file or the new one, whole.
+
+    Raises: ValueError: as `picture_bytes`, or the file cannot be written.
+    """
+    write_beside(path, picture_bytes(path, pictures))
+
+
+def write_beside(path: Path, content: bytes) -> None:
+    """Write a file under another name and rename it.
+
+    Raises: ValueError: it cannot be written; one line with path and reason.
+    """
+    _check_place(path)
+    with _beside(path) as beside:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Give the name to write to before the rename; whatever fails there is refused as of the file itself."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
+    except OSError as error:
+        raise ValueError(f"a file must be writable: {path}: {error.strerror}: choose another file") from None
+    finally:
+        # Gone after the rename; where it could not be made, it cannot be removed either.
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def _check_form(path: Path) -> None:
+    if path.suffix not in _FORMS:
+        endings = ", ".join(_FORMS)
+        raise ValueError(f"a picture's name must end in one of {endings}: got {path}: use {path.stem or 'out'}.svg")
+
+
+def _check_place(path: Path) -> None:
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"a file must lie in a directory that exists: got {path}: make {path.parent} first")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"a file must not replace what is none: {path} is a directory or device: choose another name")

@@ -1,0 +1,168 @@
+"""What a picture shows: a timeline with its title, its unit, and memory as a curve. Where things lie is in scene.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tpengine.plan.actions import BACKWARD, Kind
+from tpengine.plan.plan import Plan
+from tpengine.plan.timeline import RankTimeline, Span, Timeline
+from tpengine.simulate.figures import StepFigures
+
+# 35 MB of text, about as much as a browser still moves.
+MAX_BOXES = 200_000
+
+_SECONDS = "s"
+_SMALLER_SECONDS = ((1e-3, "\N{MICRO SIGN}s", 1e6), (1.0, "ms", 1e3))
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One timeline to draw.
+
+    Args:
+        title: for people, such as "zbv, 4 ranks, 8 micro-batches".
+        timeline: predicted or measured.
+        unit: of its times; "s" is shown as ms or µs where the whole is short.
+        plan: what the timeline plays, complete; with it there are figures of who waits, and hover texts of transfers
+            name the peer.
+        longest: the makespan of the longest picture on the same axis, if longer than its own: all show one unit.
+    """
+
+    title: str
+    timeline: Timeline
+    unit: str = "forwards"
+    plan: Plan | None = None
+    longest: float = 0.0
+
+    @property
+    def num_boxes(self) -> int:
+        """Return how many spans are drawn."""
+        return sum(
+            len(drawn(spans))
+            for rank in self.timeline.ranks
+            for spans in (rank.compute, rank.sends, rank.receives, rank.reductions, rank.waits)
+        )
+
+    @cached_property
+    def figures(self) -> StepFigures | None:
+        """Return where the time went, if the plan is known."""
+        return None if self.plan is None else StepFigures.of(self.plan, self.timeline)
+
+    @cached_property
+    def knows_bytes(self) -> bool:
+        """Tell whether memory is drawn in bytes; else it is live activations, in micro-batches."""
+        return any(rank.memory for rank in self.timeline.ranks)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Return by rank (time, held from then on): bytes, or micro-batches whose activations live."""
+        ranks = self.timeline.ranks
+        return tuple(rank.memory for rank in ranks) if self.knows_bytes else tuple(map(live_activations, ranks))
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Return each rank's most memory."""
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
+
+    def time_text(self, time: float, with_unit: bool = True) -> str:
+        """Return a time in the unit that suits the whole picture; what is rounding beside its makespan is 0."""
+        factor, unit = self.time_scale
+        number = f"{0.0 if abs(time) < 1e-9 * self.timeline.makespan else time * factor:.5g}"
+        return f"{number} {unit}" if with_unit else number
+
+    @cached_property
+    def time_scale(self) -> tuple[float, str]:
+        """Return what a time is multiplied by to be shown, and the unit shown."""
+        if self.unit == _SECONDS:
+            for below, unit, factor in _SMALLER_SECONDS:
+                if max(self.timeline.makespan, self.longest) < below:
+                    return factor, unit
+        return 1.0, self.unit
+
+    def memory_text(self, held: float) -> str:
+        """Return an amount of memory as a person writes it."""
+        return bytes_text(held) if self.knows_bytes else live_text(held)
+
+
+def on_one_axis(pictures: Sequence[Picture]) -> list[Picture]:
+    """Return the pictures such that those of one unit of time show their times alike: as suits the longest."""
+    longest = {
+        unit: max(other.timeline.makespan for other in pictures if other.unit == unit)
+        for unit in {picture.unit for picture in pictures}
+    }
+    # As they are where nothing changes: what they have worked out is kept.
+    return [
+        picture
+        if picture.timeline.makespan == longest[picture.unit]
+        else replace(picture, longest=longest[picture.unit])
+        for picture in pictures
+    ]
+
+
+def check_size(pictures: Sequence[Picture]) -> None:
+    """Raise ValueError where there is nothing or too much to draw."""
+    if not any(compute_spans(pictures)):
+        raise ValueError("a picture needs an action that takes time: got none: draw a step that has run")
+    check_num_boxes(sum(picture.num_boxes for picture in pictures))
+
+
+def check_num_boxes(num_boxes: int) -> None:
+    """Raise ValueError where there is too much to draw."""
+    if num_boxes > MAX_BOXES:
+        raise ValueError(
+            f"a picture must have at most {MAX_BOXES} boxes: got {num_boxes}: draw fewer ranks or fewer micro-batches"
+        )
+
+
+def live_activations(rank: RankTimeline) -> tuple[tuple[float, float], ...]:
+    """Return (time, micro-batches held from then on), by the rule of `Timeline.peak_live_activations`."""
+    spans = [span for span in rank.compute if span.action.chunk is not None]
+    share = 1.0 / max(len({span.action.chunk for span in spans}), 1)
+    backwards_left = Counter(span.action.piece for span in spans if span.action.kind in BACKWARD)
+    changes: list[tuple[float, int]] = []
+    for span in spans:
+        if span.action.kind is Kind.F:
+            changes.append((span.start, 1))
+        else:
+            backwards_left[span.action.piece] -= 1
+        if not backwards_left[span.action.piece]:
+            changes.append((span.end, -1))
+    live, curve = 0, dict[float, float]()
+    for time, change in changes:
+        live += change
+        curve[time] = live * share
+    return tuple(curve.items())
+
+
+def live_text(held: float) -> str:
+    """Return micro-batches whose activations live, of which a chunk may be a third."""
+    return f"{round(held, 2):g}"
+
+
+def bytes_text(held: float) -> str:
+    """Return bytes in the largest decimal unit that keeps the number at 1 or more, three digits."""
+    for size, unit in _BYTE_UNITS:
+        if held >= size:
+            return f"{held / size:.3g} {unit}"
+    return f"{held:.3g} B"
+
+
+def shown_kinds(pictures: Sequence[Picture]) -> list[Kind]:
+    """Return the kinds whose boxes are drawn, in the order of `Kind`."""
+    kinds = {span.action.kind for spans in compute_spans(pictures) for span in spans}
+    return [kind for kind in Kind if kind in kinds]
+
+
+def compute_spans(pictures: Sequence[Picture]) -> list[list[Span]]:
+    """Return each rank's boxes, of all pictures."""
+    return [drawn(rank.compute) for picture in pictures for rank in picture.timeline.ranks]
+
+
+def drawn(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans that have a box: those that take time."""
+    return [span for span in spans if span.duration > 0.0]

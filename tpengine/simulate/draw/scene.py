@@ -1,0 +1,218 @@
+"""Where everything of a picture lies, in pixels: one time axis for all pictures, one form of row for all ranks.
+
+A row is the rank's boxes, then thin lanes (sends, receives, reductions), then memory. Lanes are only there if a rank of
+one of the pictures has something on them. What overlaps on a lane is set on tracks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpengine.plan.actions import COMPUTE, Kind
+from tpengine.plan.timeline import RankTimeline, Span
+from tpengine.simulate.draw.picture import Picture, compute_spans, drawn
+
+# Of a digit over the font's size: the widest of the fonts that svg.py names.
+_DIGIT_WIDTH = 0.64
+
+_LEFT, _RIGHT = 78.0, 86.0
+_TITLE, _AXIS, _EDGE, _BETWEEN = 44.0, 34.0, 12.0, 18.0
+_BOX, _TALL_BOX = 20.0, 27.0
+_TRACK, _LANE_GAP, _MAX_TRACKS = 4.0, 3.0, 6
+_MEMORY, _MEMORY_GAP = 20.0, 5.0
+_MIN_WIDTH, _GOOD_WIDTH, _MAX_WIDTH = 680.0, 1400.0, 2800.0
+_FONT_SIZES = (11.0, 10.0, 9.0, 8.0, 7.0, 6.5)
+CHUNK_FONT_SIZE = 7.0
+_PADDING = 2.5
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A thin lane below the boxes: a field of `RankTimeline`, the text beside it, its place and number of tracks."""
+
+    name: str
+    label: str
+    offset: float
+    num_tracks: int
+
+    @property
+    def height(self) -> float:
+        """Return the height of all tracks."""
+        return self.num_tracks * _TRACK
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Where one picture lies: tops of its title, its rows and its axis; and the memory of a full curve."""
+
+    picture: Picture
+    top: float
+    rows: float
+    axis: float
+    most_memory: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where everything lies.
+
+    Attributes:
+        end: the time at the right end of the axis.
+        left, plot_width: where time 0 is, and how far the axis goes.
+        font_size: of the numbers in boxes; `last_microbatch` is the longest of them, `last_chunk` of the small ones: a
+            box that could not hold these has no number, so that boxes of one width have all or none.
+        num_places: most chunks of a rank; with several, boxes have a second line.
+        box_height, lanes, memory, pitch: of a row: offsets from its top, and from row to row.
+        legend: top of what comes after the last picture.
+    """
+
+    pictures: tuple[Picture, ...]
+    panels: tuple[Panel, ...]
+    end: float
+    plot_width: float
+    font_size: float
+    last_microbatch: int
+    last_chunk: int
+    num_places: int
+    box_height: float
+    lanes: tuple[Lane, ...]
+    memory: float
+    pitch: float
+    legend: float
+    left: float = _LEFT
+    memory_height: float = _MEMORY
+    track: float = _TRACK
+
+    @property
+    def width(self) -> float:
+        """Return the width of the whole."""
+        return self.left + self.plot_width + _RIGHT
+
+    def x(self, time: float) -> float:
+        """Return where a time lies."""
+        return self.left + time / self.end * self.plot_width
+
+    def fits(self, number: int, font_size: float, span: Span) -> bool:
+        """Tell whether a number fits in a box."""
+        return _text_width(number, font_size) <= self.x(span.end) - self.x(span.start)
+
+    def ticks(self, picture: Picture) -> list[float]:
+        """Return the times of the picture's ticks, whole numbers of a round step in the unit shown."""
+        factor, _ = picture.time_scale
+        step = _round_step(self.end * factor * 70.0 / self.plot_width) / factor
+        return [step * count for count in range(math.floor(self.end / step + 1e-9) + 1)]
+
+
+def make_scene(pictures: Sequence[Picture]) -> Scene:
+    """Lay out pictures one below the other on one time axis.
+
+    Args: pictures: with at least one box (`check_size`).
+    Returns: the scene.
+    """
+    end = max(picture.timeline.makespan for picture in pictures)
+    num_places = max(len(places(rank)) for picture in pictures for rank in picture.timeline.ranks)
+    box_height = _BOX if num_places < 2 else _TALL_BOX
+    lanes, below = _lanes(pictures, box_height)
+    pitch = below + _MEMORY_GAP + _MEMORY + 11.0
+    panels, top = [], _EDGE
+    for picture in pictures:
+        rows = top + _TITLE
+        axis = rows + pitch * len(picture.timeline.ranks) - 7.0
+        panels.append(Panel(picture, top, rows, axis, _most_memory(picture, pictures)))
+        top = axis + _AXIS + _BETWEEN
+    pieces = {
+        span.action.piece for spans in compute_spans(pictures) for span in spans if span.action.kind in COMPUTE
+    } or {(0, 0)}
+    last_chunk, last_microbatch = (max(piece[place] for piece in pieces) for place in (0, 1))
+    plot_width, font_size = _resolution(pictures, end, last_microbatch, last_chunk if num_places > 1 else None)
+    return Scene(
+        pictures=tuple(pictures),
+        panels=tuple(panels),
+        end=end,
+        plot_width=plot_width,
+        font_size=font_size,
+        last_microbatch=last_microbatch,
+        last_chunk=last_chunk,
+        num_places=num_places,
+        box_height=box_height,
+        lanes=lanes,
+        memory=below + _MEMORY_GAP,
+        pitch=pitch,
+        legend=top,
+    )
+
+
+def _text_width(number: int, font_size: float) -> float:
+    """Return an upper limit of the width of a number with a little room on both sides."""
+    return len(str(number)) * _DIGIT_WIDTH * font_size + _PADDING
+
+
+def places(rank: RankTimeline) -> dict[int, int]:
+    """Return the place among the rank's chunks of each, in model order."""
+    chunks = {span.action.chunk for span in rank.compute if span.action.chunk is not None}
+    return {chunk: place for place, chunk in enumerate(sorted(chunks))}
+
+
+def tracks(spans: Sequence[Span], tolerance: float) -> list[int]:
+    """Set spans that overlap on tracks of their own: the first that is free, or at the limit the first to be free.
+
+    Args: spans: ordered by start. tolerance: an overlap of less is none.
+    """
+    free_at: list[float] = []
+    chosen = []
+    for span in spans:
+        track = next((track for track, time in enumerate(free_at) if time <= span.start + tolerance), len(free_at))
+        if track == _MAX_TRACKS:
+            track = min(range(track), key=free_at.__getitem__)
+        free_at[track : track + 1] = [span.end]
+        chosen.append(track)
+    return chosen
+
+
+def _lanes(pictures: Sequence[Picture], offset: float) -> tuple[tuple[Lane, ...], float]:
+    """Return the lanes in use and where they end, below `offset`."""
+    lanes: list[Lane] = []
+    ranks = [(rank, picture.timeline.makespan) for picture in pictures for rank in picture.timeline.ranks]
+    for name, label in (("sends", "send"), ("receives", "receive"), ("reductions", "reduce")):
+        used = [tracks(drawn(getattr(rank, name)), 1e-9 * makespan) for rank, makespan in ranks]
+        num_tracks = 1 + max((track for of_rank in used for track in of_rank), default=-1)
+        if num_tracks:
+            # A text is higher than one track.
+            num_tracks = max(num_tracks, 2)
+            lanes.append(Lane(name, label, offset + _LANE_GAP, num_tracks))
+            offset = lanes[-1].offset + lanes[-1].height
+    return tuple(lanes), offset
+
+
+def _resolution(
+    pictures: Sequence[Picture], end: float, last_microbatch: int, last_chunk: int | None
+) -> tuple[float, float]:
+    """Return a width at which the numbers of the shortest kind of box can be read, within limits; and their size."""
+    by_kind: dict[Kind, list[float]] = {}
+    for spans in compute_spans(pictures):
+        for span in spans:
+            if span.action.kind in COMPUTE:
+                by_kind.setdefault(span.action.kind, []).append(span.duration)
+    if not by_kind:
+        return _MIN_WIDTH, _FONT_SIZES[0]
+    most_boxes = end / min(map(statistics.median, by_kind.values()))
+    chunk_width = 0.0 if last_chunk is None else _text_width(last_chunk, CHUNK_FONT_SIZE)
+    widths = {size: max(_text_width(last_microbatch, size), chunk_width) * most_boxes for size in _FONT_SIZES}
+    size = next((size for size, width in widths.items() if width <= _GOOD_WIDTH), _FONT_SIZES[-1])
+    # A hair more, since what just fits need not after rounding.
+    return min(max(1.01 * widths[size], _MIN_WIDTH), _MAX_WIDTH), size
+
+
+def _most_memory(picture: Picture, pictures: Sequence[Picture]) -> float:
+    """Return the memory of a full curve: the same for all pictures in the same unit."""
+    alike = (other for other in pictures if other.knows_bytes == picture.knows_bytes)
+    return max(peak for other in alike for peak in other.peaks) or 1.0
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1.0, 2.0, 5.0, 10.0) if power * factor >= least * (1.0 - 1e-9))

@@ -1,0 +1,127 @@
+"""Links of the simulator: when a transfer begins and has arrived.
+
+One in-order channel for each ordered pair of ranks. A transfer begins when both sides have posted it and what its
+sender has posted before on the channel has left; it occupies the channel for bytes / bandwidth, and has arrived
+`latency` later. Both sides are then done with it, the sender too: what is sent may be let go when it is known to be
+there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tpengine.plan.actions import SENDS, Action, counterpart
+from tpengine.plan.plan import Plan
+from tpengine.plan.timeline import Span
+from tpengine.simulate.costs import Costs, tensor_of, transfer_bytes
+
+
+@dataclass(slots=True)
+class Event:
+    """A span of a rank, and what ended when it could begin."""
+
+    rank: int
+    span: Span
+    cause: Event | None
+
+
+@dataclass(slots=True)
+class _Post:
+    """One side of a transfer: when, and after what, a rank has posted it."""
+
+    rank: int
+    action: Action
+    time: float
+    cause: Event | None
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A boundary tensor on its way: what each side has posted."""
+
+    send: _Post | None = None
+    receive: _Post | None = None
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What the sender has posted and what has not begun, oldest first; free from a time on, after `last`."""
+
+    queue: deque[_Tensor] = field(default_factory=deque)
+    free: float = 0.0
+    last: Event | None = None
+
+
+class Links:
+    """All channels of a plan.
+
+    Args: plan: for peers and bytes. costs: for latency and bandwidth.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self._plan, self._costs = plan, costs
+        self._tensors: dict[tuple[bool, int, int], _Tensor] = {}
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._occupied: dict[tuple[bool, int], float] = {}
+
+    def post(self, rank: int, transfer: Action, time: float, cause: Event | None) -> list[Event]:
+        """Post one side of a transfer.
+
+        Returns: the transfers that have a time now, each as two events, the sender's and the receiver's.
+        """
+        tensor = self._tensors.setdefault(tensor_of(transfer), _Tensor())
+        post, peer = _Post(rank, transfer, time, cause), self._plan.peer(transfer)
+        if transfer.kind in SENDS:
+            tensor.send = post
+            channel = self._channel(rank, peer)
+            channel.queue.append(tensor)
+        else:
+            tensor.receive = post
+            channel = self._channel(peer, rank)
+        begun: list[Event] = []
+        while channel.queue and channel.queue[0].receive is not None:
+            begun += self._carry(channel, channel.queue.popleft())
+        return begun
+
+    def missing(self, rank: int, awaited: Action) -> tuple[Action, int]:
+        """Return what keeps a transfer of a rank from beginning: the transfer that is not posted, and by whom."""
+        tensor = self._tensors.get(tensor_of(awaited), _Tensor())
+        own, other = (tensor.send, tensor.receive)[:: 1 if awaited.kind in SENDS else -1]
+        peer = self._plan.peer(awaited)
+        if own is None:
+            return awaited, rank
+        if other is None or awaited.kind in SENDS:
+            return awaited, peer
+        # Its sender has posted it behind another that this rank has no receive for.
+        first = self._channel(peer, rank).queue[0].send
+        assert first is not None, "only what is sent is in a channel"
+        return counterpart(first.action), rank
+
+    def _channel(self, source: int, destination: int) -> _Channel:
+        found = self._channels.get((source, destination))
+        if found is None:
+            found = self._channels[source, destination] = _Channel()
+        return found
+
+    def _carry(self, channel: _Channel, tensor: _Tensor) -> tuple[Event, Event]:
+        """Carry the tensor that both sides have posted and that is next."""
+        send, receive = tensor.send, tensor.receive
+        assert send is not None and receive is not None, "posted by both sides"
+        start, cause = send.time, send.cause
+        if receive.time > start:
+            start, cause = receive.time, receive.cause
+        if channel.free > start:
+            start, cause = channel.free, channel.last
+        channel.free = start + self._occupies(send.action)
+        end = channel.free + self._costs.latency
+        channel.last = Event(send.rank, Span(send.action, start, end), cause)
+        return channel.last, Event(receive.rank, Span(receive.action, start, end), cause)
+
+    def _occupies(self, send: Action) -> float:
+        is_forward, chunk, _ = tensor_of(send)
+        found = self._occupied.get((is_forward, chunk))
+        if found is None:
+            found = transfer_bytes(self._plan, send) / self._costs.bytes_per_time
+            self._occupied[is_forward, chunk] = found
+        return found

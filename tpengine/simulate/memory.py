@@ -1,0 +1,117 @@
+"""Memory: how many bytes a rank holds when, from its list and the times at which its actions run.
+
+    resident      weights, gradients, moments: all the time
+    slots         what receives write: all the time, as many as plan/slots.py assigns, each fit for the largest tensor
+    activations   `ChunkBytes` of a micro-batch: saved from the start of F to the end of B or I, deferred from there to
+                  the end of W, working while an action runs
+    outputs       of F, and the input's gradient of B or I: from its end until the send has been waited for; where the
+                  next chunk lies on the same rank, until that begins with it
+
+The times may be simulated or measured: what is held follows from the list either way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from tpengine.plan.plan import Plan
+from tpengine.plan.slots import receive_slots
+from tpengine.plan.timeline import RankTimeline
+from tpengine.simulate.costs import ChunkBytes, Costs, spec_bytes, tensor_of
+
+_NOTHING = ChunkBytes()
+
+
+def memory_curve(plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) -> tuple[tuple[float, float], ...]:
+    """Return a rank's (time, bytes held from then on), changes only, from time 0.
+
+    Args:
+        plan: the plan. rank: of the pipeline.
+        timeline: of the rank: compute and waits.
+        costs: bytes; what they lack counts as none.
+    Cost: linear in the rank's actions, and slots.
+    """
+    held = slot_bytes(plan, rank) + (costs.resident[rank] if costs.resident else 0.0)
+    changes = sorted(_Holder(plan, rank, timeline, costs).changes().items())
+    curve = [(0.0, held)]
+    for time, change in changes:
+        if change:
+            if time == curve[-1][0]:
+                curve.pop()
+            held += change
+            curve.append((time, held))
+    return tuple(curve)
+
+
+def slot_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of a rank's receive slots."""
+    receives = [action for action in plan.actions[rank] if action.kind in RECEIVES]
+    largest: dict[Kind, int] = {}
+    for kind, chunk in {(receive.kind, receive.piece[0]) for receive in receives}:
+        spec = plan.chunks[chunk].input if kind is Kind.RECV_F else plan.chunks[chunk].output
+        assert spec is not None, f"chunk {chunk} has no tensor to receive"
+        largest[kind] = max(largest.get(kind, 0), spec_bytes(spec))
+    slots = receive_slots(plan.actions[rank])
+    return slots.num_forward * largest.get(Kind.RECV_F, 0) + slots.num_backward * largest.get(Kind.RECV_B, 0)
+
+
+class _Holder:
+    """Walks a rank's list and notes by how much what is held changes when."""
+
+    def __init__(self, plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) -> None:
+        self.plan, self.rank, self.timeline, self.costs = plan, rank, timeline, costs
+        self.change: defaultdict[float, float] = defaultdict(float)
+        # Bytes of outputs, by tensor, until they are let go.
+        self.outputs: dict[tuple[bool, int, int], int] = {}
+
+    def changes(self) -> dict[float, float]:
+        """Return the change of bytes by time."""
+        spans = iter(self.timeline.compute)
+        waited = {span.action: span.end for span in self.timeline.waits}
+        now = 0.0
+        for action in self.plan.actions[self.rank]:
+            if action.kind is Kind.WAIT:
+                now = max(now, waited.get(action, now))
+                for sub in action.subs:
+                    if sub.kind in SENDS:
+                        self._let_go(tensor_of(sub), now)
+            elif action.kind in COMPUTE or action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP):
+                span = next(spans)
+                now = span.end
+                if action.kind in COMPUTE:
+                    self._compute(action, span.start, span.end)
+        return self.change
+
+    def _compute(self, action: Action, start: float, end: float) -> None:
+        chunk, microbatch = action.piece
+        size = self.costs.activations.get(chunk, _NOTHING)
+        self._hold(size.working, start)
+        self._hold(-size.working, end)
+        if action.kind is Kind.F:
+            self._let_go((True, chunk - 1, microbatch), start)
+            if self.plan.training:
+                self._hold(size.saved, start)
+            self._make((True, chunk, microbatch), end)
+        elif action.kind in INPUT_GRADIENT:
+            self._let_go((False, chunk + 1, microbatch), start)
+            self._hold(-size.saved, end)
+            self._make((False, chunk, microbatch), end)
+        if action.kind is Kind.I:
+            self._hold(size.deferred, end)
+        elif action.kind is Kind.W:
+            self._hold(-size.deferred, end)
+
+    def _make(self, tensor: tuple[bool, int, int], time: float) -> None:
+        is_forward, chunk, _ = tensor
+        spec = self.plan.chunks[chunk].output if is_forward else self.plan.chunks[chunk].input
+        if spec is not None:
+            self.outputs[tensor] = spec_bytes(spec)
+            self._hold(self.outputs[tensor], time)
+
+    def _let_go(self, tensor: tuple[bool, int, int], time: float) -> None:
+        """Let an output go if it was made here: an input that was received is in its slot."""
+        self._hold(-self.outputs.pop(tensor, 0), time)
+
+    def _hold(self, num_bytes: float, time: float) -> None:
+        self.change[time] += num_bytes

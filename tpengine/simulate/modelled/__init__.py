@@ -1,0 +1,1 @@
+"""Costs and bytes of a step from its configuration alone."""

@@ -1,0 +1,228 @@
+"""What a micro-batch holds on a chunk of the model, in bytes: formulas of what our layers keep. Torch-free.
+
+Of fast mode on a CPU. Saved is exact: the distinct storages that autograd keeps between F and B, without weights, the
+rope tables and the batch's tokens and labels, which many micro-batches share. Deferred is exact too: what the weight
+half multiplies. Working is an estimate: the widest gradients that live at once, and what backward computes again.
+
+Not counted here is what the plan counts: a chunk's input that was received lies in a slot, and so does the gradient of
+its output (plan/memory.py). Exact mode and GPUs keep other tensors; there these are estimates.
+
+Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
+F feed-forward and V vocabulary columns of this rank; e bytes of an element, a of one of promote_types(dtype, float32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpengine.config import Config
+from tpengine.plan import Gathered, Plan, Recompute
+from tpengine.simulate import ChunkBytes
+from tpengine.simulate.costs import item_bytes
+
+# Of a row's number in the embedding table.
+_INDEX_BYTES = 8
+# Max, sum of exponentials, the label's logit and the sum of logits of each token.
+_LOSS_STATISTICS = 4
+
+
+def activation_bytes(config: Config, tp: int, plan: Plan) -> dict[int, ChunkBytes]:
+    """Return by chunk what a micro-batch of `config` holds.
+
+    Args:
+        config: sizes, dtype, dropout rates.
+        tp: tensor-parallel ranks; the bytes are of one of them.
+        plan: chunks, with what each computes and gathers again.
+    """
+    last = len(plan.chunks) - 1
+    found = {}
+    for index, chunk in enumerate(plan.chunks):
+        block = BlockBytes.of(config, tp, chunk.gathered)
+        num_blocks = chunk.layers[1] - chunk.layers[0]
+        has_input = index > 0 and plan.chunks[index - 1].rank == chunk.rank
+        in_slot = index > 0 and not has_input
+        gradient_in_slot = index < last and plan.chunks[index + 1].rank != chunk.rank
+        first, end = block.embedding if index == 0 else 0, block.head if index == last else 0
+        whole = num_blocks * block.saved(Recompute.NONE) + first + end - in_slot * block.x
+        saved = num_blocks * block.saved(chunk.recompute) + first + end - in_slot * block.x
+        again = block.saved(Recompute.NONE) - block.saved(chunk.recompute)
+        if chunk.recompute is Recompute.FULL:
+            saved = has_input * block.x
+            again = whole - saved
+        found[index] = ChunkBytes(
+            saved=saved,
+            deferred=num_blocks * block.deferred
+            + (block.deferred_embedding if index == 0 else 0)
+            + (block.deferred_head if index == last else 0)
+            - (block.output_gradient if gradient_in_slot else 0),
+            working=again + max(block.gradients, block.logits if index == last else 0),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one micro-batch in one block, and in what stands before the first and behind the last.
+
+    Args:
+        tokens, own_tokens: T and t.
+        seq: tokens of a sequence.
+        hidden, heads, kv_heads, head_size, ffn, vocab: D, H, G, E, F, V.
+        item, wide: e and a.
+        keeps_gathered: Gathered.KEEP.
+        drops_residual, drops_attention, drops_mlp: whether there is dropout.
+    """
+
+    tokens: int
+    own_tokens: int
+    seq: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    item: int
+    wide: int
+    keeps_gathered: bool
+    drops_residual: bool
+    drops_attention: bool
+    drops_mlp: bool
+
+    @classmethod
+    def of(cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP) -> BlockBytes:
+        """Return those of a configuration on one of `tp` ranks."""
+        model, train = config.model, config.train
+        tokens, item = train.micro_batch_size * train.seq_len, item_bytes(train.dtype)
+        return cls(
+            tokens=tokens,
+            own_tokens=tokens // tp,
+            seq=train.seq_len,
+            hidden=model.hidden_size,
+            heads=model.num_heads // tp,
+            kv_heads=max(1, model.num_kv_heads // tp),
+            head_size=model.head_size,
+            ffn=model.ffn_size // tp,
+            vocab=model.padded_vocab_size(tp) // tp,
+            item=item,
+            wide=max(4, item),
+            keeps_gathered=gathered is Gathered.KEEP,
+            drops_residual=model.residual_dropout > 0,
+            drops_attention=model.attention_dropout > 0,
+            drops_mlp=model.mlp_dropout > 0,
+        )
+
+    @property
+    def x(self) -> int:
+        """x[t, D], between blocks."""
+        return self.own_tokens * self.hidden * self.item
+
+    @property
+    def gathered(self) -> int:
+        """What a column-parallel layer keeps of its input: [T, D], or [t, D] if it gathers again."""
+        return (self.tokens if self.keeps_gathered else self.own_tokens) * self.hidden * self.item
+
+    @property
+    def queries(self) -> int:
+        """Elements of q[T, H E], or of attention's output."""
+        return self.tokens * self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Elements of k[T, G E], or of v."""
+        return self.tokens * self.kv_heads * self.head_size
+
+    @property
+    def norm(self) -> int:
+        """rstd[t] of a norm, whose input is counted as the tensor it is."""
+        return self.own_tokens * self.wide
+
+    @property
+    def attended(self) -> int:
+        """What attention keeps between its two matmuls, and the input of the second.
+
+        q and k rotated, v, each apart; the output; the log-sum-exp. Where torch attends (below float32, and with fewer
+        KV heads) it keeps an output of its own layout, unless heads are one, and the matmul a copy with heads side by
+        side. With dropout all of it is widened, and k and v repeated to H heads.
+        """
+        q, kv, statistics = self.queries, self.keys, self.tokens * self.heads * self.wide
+        if not self.drops_attention:
+            is_ours = self.item == self.wide and self.heads == self.kv_heads
+            copies = 1 if is_ours or self.heads == 1 or self.seq == 1 else 2
+            return (q + 2 * kv + copies * q) * self.item + statistics
+        narrow_output = 0 if self.item == self.wide else q * self.item
+        return 4 * q * self.wide + narrow_output + statistics
+
+    @property
+    def attention(self) -> int:
+        """Norm, gathered tokens, attention, mask of the residual dropout: what lies behind the block's x."""
+        return self.norm + self.gathered + self.attended + self.drops_residual * self.own_tokens * self.hidden
+
+    @property
+    def mlp(self) -> int:
+        """Norm of x + attended, gathered tokens, gate and up, their product, masks of dropout, one byte an element."""
+        masks = self.drops_mlp * self.tokens * self.ffn + self.drops_residual * self.own_tokens * self.hidden
+        return self.x + self.norm + self.gathered + 3 * self.tokens * self.ffn * self.item + masks
+
+    def saved(self, recompute: Recompute) -> int:
+        """Return what a block keeps from F to B, its input among it; FULL keeps nothing inside a chunk."""
+        match recompute:
+            case Recompute.NONE:
+                return self.x + self.attention + self.mlp
+            case Recompute.ATTENTION:
+                return self.x + self.mlp
+            case Recompute.BLOCK:
+                return self.x
+        return 0
+
+    @property
+    def logits(self) -> int:
+        """z[T, V], whose gradient takes its place."""
+        return self.tokens * self.vocab * self.item
+
+    @property
+    def embedding(self) -> int:
+        """The rows looked up."""
+        return self.tokens * _INDEX_BYTES
+
+    @property
+    def head(self) -> int:
+        """The last block's output, norm, gathered tokens, logits and the loss's statistics."""
+        return self.x + self.norm + self.gathered + self.logits + _LOSS_STATISTICS * self.tokens * self.wide
+
+    @property
+    def output_gradient(self) -> int:
+        """The part of `deferred` that is the gradient of the block's output itself: dropped or gathered it is another.
+
+        Of t rows where each rank has all tokens, or gathers again.
+        """
+        is_itself = not self.drops_residual and (self.own_tokens == self.tokens or not self.keeps_gathered)
+        return self.x if is_itself else 0
+
+    @property
+    def deferred(self) -> int:
+        """What the weight half needs of a block: both operands of each matmul, and the norms' gradients.
+
+        The gathered input and the output's gradient of qkv, and of gate and up; the input and the gathered gradient of
+        attention's output matmul, and of the feed-forward network's second.
+        """
+        qkv = self.gathered + (self.queries + 2 * self.keys) * self.item
+        gate_up = self.gathered + 2 * self.tokens * self.ffn * self.item
+        output = self.queries * self.item + self.gathered
+        down = self.tokens * self.ffn * self.item + self.gathered
+        return qkv + output + gate_up + down + 2 * self.hidden * self.wide
+
+    @property
+    def deferred_embedding(self) -> int:
+        """Row numbers and the gathered gradient."""
+        return self.embedding + self.tokens * self.hidden * self.item
+
+    @property
+    def deferred_head(self) -> int:
+        """Gathered tokens and logits' gradient; the norm's gradient."""
+        return self.gathered + self.logits + self.hidden * self.wide
+
+    @property
+    def gradients(self) -> int:
+        """Gradients around the feed-forward network's middle: of gate and up, of their product, and two of x."""
+        return 3 * self.tokens * self.ffn * self.item + 2 * self.x

@@ -1,0 +1,1 @@
+"""Costs of a step from a measured run."""

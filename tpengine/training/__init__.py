@@ -1,0 +1,1 @@
+"""A training run: the trainer of one step, and the loop around it."""

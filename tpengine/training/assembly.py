@@ -1,0 +1,103 @@
+"""A rank's model and gradients, put together: fast, or exact with its virtual ranks and a sink for each of them."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.data_parallel.gradients import ExactGradients, FastGradients, StepGradients
+from tpengine.distributed.groups import Communicators
+from tpengine.distributed.mesh import Mesh
+from tpengine.distributed.process import make_deterministic
+from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
+from tpengine.layers.virtual import VirtualRanks
+from tpengine.layout.step_plan import Layout
+from tpengine.model.parts import ExactParts, FastParts, Parts
+from tpengine.model.transformer import Transformer
+from tpengine.plan import Gathered, Recompute
+
+
+def assemble(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
+) -> tuple[Transformer, StepGradients]:
+    """Build what train.reduction asks for.
+
+    Args:
+        config: validated.
+        layout, mesh, comms: of that configuration.
+        device: where this rank computes.
+        halves: where input halves leave what their weight halves add.
+
+    Returns:
+        This rank's chunks of the model, uninitialised, and its gradients, which the model's layers add to.
+
+    With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
+    """
+    build = _exact if config.train.reduction == "exact" else _fast
+    return build(config, layout, mesh, comms, device, halves)
+
+
+def _fast(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
+) -> tuple[Transformer, StepGradients]:
+    dtype, sink = getattr(torch, config.train.dtype), BufferSink()
+    parts = FastParts(
+        config.model,
+        comms.tp,
+        replicas=comms.replica,
+        sink=DeferringSink(sink, halves),
+        gathers_again=Gathered(config.parallel.gathered) is Gathered.AGAIN,
+        dtype=dtype,
+        device=device,
+    )
+    model = _model(config, layout, mesh, parts)
+    gradients = FastGradients(
+        layout.buckets_of(mesh.at.pp),
+        model.held,
+        # Two uses in one backward pass; ends in two chunks of a rank each have their own.
+        tied_ends=config.model.tie_embeddings and len(layout.ranks) == 1,
+        comms=comms,
+        dtype=accumulation_dtype(dtype),
+        device=device,
+        sink=sink,
+    )
+    return model, gradients
+
+
+def _exact(
+    config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
+) -> tuple[Transformer, StepGradients]:
+    make_deterministic(device)
+    dtype = getattr(torch, config.train.dtype)
+    virtual = VirtualRanks(comms.tp, virtual_tp_of(config))
+    sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
+    parts = ExactParts(
+        config.model,
+        virtual,
+        sinks=[DeferringSink(sink, halves) for sink in sinks],
+        head_sinks=[DeferringSink(sink, halves) for sink in head_sinks],
+        dtype=dtype,
+        device=device,
+    )
+    model = _model(config, layout, mesh, parts)
+    gradients = ExactGradients(
+        layout.buckets_of(mesh.at.pp),
+        model.pieces,
+        model.held,
+        virtual,
+        {index: bucket.chunks[0] for index, bucket in layout.buckets.items()},
+        tied_ends=config.model.tie_embeddings and layout.ends_share_a_rank and mesh.at.pp == layout.ranks[0],
+        comms=comms,
+        num_micro_batches=config.train.num_micro_batches,
+        num_blocks=num_blocks(config) // mesh.shape.dp,
+        dtype=accumulation_dtype(dtype),
+        device=device,
+        sinks=sinks,
+        head_sinks=head_sinks,
+    )
+    return model, gradients
+
+
+def _model(config: Config, layout: Layout, mesh: Mesh, parts: Parts) -> Transformer:
+    recompute = Recompute(config.parallel.recompute)
+    return Transformer(parts, chunks=layout.layers_of(mesh.at.pp), seed=config.train.seed, recompute=recompute)

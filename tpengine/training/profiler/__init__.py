@@ -1,0 +1,1 @@
+"""Recorded steps: who waited for whom, and costs that predict other schedules."""

@@ -1,0 +1,212 @@
+"""Profiles a run: switches the trace on for some steps, gathers what all ranks recorded, and writes what it shows.
+
+    trace.json      every rank's timeline, for ui.perfetto.dev
+    timeline.svg    a pipeline in the step of middle length, over what the simulator makes of the measured costs
+    profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them
+
+Of several pipelines (replicas, tensor-parallel ranks) the one that computes longest is drawn and spoken of: the others
+wait for it in their reductions, which would look like slow communication.
+
+The steps themselves run as always, but for two readings of the clock an action; gathering comes after a step's time
+has been taken. Records travel as JSON in a tensor: nothing that another rank sends is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tpengine.config import profiled_steps
+from tpengine.distributed.launch import num_cores
+from tpengine.distributed.mesh import Shape
+from tpengine.distributed.messages import gather_bytes
+from tpengine.layout.step_plan import gradient_bytes
+from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
+from tpengine.observe.metrics import keep_copy_aside
+from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.observe.records import (
+    RankRecord,
+    computed_until,
+    decode_record,
+    encode_record,
+    measured_timeline,
+    origin_of,
+)
+from tpengine.pipeline.executor import Trace
+from tpengine.plan import Timeline
+from tpengine.simulate import StepFigures, simulate
+from tpengine.simulate.draw import Picture, draw_svg, write_beside
+from tpengine.simulate.profiles.costs import costs_for
+from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
+from tpengine.training.trainer import Trainer
+
+
+class Profiler:
+    """Profiles the steps that the configuration names.
+
+    Args:
+        trainer: whose steps.
+        run_dir: where files go, on rank 0; None elsewhere.
+        first_step: the run's first, where it continues another.
+        say: takes lines for a person; called on rank 0.
+
+    `begin` and `end` are collective in the steps that are profiled, and do nothing in others.
+    """
+
+    def __init__(
+        self, trainer: Trainer, run_dir: Path | None, first_step: int = 0, say: Callable[[str], None] = print
+    ) -> None:
+        self._trainer, self._run_dir, self._say = trainer, run_dir, say
+        self._wanted = profiled_steps(trainer.config)
+        self._steps: list[MeasuredStep] = []
+        self._offsets: list[int] = []
+        if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
+            text = trainer.config.train.profile_steps
+            say(f"nothing is profiled: of the steps {text} none is left, the run goes on at step {first_step}")
+
+    def begin(self, step: int) -> None:
+        """Switch the trace on; call it before the step's time begins."""
+        if step not in self._wanted:
+            return
+        self._trainer.activity.begin("setting the clocks")
+        self._offsets = offsets_of_ranks(self._trainer.device)
+        self._trainer.executor.trace = Trace(clock_of(self._trainer.device))
+
+    def end(self, step: int, seconds: float) -> None:
+        """Take what the ranks recorded; after the last profiled step, write.
+
+        Args: seconds: the step's time.
+        """
+        trace = self._trainer.executor.trace
+        if step not in self._wanted or trace is None:
+            return
+        self._trainer.executor.trace = None
+        self._trainer.activity.begin("gathering what was recorded")
+        records = self._gather(trace)
+        if records:
+            shape = Shape.of(self._trainer.config.parallel)
+            firsts = range(shape.dp * shape.tp)
+            pipelines = tuple(tuple(records[rank] for rank in shape.pipeline_ranks(first)) for first in firsts)
+            self._steps.append(MeasuredStep(step, seconds, pipelines))
+        if step + 1 == self._wanted.stop:
+            self._trainer.activity.begin("writing what was recorded", timed=False)
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what has been recorded so far, if anything has; a run that is stopped calls it early.
+
+        What cannot be written or drawn is said, and ends no run.
+        """
+        steps, self._steps = self._steps, []
+        if not steps or self._run_dir is None:
+            return
+        plan = self._trainer.plan
+        profile = profile_of(plan, steps, self._bucket_bytes())
+        drawn = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
+        ends = [computed_until(pipeline) for pipeline in drawn.pipelines]
+        last = ends.index(max(ends))
+        measured = measured_timeline(plan, drawn.pipelines[last])
+        predicted = simulate(plan, costs_for(profile, plan))
+        for name, write in {
+            "profile.json": profile.to_json,
+            "trace.json": lambda: self._chrome_trace(steps),
+            "timeline.svg": lambda: self._pictures(drawn, last, measured, predicted),
+        }.items():
+            self._write(self._run_dir / name, write)
+        ahead = (max(ends) - min(ends)) * 1e-9
+        for line in self._lines(drawn, len(steps), last, ahead, measured, predicted):
+            self._say(line)
+
+    def _gather(self, trace: Trace) -> list[RankRecord]:
+        """Return the records of all ranks on rank 0, and nothing elsewhere; collective."""
+        trainer = self._trainer
+        encoded = encode_record(
+            [(event.action, event.begin_ns, event.end_ns) for event in trace.events],
+            [(w.action, w.begin_ns, w.end_ns, w.was_complete, w.done_ns) for w in trace.awaited],
+            trainer.pipeline.copies,
+        )
+        shape, lists = Shape.of(trainer.config.parallel), trainer.plan.actions
+        return [
+            decode_record(of_rank, lists[shape.coordinates(rank).pp], self._offsets[rank])
+            for rank, of_rank in enumerate(gather_bytes(encoded))
+        ]
+
+    def _bucket_bytes(self) -> dict[int, int]:
+        item = gradient_bytes(self._trainer.config.train.dtype)
+        return {index: bucket.layout.numel * item for index, bucket in self._trainer.layout.buckets.items()}
+
+    def _chrome_trace(self, steps: list[MeasuredStep]) -> bytes:
+        plan, shape = self._trainer.plan, Shape.of(self._trainer.config.parallel)
+        origin = origin_of(steps[0].pipelines)
+        timelines = [[measured_timeline(plan, records, origin) for records in step.pipelines] for step in steps]
+        ranks = []
+        for rank in range(shape.world_size):
+            at = shape.coordinates(rank)
+            # Pipelines are numbered by their first ranks.
+            pipeline = at.dp * shape.tp + at.tp
+            traced = [
+                TracedStep(step.step, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
+                for step, of_step in zip(steps, timelines, strict=True)
+            ]
+            ranks.append(TracedRank(rank, f"rank {rank}: pp {at.pp}, dp {at.dp}, tp {at.tp}", traced))
+        return chrome_trace(ranks, origin)
+
+    def _pictures(self, drawn: MeasuredStep, pipeline: int, measured: Timeline, predicted: Timeline) -> bytes:
+        plan = self._trainer.plan
+        what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step}"
+        where = f", {self._name_of(pipeline)}" if len(drawn.pipelines) > 1 else ""
+        pictures = [
+            Picture(f"measured: {what}{where}", measured, "s", plan),
+            Picture("predicted from the measured costs", predicted, "s", plan),
+        ]
+        return draw_svg(pictures).encode()
+
+    def _name_of(self, pipeline: int) -> str:
+        at = Shape.of(self._trainer.config.parallel).coordinates(pipeline)
+        return f"dp {at.dp}, tp {at.tp}"
+
+    def _write(self, path: Path, content: Callable[[], bytes]) -> None:
+        try:
+            written = content()
+            keep_copy_aside(path)
+            write_beside(path, written)
+        except (ValueError, OSError) as error:
+            print(f"tpengine: what was profiled is not all written: {error}", file=sys.stderr, flush=True)
+
+    def _lines(
+        self, drawn: MeasuredStep, num_steps: int, pipeline: int, ahead: float, measured: Timeline, predicted: Timeline
+    ) -> Iterator[str]:
+        """Yield what a person is told; `ahead`: seconds by which the first pipeline was done computing before this."""
+        figures = StepFigures.of(self._trainer.plan, measured)
+        num_pipelines = len(drawn.pipelines)
+        where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
+        of_several = f", the median of {num_steps}" if num_steps > 1 else ""
+        yield (
+            f"profiled step {drawn.step} (counted from 0){of_several}{where}: bubble {figures.bubble:.1%}, "
+            f"exposed communication {figures.exposed:.1%} of the step; {figures.sentence()}"
+        )
+        if num_pipelines > 1:
+            share = ahead / measured.makespan
+            yield f"of {num_pipelines} pipelines it computed longest; the first was done {share:.1%} of the step before"
+        if self._trainer.device.type == "cpu" and (crowd := crowding(num_local_ranks(os.environ), num_cores())):
+            yield crowd
+        error = predicted.makespan / measured.makespan - 1.0
+        yield (
+            f"its plan took {measured.makespan:.4g} s, predicted {predicted.makespan:.4g} s ({error:+.1%}), of "
+            f"{drawn.seconds:.4g} s in all; see trace.json, timeline.svg and profile.json in {self._run_dir}"
+        )
+
+
+def crowding(num_ranks: int, num_cores: int) -> str:
+    """Say that ranks take each other's cores, if they do: then a time says as much of the neighbours as of the plan."""
+    if num_ranks <= num_cores:
+        return ""
+    cores = f"{num_cores} cores" if num_cores > 1 else "one core"
+    return f"{num_ranks} ranks share {cores} of this host: their times are those of taking turns, and predict no others"
+
+
+def num_local_ranks(environ: Mapping[str, str]) -> int:
+    """The ranks of this host, as torchrun says, or train.py; 1 without."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)

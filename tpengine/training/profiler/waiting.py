@@ -1,0 +1,80 @@
+"""Whom a rank waits for in what it is doing, by the plan and the mesh: the last part of a stuck rank's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tpengine.plan import Action, Kind
+from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
+from tpengine.training.profiler.peers import Peers
+from tpengine.training.trainer import Trainer
+
+
+def explain(trainer: Trainer, peers: Peers, what: object) -> str:
+    """Say whom this rank waits for, and which of them are gone.
+
+    Args:
+        what: an action of a plan, or words for what lies between plans, in which all ranks meet.
+
+    Returns:
+        Such as ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
+    """
+    by_axis = awaited(trainer, what)
+    if not by_axis:
+        return ", waiting for nobody"
+    axes_of: dict[tuple[int, ...], list[str]] = {}
+    for axis, ranks in by_axis.items():
+        axes_of.setdefault(tuple(ranks), []).append(axis)
+    parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
+    gone = peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
+    ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+    return f", waiting for {' and '.join(parts)}{ending}"
+
+
+def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
+    """The other ranks that must act before `what` can end, by the axis that connects them."""
+    mesh = trainer.mesh
+    if not isinstance(what, Action):
+        return _others({"all": range(mesh.shape.world_size)})
+    if what.kind in COMPUTE:
+        return _others({"tp": _members(mesh.tp)})
+    if what.kind is Kind.CLIP:
+        # The last stage has losses to sum.
+        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last else {}
+        return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
+    if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
+        return _others({"pp": _members(mesh.ends)})
+    ranks: dict[str, list[int]] = {}
+    for sub in what.subs or (what,):
+        for axis, members in _of_started(trainer, sub).items():
+            ranks.setdefault(axis, []).extend(members)
+    return _others(ranks)
+
+
+def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
+    """The ranks on the other side of a transfer or a reduction."""
+    mesh = trainer.mesh
+    if started.kind in TRANSFERS:
+        pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
+        return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
+    if started.kind is Kind.REDUCE and started.index is not None:
+        axis = trainer.layout.buckets[started.index].layout.reduce_over
+        return {axis: _members({"dp": mesh.dp, "dp_tp": mesh.dp_tp, "dp_replica": mesh.dp_replica}[axis])}
+    return {}
+
+
+def _members(group: ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _others(by_axis: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
+    own = dist.get_rank()
+    others = {axis: sorted(set(ranks) - {own}) for axis, ranks in by_axis.items()}
+    return {axis: ranks for axis, ranks in others.items() if ranks}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

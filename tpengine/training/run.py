@@ -1,0 +1,302 @@
+"""One training run from start to finish: directory, plan shown, steps, checkpoints, held-out loss, sample.
+
+Used by train.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from tpengine.checkpoint.resume import Checkpoint, changes_since
+from tpengine.config import Config, decay_steps_of
+from tpengine.config.toml import dump_toml
+from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
+from tpengine.distributed.launch import Launch
+from tpengine.distributed.meeting import Meeting
+from tpengine.distributed.process import max_over_ranks, start, stop
+from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
+from tpengine.observe.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
+from tpengine.observe.pulse import Pulse
+from tpengine.observe.watch import Watch
+from tpengine.plan import SCHEDULES
+from tpengine.training.evaluate import held_out_loss, read_prompt, sample
+from tpengine.training.profiler.peers import Peers
+from tpengine.training.profiler.profiler import Profiler
+from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.state.checkpoints import RunCheckpoints
+from tpengine.training.state.restoring import restore_newest
+from tpengine.training.state.skipped_steps import SkippedSteps
+from tpengine.training.trainer import RunError, Trainer
+
+_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is to do.
+
+    Attributes:
+        config: validated configuration.
+        corpus: its text.
+        launch, device: this rank and where it computes.
+        shared_cores: of which the ranks of this host took a share of threads each; 0 if their number was given.
+        meeting: where the ranks have met.
+        run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
+            TensorBoard events, on rank 0; None elsewhere.
+        checkpoint: where to go on, unless some rank cannot use it; None starts at step 0.
+    """
+
+    config: Config
+    corpus: Corpus
+    launch: Launch
+    device: torch.device
+    shared_cores: int
+    meeting: Meeting
+    run_dir: Path | None
+    checkpoint: Checkpoint | None
+
+
+def train(job: Job, watch: Watch) -> None:
+    """Train, evaluate and sample; collective over all ranks. No process group may exist yet.
+
+    Args:
+        job: what to train.
+        watch: hears signals and hangs while this runs.
+
+    Raises:
+        RunError: what the user can mend, raised on all ranks alike.
+    """
+    watch.activity.begin("connecting with the other ranks")
+    start(job.device, job.launch, job.meeting.store)
+    try:
+        with _pulse(job, watch):
+            _train(job, watch)
+    except RunError as error:
+        # All ranks are here. What the traceback keeps alive holds process groups.
+        traceback.clear_frames(error.__traceback__)
+        _end_groups(watch)
+        raise
+    _end_groups(watch)
+
+
+@contextlib.contextmanager
+def _pulse(job: Job, watch: Watch) -> Iterator[None]:
+    """Let the watch know whether any rank still moves."""
+    if job.launch.world_size == 1:
+        yield
+        return
+    watch.computes_on_cores = job.device.type == "cpu"
+    with Pulse(job.meeting.another_client(), lambda: bool(watch.stop), watch.moves) as watch.pulse:
+        yield
+    watch.pulse = None
+
+
+def _end_groups(watch: Watch) -> None:
+    # They know the trainer, which holds groups.
+    watch.explain, watch.waits = lambda _: "", lambda _: True
+    stop()
+
+
+def _train(job: Job, watch: Watch) -> None:
+    config, corpus, device = job.config, job.corpus, job.device
+    console = console_for(job.launch.rank)
+    watch.activity.begin("building the model and its groups", timed=False)
+    trainer = Trainer(config, corpus, device, activity=watch.activity)
+    watch.explain = partial(explain, trainer, Peers(device))
+    watch.waits = lambda what: bool(awaited(trainer, what))
+    watch.activity.begin("reading the checkpoint", timed=False)
+    checkpoint = restore_newest(trainer, job.checkpoint)
+    first_step = 0 if checkpoint is None else checkpoint.index.step
+    checkpoints = RunCheckpoints(trainer, job.run_dir)
+    skipped = SkippedSteps(trainer, job.run_dir)
+    share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
+    content = ContentCheck(corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
+    with _open_writer(trainer, job, console, checkpoint) as writer, checkpoints, content:
+        profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
+        _steps(trainer, first_step, console, writer, checkpoints, skipped, profiler, watch, content)
+    held_out = None
+    if config.train.eval_micro_batches:
+        held_out = held_out_loss(trainer)
+        if held_out is None:
+            console.print("held-out loss: none, no target of the held-out text is valid")
+    tokens: list[int] = []
+    if config.train.sample_tokens:
+        tokens = sample(trainer, read_prompt(trainer, _PROMPT_TOKENS), config.train.sample_tokens)
+    show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
+    checkpoints.raise_if_the_last_is_missing()
+
+
+@contextlib.contextmanager
+def _open_writer(
+    trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
+) -> Iterator[MetricsWriter | None]:
+    """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
+    run_dir = job.run_dir
+    if run_dir is None:
+        yield None
+        return
+    first_step = checkpoint.index.step if checkpoint is not None else 0
+    config, device = trainer.config, trainer.device
+    exchange = trainer.comms.describe(trainer.mailbox)
+    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    if config.resume:
+        used = replace(config, device="cuda" if device.type == "cuda" else "cpu")
+        _say_what_is_resumed(console, used, checkpoint)
+    _say_where_learning_ends(console, config)
+    _write_config(trainer, run_dir)
+    writer = MetricsWriter(run_dir, first_step or None)
+    if writer.kept is not None:
+        print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
+    if not writer.tensorboard:
+        console.print(
+            "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
+            markup=False,
+            highlight=False,
+        )
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
+    """Say where the run goes on, and which settings are not those of the checkpoint."""
+    if checkpoint is None:
+        lines = ["no checkpoint yet: starting at step 1"]
+    else:
+        step = checkpoint.index.step
+        lines = [f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"]
+        changes = changes_since(checkpoint.index, config)
+        threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
+        if config.train.reduction == "fast" and saved_threads not in (None, threads):
+            changes.append(f"threads a rank from {saved_threads} to {threads}, which may change the last bits")
+        lines += [f"changed since the checkpoint: {change}" for change in changes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_where_learning_ends(console: Console, config: Config) -> None:
+    """Say it where the schedule is shorter than the run, which was resumed or begun with another run's config.toml."""
+    steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
+    last = max(decay_steps_of(config), config.optim.warmup_steps + 2)
+    if last < steps:
+        line = (
+            f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
+            "stretch its schedule over the whole run"
+        )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_config(trainer: Trainer, run_dir: Path) -> None:
+    """Write config.toml, which repeats or continues the run; another one that is there is kept aside."""
+    config, parallel = trainer.config, trainer.config.parallel
+    resolved = replace(
+        config,
+        parallel=replace(parallel, schedule=_keep_schedule(parallel.schedule, run_dir)),
+        run_dir=str(run_dir),
+        device="cuda" if trainer.device.type == "cuda" else "cpu",
+        resume=False,
+    )
+    _write_once(run_dir / "config.toml", dump_toml(resolved).encode(), keeps_equal=config.resume)
+
+
+def _keep_schedule(name: str, run_dir: Path) -> str:
+    """Copy the file of a user's own schedule into the run's directory; return what names the schedule from then on."""
+    if name in SCHEDULES:
+        return name
+    kept = run_dir / f"{Path(name).stem}.txt"
+    _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
+    return str(kept)
+
+
+def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
+    """Write a file of the run, after keeping aside another one that is there."""
+    # A link to somebody else's file is no copy.
+    if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
+        return
+    beside = path.with_name(f".{path.name}")
+    beside.write_bytes(content)
+    keep_copy_aside(path)
+    beside.replace(path)
+
+
+def _steps(
+    trainer: Trainer,
+    first_step: int,
+    console: Console,
+    writer: MetricsWriter | None,
+    checkpoints: RunCheckpoints,
+    skipped: SkippedSteps,
+    profiler: Profiler,
+    watch: Watch,
+    content: ContentCheck,
+) -> None:
+    config, device = trainer.config, trainer.device
+    watch.timeout_seconds = config.train.timeout_seconds
+    watch.stoppable = True
+    with ProgressLine(console, config.train.steps, first_step) as progress:
+        for step in range(first_step, config.train.steps):
+            if skipped.leaves_out(step):
+                record = left_out_record(step, skipped.num_until(step))
+                if writer is not None:
+                    writer.write(record)
+                progress.update(record)
+                checkpoints.after_step(step + 1)
+                continue
+            profiler.begin(step)
+            begin = time.perf_counter()
+            result = trainer.train_step(step, partial(_figures, begin, device, watch, content))
+            seconds, memory, stop_signal, content_flag = result.largest
+            # A GPU's work is done by now; what the other ranks told was before theirs was.
+            seconds = max(seconds, time.perf_counter() - begin)
+            record = step_record(
+                config,
+                device,
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                step_seconds=seconds,
+                peak_memory_bytes=int(memory),
+                skipped=result.skipped,
+                skipped_steps=skipped.num_until(step) + result.skipped,
+            )
+            trainer.activity.begin("writing what it measured", timed=False)
+            if writer is not None:
+                writer.write(record)
+            progress.update(record)
+            profiler.end(step, seconds)
+            if content_flag:
+                raise RunError(content.explain(int(content_flag)))
+            skipped.note(step, result)
+            if stop_signal:
+                progress.__exit__()
+                profiler.finish()
+                watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
+            checkpoints.after_step(step + 1)
+    profiler.finish()
+    checkpoints.wait()
+    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(content.flag)], device)
+    if content_flag:
+        raise RunError(content.explain(int(content_flag)))
+    if stop_signal:
+        message = checkpoints.save_and_say(config.train.steps, int(stop_signal))
+        watch.leave_stopped(int(stop_signal), message)
+    watch.parting = checkpoints.where()
+    watch.stoppable = False
+
+
+def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:
+    """What a rank tells at the end of a step: seconds since it began, memory, the signal heard, what the text check has
+    found."""
+    return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]

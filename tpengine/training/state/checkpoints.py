@@ -1,0 +1,167 @@
+"""When a run saves: every so many steps, at the last one, and when it is asked to stop; what it says about it."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.resume import checkpoints_of, state_of
+from tpengine.checkpoint.save import Saver
+from tpengine.distributed.messages import all_gather_json, broadcast_json
+from tpengine.training.state.state_check import check_finite, check_replicas
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import RunError, Trainer
+
+# How long a rank that has failed stays for a checkpoint under way; if a peer is gone, the write fails much sooner.
+_LAST_WRITE_SECONDS = 10.0
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
+
+
+class RunCheckpoints:
+    """The checkpoints of one run; the constructor is collective. Leaving its context waits for what is being written.
+
+    Args:
+        trainer: whose state is saved.
+        run_dir: the run's directory on rank 0; None elsewhere.
+
+    Raises:
+        RunError: checkpoints are asked for and some rank does not see rank 0's directory.
+    """
+
+    def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
+        self._trainer, self._train = trainer, trainer.config.train
+        self._saved_step: int | None = None
+        self._failure: str | None = None
+        self._saver: Saver | None = None
+        if self._train.checkpoint_every:
+            self._saver = Saver(_agree_on_directory(run_dir), self._train.keep_checkpoints)
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, RunError):
+            # A thread that still talked over its group while the groups are destroyed would end the process.
+            self.wait()
+        elif self._saver is not None:
+            # This rank is about to leave, and says what it was doing: that stays as it is. The ranks that still live
+            # can complete what they have begun.
+            self._saver.wait(_LAST_WRITE_SECONDS)
+
+    def after_step(self, num_steps: int) -> None:
+        """Begin to save if it is time; if it is not, compare replicas if it is time for that.
+
+        Raises:
+            RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
+        """
+        every = self._train.checkpoint_every
+        if every and (num_steps % every == 0 or num_steps == self._train.steps):
+            self._save(num_steps)
+        elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
+            self._trainer.activity.begin("comparing replicas")
+            check_replicas(self._trainer, num_steps, masters_only=True)
+
+    def save_and_say(self, num_steps: int, stop_signal: int) -> str:
+        """Save now, because a signal asked the run to stop, and wait for it.
+
+        Returns:
+            What to tell the user.
+
+        Raises:
+            RunError: as `after_step`.
+        """
+        number = signal.Signals(stop_signal)
+        what = _WORDS.get(number, f"asked to stop by {number.name}")
+        done = f"{what} after step {num_steps} of {self._train.steps}"
+        if self._saver is None:
+            return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
+        self._save(num_steps)
+        self.wait()
+        return f"{done}{self.where()}"
+
+    def wait(self) -> None:
+        """Wait until what is under way is on disk."""
+        if self._saver is not None:
+            self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
+            self._note(self._saver.wait())
+
+    def where(self) -> str:
+        """What is on disk and how to go on from it, to end a message with."""
+        newest = self._saver.directory.newest() if self._saver is not None else None
+        if newest is None:
+            return ": no checkpoint is saved"
+        return f": saved in {newest}; continue with --run-dir {shlex.quote(str(newest.parents[1]))} --resume"
+
+    def raise_if_the_last_is_missing(self) -> None:
+        """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
+
+        Raises:
+            RunError: on all ranks alike.
+        """
+        if self._failure is not None:
+            raise RunError(f"the last checkpoint must be written: {self._failure}{self.where()}")
+
+    def _save(self, num_steps: int) -> None:
+        assert self._saver is not None
+        trainer = self._trainer
+        trainer.activity.begin("waiting for the checkpoint before", timed=False)
+        self._note(self._saver.wait())
+        if self._saved_step == num_steps:
+            return
+        trainer.activity.begin("checking what is to be saved")
+        check_finite(trainer)
+        check_replicas(trainer, num_steps)
+        trainer.activity.begin("copying a checkpoint aside", timed=False)
+        config = replace(trainer.config, device="cuda" if trainer.device.type == "cuda" else "cpu")
+        threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
+        fingerprint = trainer.corpus.fingerprint()
+        state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads)
+        self._failure = None
+        self._saver.save(num_steps, blocks_of(trainer), state)
+        self._saved_step = num_steps
+
+    def _note(self, failure: str | None) -> None:
+        """Say that a checkpoint could not be written, and remember it: the next one may do better."""
+        if failure is None:
+            return
+        self._failure = failure
+        self._saved_step = None
+        if dist.get_rank() == 0:
+            print(
+                f"tpengine: a checkpoint could not be written: {failure}{self.where()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
+    """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
+    own: Path | None = None
+    if run_dir is not None:
+        directory = checkpoints_of(run_dir)
+        directory.clean()
+        directory.path.mkdir(exist_ok=True)
+        # Another node may have a directory of its own under the same name: a file tells them apart.
+        own = directory.path.resolve() / f".seen-{secrets.token_hex(8)}"
+        own.touch()
+    # A file's name may hold bytes that are no text; JSON carries them as the escapes that os.fsdecode makes.
+    token = Path(broadcast_json(None if own is None else str(own)))
+    path = token.parent
+    blind = [rank for rank, seen in enumerate(all_gather_json(token.exists())) if not seen]
+    if run_dir is not None:
+        token.unlink()
+    if blind:
+        raise RunError(
+            f"all ranks must reach the run directory to write checkpoints: ranks {blind} do not see {path}: use a "
+            "--run-dir that all nodes share, or --train.checkpoint-every 0"
+        )
+    # Rank 0 says the path as the user gave it.
+    return checkpoints_of(run_dir) if run_dir is not None else CheckpointDirectory(path)

@@ -1,0 +1,166 @@
+"""Where a step stopped being finite: the first tensor, its layer and its micro-batch.
+
+The step is computed once more, without its update, and looked at: first the weights, then, micro-batch by micro-batch,
+each layer's output on the way forward and each gradient on the way back. Ranks differ in what they hold, so each tells
+what it saw first, and the first of all is what all of them report. What is not seen again, though weights and data are
+the same, was an accident of the machine, and is said to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpengine.distributed.messages import all_gather_json
+from tpengine.layout.parameters import stage_specs
+from tpengine.training.state.training_state import hf_name
+from tpengine.training.trainer import Trainer
+
+# Micro-batch, forward before backward, depth in that direction, name.
+_Event = tuple[int, int, int, str]
+_FORWARD, _BACKWARD = range(2)
+_BEFORE_ALL = -1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was not finite first.
+
+    Attributes:
+        tensor: what it is, by the name that it is saved under.
+        layer: of it; None outside the layers.
+        micro_batch: counted from 0 over all replicas; None where it is of none, or unknown.
+        again: whether it was seen when the step was computed again.
+    """
+
+    tensor: str
+    layer: int | None
+    micro_batch: int | None
+    again: bool = True
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        micro_batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        accident = "" if self.again else " (not when the step was computed again: suspect the machine)"
+        return f"{self.tensor}{layer}{micro_batch}{accident}"
+
+
+def find_first(trainer: Trainer, step: int) -> Finding:
+    """Find what was not finite first in the step that the trainer has just skipped; collective, equal on all ranks.
+
+    Args:
+        step: 0-based.
+
+    Cost: a step, and a pass over the gradients for each of its micro-batches.
+    """
+    before = _overflowing(trainer)
+    probe = _Probe(trainer)
+    with probe:
+        trainer.compute_again(step, probe)
+    probe.see_losses()
+    events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
+    if events:
+        micro_batch, _, _, name = min(events)
+        return Finding(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
+    # Finite elements, whose squares are not.
+    again = _overflowing(trainer)
+    name = f"the norm of the gradient of {again or before}" if again or before else "the loss"
+    return Finding(name, _layer_of(name), None, again=bool(again))
+
+
+class _Probe:
+    """What one rank sees; while its context is open it also looks at the outputs of layers."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.first: _Event | None = None
+        model = trainer.config.model
+        specs = stage_specs(model, trainer.model.parts.table_size, 0, model.num_layers)
+        self._depths = {spec.name: depth for depth, spec in enumerate(specs)}
+        self._summed: set[int] = set()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        trainer, num_layers = self._trainer, self._trainer.config.model.num_layers
+        for name, weight in trainer.model.held.items():
+            if not _is_finite(weight):
+                saved = _parameter_of(name)
+                self._note(_BEFORE_ALL, _FORWARD, self._depths[saved], f"weight {hf_name(saved)}")
+        model: Any = trainer.model
+        if model.is_first:
+            self._hook(model.embed_tokens, 0, "model.embed_tokens")
+        for number, block in model.layers.items():
+            self._hook(block, 1 + int(number), f"model.layers.{number}")
+        if model.is_last:
+            self._hook(model.norm, num_layers + 1, "model.norm")
+            self._hook(model.lm_head, num_layers + 2, "lm_head")
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_sum(self, bucket: int) -> None:
+        """As trainer.Probe."""
+        self._look([bucket])
+        self._summed.add(bucket)
+
+    def after_backward(self) -> None:
+        """As trainer.Probe."""
+        self._look(index for index in self._trainer.buckets.flat if index not in self._summed)
+
+    def see_losses(self) -> None:
+        """Look at the losses of all micro-batches, which the last stage has."""
+        if self._trainer.model.is_last:
+            for micro_batch, loss in enumerate(self._trainer.losses.tolist()):
+                if not torch.isfinite(torch.tensor(loss)):
+                    self._note(micro_batch, _FORWARD, self._trainer.config.model.num_layers + 3, "the loss")
+
+    def _hook(self, module: nn.Module, depth: int, name: str) -> None:
+        def see(_: nn.Module, __: Any, output: Tensor) -> None:
+            if not _is_finite(output):
+                micro_batch = self._trainer.model.position.microbatch
+                self._note(micro_batch, _FORWARD, depth, f"the output of {name}")
+
+        self._hooks.append(module.register_forward_hook(see))
+
+    def _look(self, buckets: Iterable[int]) -> None:
+        gradients, micro_batch = self._trainer.buckets, self._trainer.model.position.microbatch
+        for index in buckets:
+            if _is_finite(gradients.flat[index]):
+                continue
+            for name in self._trainer.layout.buckets[index].layout.names:
+                if not _is_finite(gradients.gradients[name]):
+                    saved = _parameter_of(name)
+                    self._note(micro_batch, _BACKWARD, -self._depths[saved], f"the gradient of {hf_name(saved)}")
+
+    def _note(self, micro_batch: int, way: int, depth: int, name: str) -> None:
+        event = micro_batch, way, depth, name
+        self.first = event if self.first is None else min(self.first, event)
+
+
+def _overflowing(trainer: Trainer) -> str:
+    """The first parameter that backward meets the squares of whose gradient are not finite; empty if all are."""
+    model, table_size = trainer.config.model, trainer.model.parts.table_size
+    finite = trainer.squares.isfinite().view(-1, table_size).all(1).tolist()
+    specs = stage_specs(model, table_size, 0, model.num_layers)
+    bad = [spec.name for spec, is_finite in zip(specs, finite, strict=True) if not is_finite]
+    return hf_name(bad[-1]) if bad else ""
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.detach().isfinite().all())
+
+
+def _parameter_of(name: str) -> str:
+    """The parameter of a piece, or of a gradient's buffer."""
+    return re.sub(r"[\[#].*", "", name)
+
+
+def _layer_of(name: str) -> int | None:
+    found = re.search(r"\blayers\.(\d+)\b", name)
+    return int(found[1]) if found else None

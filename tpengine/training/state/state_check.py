@@ -1,0 +1,171 @@
+"""Whether a trainer's state may be saved: every number finite, and replicas equal to the last bit.
+
+What several ranks hold (all of it over data parallelism; norm weights, and KV heads fewer than ranks, over tensor
+parallelism; tied ends over the pipeline) starts equal, and every update keeps it so: each replica adds the same sum. A
+bit that flips in one rank's memory breaks that for good and without a sign, and a checkpoint, of which each replica
+writes a part, would then mix two models. So each rank hashes what it holds, and all compare.
+
+    h(x) = sum over rows r of M[r] * (sum over columns c of m[c] * mix(x[r, c]))  mod 2**64,   mix(x) = x ^ (x >> 32)
+
+over the bits in words of 64, `m` and `M` odd. A single flipped bit changes mix(x) by an odd number times a power of two
+below 2**64, and so h for certain. Several flipped bits may cancel out: by a chance of some 2**-32 where all of them are
+the highest of their words, and of some 2**-64 elsewhere. The hash is no defence against anybody who wants to deceive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpengine.distributed.process import link_device, max_over_ranks
+from tpengine.layout.parameters import stage_specs
+from tpengine.training.state.training_state import hf_name
+from tpengine.training.trainer import RunError, Trainer
+
+_KINDS = ("", "master", "exp_avg", "exp_avg_sq")
+_NO_HASH = torch.iinfo(torch.int64).min
+# Words of a row, and rows hashed at a time: temporaries of 0.5 MB stay in a core's cache.
+_COLUMNS, _ROWS = 1 << 14, 4
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Check every weight, master and moment of every rank; collective.
+
+    Raises:
+        RunError: on all ranks alike: names the first tensor that is not finite.
+
+    Cost: one pass over the state, one number from each rank.
+    """
+    places = _Places(trainer)
+    found = list(_state(trainer))
+    finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for _, _, tensor in found]).tolist()
+    bad = [
+        -float(places.of(kind, name)) for (kind, name, _), is_finite in zip(found, finite, strict=True) if not is_finite
+    ]
+    (first,) = max_over_ranks([max(bad, default=-torch.inf)], trainer.device)
+    if first != -torch.inf:
+        raise RunError(
+            f"a checkpoint's numbers must be finite: {places.name(int(-first))} is not: nothing is saved: --resume "
+            "from the newest checkpoint with a lower --optim.lr"
+        )
+
+
+def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = False) -> None:
+    """Compare what several ranks hold; collective.
+
+    Args:
+        num_steps: steps done, for the message.
+        masters_only: masters, or weights where they are their own; else all that a checkpoint holds.
+
+    Raises:
+        RunError: on all ranks alike: names the first tensor that differs, and two ranks.
+
+    Cost: one pass over what is compared, 16 bytes a tensor, shard and kind from each rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    places, link = _Places(trainer), link_device(trainer.device)
+    mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=trainer.device)
+    for kind, name, tensor in _state(trainer, masters_only):
+        mine[places.of(kind, name)] = bits_hash(tensor)
+    mine = mine.to(link)
+    # A maximum of hashes and one of their complements, which is the complement of the minimum.
+    extremes = torch.stack([mine, torch.where(mine == _NO_HASH, mine, ~mine)])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes[0], ~extremes[1]
+    differing = ((largest != smallest) & (largest != _NO_HASH)).nonzero().flatten().tolist()
+    if not differing:
+        return
+    place = differing[0]
+    hashes = [torch.empty_like(mine[:1]) for _ in range(dist.get_world_size())]
+    dist.all_gather(hashes, mine[place : place + 1].contiguous())
+    by_rank = {rank: int(of_rank) for rank, of_rank in enumerate(hashes) if int(of_rank) != _NO_HASH}
+    one = min(by_rank)
+    other = min(rank for rank, found in by_rank.items() if found != by_rank[one])
+    raise RunError(
+        f"replicas must be equal: after step {num_steps} {places.name(place)} differs between ranks {one} and {other}: "
+        "memory or a link has failed, or the ranks' processors differ: nothing is saved: --resume from the newest "
+        "checkpoint"
+    )
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """Hash the bits of a tensor, on its device; see the module's head.
+
+    Returns:
+        int64 []; equal for equal bits and shapes, on every device.
+    """
+    words = _words(tensor)
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    factors = _factors(_COLUMNS, words.device)
+    rows = [_mixed(part.view(-1, _COLUMNS), factors) for part in words[:whole].split(_ROWS * _COLUMNS)] if whole else []
+    if whole < words.numel():
+        rows.append(_mixed(words[whole:].view(1, -1), factors[: words.numel() - whole]))
+    sums = torch.cat(rows)
+    # Other factors than the columns'.
+    return (sums * _odd(torch.arange(_COLUMNS, _COLUMNS + sums.numel(), device=words.device))).sum()
+
+
+class _Places:
+    """The numbers of what all ranks hold together: by kind, then in the parameter table's order, then by shard."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        model, self._size, self._pieces = trainer.config.model, trainer.model.parts.table_size, trainer.model.pieces
+        self._names = [spec.name for spec in stage_specs(model, self._size, 0, model.num_layers)]
+        self._first = {name: number * self._size for number, name in enumerate(self._names)}
+        self._each = len(self._names) * self._size
+        self.num = len(_KINDS) * self._each
+
+    def of(self, kind: str, piece: str) -> int:
+        """The place of a piece of this rank."""
+        spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
+        return _KINDS.index(kind) * self._each + self._first[spec.name] + holder
+
+    def name(self, place: int) -> str:
+        """The name that it is saved under."""
+        kind, rest = divmod(place, self._each)
+        name = hf_name(self._names[rest // self._size])
+        return f"optimizer.{_KINDS[kind]}.{name}" if kind else name
+
+
+def _state(trainer: Trainer, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, piece, tensor) of what this rank holds."""
+    for name, parameter in trainer.model.held.items():
+        if masters_only:
+            master = trainer.optimizer.masters[name]
+            yield "" if master is parameter else "master", name, master.detach()
+            continue
+        yield "", name, parameter.detach()
+        for kind, tensor in trainer.optimizer.state_of(name).items():
+            yield kind, name, tensor.detach()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as int64, 64 of them in each where they divide into that."""
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).long()
+
+
+def _mixed(words: Tensor, factors: Tensor) -> Tensor:
+    """One sum a row; `words` stay as they are."""
+    return (words >> 32).bitwise_xor_(words).mul_(factors).sum(1)
+
+
+@functools.cache
+def _factors(number: int, device: torch.device) -> Tensor:
+    return _odd(torch.arange(number, device=device))
+
+
+def _odd(number: Tensor) -> Tensor:
+    """Odd numbers without a pattern, one for each: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = number * -0x61C8864680B583EB
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return z ^ (z >> 31 & (1 << 33) - 1) | 1

@@ -1,0 +1,82 @@
+"""A trainer's state as blocks of global tensors: what its checkpoints hold, under Hugging Face's Llama names.
+
+    model.layers.0.self_attn.q_proj.weight             in the training dtype, vocabulary padding left out
+    optimizer.exp_avg.model.layers.0...                moments, in the accumulation dtype
+    optimizer.exp_avg_sq.model.layers.0...
+    optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
+
+Nothing in a name or shape depends on the layout, so any layout reads what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tpengine.checkpoint.block import Block, Blocks
+from tpengine.checkpoint.load import load
+from tpengine.checkpoint.resume import Checkpoint
+from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
+from tpengine.training.trainer import Trainer
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of one of our parameters."""
+    return name if name == HEAD else f"model.{name}"
+
+
+def blocks_of(trainer: Trainer) -> dict[str, Block | Blocks]:
+    """Every block this rank holds, by the name it is saved under; the tensors are the trainer's own."""
+    parts: dict[str, list[Block]] = defaultdict(list)
+    for name, block in _blocks(trainer):
+        parts[name].append(block)
+    return {name: found[0] if len(found) == 1 else Blocks(tuple(found)) for name, found in parts.items()}
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
+    """Load a checkpoint into a trainer of any layout; collective.
+
+    Returns:
+        The step to go on with.
+
+    Raises:
+        DamagedCheckpoint: on all ranks alike: a damaged file; the trainer must load another checkpoint.
+        CheckpointError: on all ranks alike: another model.
+    """
+    load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
+    # Checkpoints that are too old to say so skipped nothing.
+    trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
+    trainer.optimizer.resume_after(trainer.num_updates)
+    return checkpoint.index.step
+
+
+def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
+    for place, (name, parameter) in enumerate(trainer.model.held.items()):
+        piece = trainer.model.pieces[name]
+        stored = _stores(trainer, piece, place)
+        saved = hf_name(piece.spec.name)
+        yield saved, _block(piece, parameter.detach(), stored)
+        for kind, tensor in trainer.optimizer.state_of(name).items():
+            yield f"optimizer.{kind}.{saved}", _block(piece, tensor, stored)
+
+
+def _block(piece: Piece, tensor: Tensor, stored: bool) -> Block:
+    spec, (offset, _) = piece.spec, piece.block
+    if spec.valid_rows is None:
+        return Block(tensor, offset, spec.shape, stored)
+    # A rank whose rows are all padding holds an empty block.
+    num_rows = min(max(spec.valid_rows - offset[0], 0), tensor.shape[0])
+    offset = (min(offset[0], spec.valid_rows), *offset[1:])
+    return Block(tensor[:num_rows], offset, (spec.valid_rows, *spec.shape[1:]), stored and num_rows > 0)
+
+
+def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
+    """Whether this rank, of those that hold the same block, is the one that stores it; they take turns by parameter."""
+    at, shape = trainer.mesh.at, trainer.mesh.shape
+    if piece.spec.name == EMBEDDING and not trainer.model.is_first:  # the tied copy of the last stage
+        return False
+    num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
+    holder = at.dp * num_tp + at.tp % num_tp
+    return place % (shape.dp * num_tp) == holder
