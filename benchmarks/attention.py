@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
-from tpkernels.host_attention import causal_attention
+from tpkernels.ops.attention.host import causal_attention
 
 from benchmarks.harness import compare
 from benchmarks.rows import make_row, stored

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
-from tpkernels.arena import exchange_bytes
-from tpkernels.communicator import Communicator
-from tpkernels.mailbox import Mailbox
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.mailbox import Mailbox
 
 from benchmarks.harness import compare
 from benchmarks.rows import make_row, stored

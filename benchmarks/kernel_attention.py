@@ -37,7 +37,7 @@ Sees = Callable[[Tensor, Tensor], Tensor]
 
 def attention(shape: Shape) -> Sequence[Case]:
     """One sequence of a rank's query heads and key heads."""
-    from tpkernels.attention import attention as attend
+    from tpkernels.ops.attention import attention as attend
 
     window = max(1, shape.seq // _WINDOW_PART)
     lengths = [shape.seq // part for part in _DOCUMENT_PARTS]
@@ -101,8 +101,8 @@ def _case(
 
 def _qkv_case(shape: Shape, causal: Sees) -> Case:
     """What a layer does between its projections, rotary embedding included."""
-    from tpkernels.attention import attention_qkv
-    from tpkernels.rope import rope_tables
+    from tpkernels.ops.attention import attention_qkv
+    from tpkernels.ops.rope import rope_tables
 
     model, seq = shape.model, shape.seq
     heads = [model.heads, model.kv_heads, model.kv_heads]

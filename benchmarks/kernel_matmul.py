@@ -21,9 +21,9 @@ from benchmarks.kernel_cases import Case, Contestant, Direction, Draw, Shape, ag
 
 def matmul(shape: Shape) -> Sequence[Case]:
     """Forward, dgrad and wgrad of the four projections of a block; wgrad as training accumulates it; SwiGLU within."""
-    from tpkernels.matmul.operator import matmul as product
-    from tpkernels.matmul.swiglu import matmul_swiglu
-    from tpkernels.wgrad import wgrad_
+    from tpkernels.ops.matmul.operator import matmul as product
+    from tpkernels.ops.matmul.swiglu import matmul_swiglu
+    from tpkernels.ops.matmul.wgrad import wgrad_
 
     tokens, model = shape.seq, shape.model
 

@@ -23,7 +23,7 @@ _DROPOUT = 0.1
 
 def norm(shape: Shape) -> Sequence[Case]:
     """RMSNorm, with and without the residual before it, and LayerNorm, on a sequence-sharded rank's rows."""
-    from tpkernels.norm import add_rms_norm, layer_norm, rms_norm
+    from tpkernels.ops.norm.operator import add_rms_norm, layer_norm, rms_norm
 
     rows, columns = max(1, shape.seq // TP), shape.model.hidden
 
@@ -69,7 +69,7 @@ def norm(shape: Shape) -> Sequence[Case]:
 
 def rope(shape: Shape) -> Sequence[Case]:
     """Queries and keys of one sequence rotated, as every layer does."""
-    from tpkernels.rope import rope as rotate
+    from tpkernels.ops.rope import rope as rotate
 
     model, tokens = shape.model, shape.seq
     size = model.head_size
@@ -117,7 +117,7 @@ def rope(shape: Shape) -> Sequence[Case]:
 
 def activation(shape: Shape) -> Sequence[Case]:
     """SwiGLU and GEGLU of gate and up side by side, as one matmul leaves them, and GELU."""
-    from tpkernels.activation import geglu, gelu, swiglu
+    from tpkernels.ops.activation import geglu, gelu, swiglu
 
     tokens, features = shape.seq, shape.model.ffn
 
@@ -159,8 +159,8 @@ def activation(shape: Shape) -> Sequence[Case]:
 
 def dropout(shape: Shape) -> Sequence[Case]:
     """Dropout of a sequence-sharded rank's rows. torch's masks are other random numbers: it runs unchecked."""
-    from tpkernels.dropout import DropoutStream, dropout_reference
-    from tpkernels.dropout import dropout as by_coordinates
+    from tpkernels.ops.dropout import DropoutStream, dropout_reference
+    from tpkernels.ops.dropout import dropout as by_coordinates
 
     rows, columns = max(1, shape.seq // TP), shape.model.hidden
     stream = DropoutStream(_DROPOUT, seed=0, site="layer 0", step=1, microbatch=0)
@@ -188,7 +188,7 @@ def dropout(shape: Shape) -> Sequence[Case]:
 
 def embedding(shape: Shape) -> Sequence[Case]:
     """The lookup in a rank's rows of the table, all tokens among them, some far more often than others."""
-    from tpkernels.embedding import embedding as look_up
+    from tpkernels.ops.embedding import embedding as look_up
 
     tokens, model = shape.seq, shape.model
 
@@ -223,7 +223,7 @@ class _Made(torch.autograd.Function):
 
 def cross_entropy(shape: Shape) -> Sequence[Case]:
     """Each token's loss, of a rank's columns as if they were the vocabulary."""
-    from tpkernels.cross_entropy import cross_entropy as losses_of
+    from tpkernels.ops.cross_entropy.operator import cross_entropy as losses_of
 
     tokens, vocabulary = shape.seq, shape.model.vocabulary
 
@@ -260,7 +260,7 @@ def cross_entropy(shape: Shape) -> Sequence[Case]:
 
 def linear_cross_entropy(shape: Shape) -> Sequence[Case]:
     """The mean loss from the last layer's rows on. What counts besides time is memory: plain torch keeps the logits."""
-    from tpkernels.linear_cross_entropy import linear_cross_entropy as fused
+    from tpkernels.ops.cross_entropy.linear import linear_cross_entropy as fused
 
     tokens, model = shape.seq, shape.model
 
@@ -301,7 +301,7 @@ def adamw(shape: Shape) -> Sequence[Case]:
     for, and another for the gradient, since it takes one dtype alone.
     """
     from torch.optim.adamw import adamw as by_torch
-    from tpkernels.adamw import adamw_
+    from tpkernels.ops.adamw import adamw_
 
     elements = max(1, shape.seq * shape.model.hidden // TP)
     is_narrow = shape.dtype != torch.float32

@@ -10,24 +10,25 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from tpkernels.activation import launch_activation, launch_activation_backward
-from tpkernels.adamw import launch_adamw_
-from tpkernels.attention.backward import launch_attention_backward
-from tpkernels.attention.forward import launch_attention
-from tpkernels.attention.problem import Options, Sides, Tables
-from tpkernels.copies import HostCopies
-from tpkernels.cross_entropy_kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
-from tpkernels.cuda_memory import VirtualMemory
-from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
-from tpkernels.dropout_kernel import launch_dropout
-from tpkernels.embedding import launch_embedding, launch_embedding_backward_
-from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
+from tpkernels.exchange.copies import HostCopies
+from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
+from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
 from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
 from tpkernels.launch import cdiv
-from tpkernels.matmul.kernel import launch_matmul
-from tpkernels.matmul.swiglu_kernel import launch_matmul_swiglu
-from tpkernels.norm_kernel import launch_norm, launch_norm_backward
-from tpkernels.rope import launch_rope
+from tpkernels.ops.activation import launch_activation, launch_activation_backward
+from tpkernels.ops.adamw import launch_adamw_
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.forward import launch_attention
+from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
+from tpkernels.ops.dropout_kernel import launch_dropout
+from tpkernels.ops.embedding import launch_embedding, launch_embedding_backward_
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
+from tpkernels.ops.norm.kernel import launch_norm, launch_norm_backward
+from tpkernels.ops.rope import launch_rope
+from tpkernels.symmetric.cuda_memory import VirtualMemory
+from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
 from benchmarks.shapes import MODELS, SEQUENCES, TP
 

@@ -37,11 +37,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from tpkernels.arena import exchange_bytes, shard_rows
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import exchange_bytes, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
-from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
-from tpkernels.wgrad import accumulate_wgrad
+from tpkernels.ops.matmul.host import PreparedMatrix, product, rows_are_independent
+from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from benchmarks.harness import PASSED, Comparison, compare
 from benchmarks.overlap_gpu import measure_on_gpu

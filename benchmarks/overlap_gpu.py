@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tpkernels.arena import CallMismatch, exchange_bytes
-from tpkernels.device_arena import NUM_GENERATIONS, DeviceArena
-from tpkernels.signals import PeerError
+from tpkernels.exchange.arena import CallMismatch, exchange_bytes
+from tpkernels.exchange.device_arena import NUM_GENERATIONS, DeviceArena
+from tpkernels.symmetric.signals import PeerError
 
 from benchmarks.harness import PASSED, Comparison, interleave
 from benchmarks.overlap_cases import Case, Operands, cases_of

@@ -26,12 +26,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from tpkernels.copies import Copies, StreamCopies
-from tpkernels.cuda_memory import VirtualMemory, host_record
-from tpkernels.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
+from tpkernels.exchange.copies import Copies, StreamCopies
+from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
 from tpkernels.launch import num_processors, observed, run, target_of
-from tpkernels.matmul.configs import config_of
-from tpkernels.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.configs import config_of
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.symmetric.cuda_memory import VirtualMemory, host_record
 
 FEWEST_RANKS, MOST_RANKS = 2, 8
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from tpkernels.arena import shard_rows
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul

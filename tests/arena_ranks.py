@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.arena import Arena, shard_rows
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import Arena, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
-from tpkernels.signals import Signals
+from tpkernels.symmetric.signals import Signals
 
 # What no rank that still works exceeds, on a machine that is a hundred times slower.
 PATIENT_SECONDS = 600.0

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from precision import unwritten_is_nan
 from torch import Tensor
-from tpkernels.attention import attention
-from tpkernels.attention.operator import attention_op
-from tpkernels.attention.problem import Options, Sides, Tables
-from tpkernels.attention.written_out import attention_reference
-from tpkernels.dropout import DropoutStream
-from tpkernels.host_attention import AttentionDropout
+from tpkernels.ops.attention import attention
+from tpkernels.ops.attention.host import AttentionDropout
+from tpkernels.ops.attention.operator import attention_op
+from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.reference import attention_reference
+from tpkernels.ops.dropout import DropoutStream
 
 STREAM = DropoutStream(rate=0.3, seed=1, site="layer 0/attention", step=4, microbatch=1)
 FIRST_HEAD, NUM_HEADS = 2, 8

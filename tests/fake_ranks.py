@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from tpkernels.arena import Arena
-from tpkernels.host_memory import MemoryRefused
-from tpkernels.mailbox import Mailbox
+from tpkernels.exchange.arena import Arena
+from tpkernels.exchange.mailbox import Mailbox
+from tpkernels.symmetric.host_memory import MemoryRefused
 
 NCCL_DTYPES = {
     torch.uint8,

@@ -17,9 +17,9 @@ from kernel_ranks import HostileDeviceArena, kernel_communicator
 from precision import unwritten_is_nan
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.communicator import Communicator
-from tpkernels.copies import Fetch, StreamCopies
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.copies import Fetch, StreamCopies
+from tpkernels.exchange.device_arena import DeviceArena
 
 ROOMY = 1 << 18
 # At most; of a GPU that runs at 1.7 GHz not a millisecond.

@@ -15,9 +15,9 @@ import torch
 from arena_ranks import PATIENT_SECONDS, Case, differences
 from precision import unwritten_is_nan
 from torch.distributed import ProcessGroup
-from tpkernels.communicator import Communicator
-from tpkernels.copies import HostCopies
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.copies import HostCopies
+from tpkernels.exchange.device_arena import DeviceArena
 
 
 class HostileDeviceArena(DeviceArena):

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from tpkernels import signals_kernel
-from tpkernels.arena import Arena
-from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
-from tpkernels.signals import control_bytes
-from tpkernels.signals_kernel import TICKS_PER_SECOND
-from tpkernels.symmetric import HostMemory
+from tpkernels.exchange.arena import Arena
+from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
+from tpkernels.symmetric import signals_kernel
+from tpkernels.symmetric.memory import HostMemory
+from tpkernels.symmetric.signals import control_bytes
+from tpkernels.symmetric.signals_kernel import TICKS_PER_SECOND
 
 # More than any bound of a test.
 JUMP_SECONDS = 1e6

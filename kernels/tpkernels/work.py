@@ -11,6 +11,7 @@ after the other or fused: for choosing between them (fused/strategy.py), which n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -382,3 +383,19 @@ def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates)
     summed_bytes = (world + 1) * scatter.link_bytes / (world - 1)
     summing = summed_bytes / rates.memory_bytes_per_s
     return 2 * rates.launch_seconds + rates.signal_seconds + overlapped + summing
+
+
+def rates_of(device_name: str) -> Rates | None:
+    """Rates of a GPU by the name that its driver gives.
+
+    Args:
+        device_name: as torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        Those of the model in RATES that the name contains as a word; None if it contains none, or names a card of
+        that model on PCIe, or with a bridge to one other, whose links are not those of the table.
+    """
+    words = re.findall(r"[A-Za-z0-9]+", device_name.upper())
+    if "PCIE" in words or "NVL" in words:
+        return None
+    return next((rates for model, rates in RATES.items() if model in words), None)

@@ -21,8 +21,8 @@ import torch
 from progress import run_program
 from rank_pool import RankPool
 from rich.console import Console
-from tpkernels.copies import HostCopies
-from tpkernels.signals_kernel import PUBLISHED, TIMED_OUT, VERDICT_WORDS
+from tpkernels.exchange.copies import HostCopies
+from tpkernels.symmetric.signals_kernel import PUBLISHED, TIMED_OUT, VERDICT_WORDS
 
 from benchmarks import overlap, overlap_gpu
 from benchmarks.harness import Comparison

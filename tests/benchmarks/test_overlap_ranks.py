@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tpkernels.copies import HostCopies
-from tpkernels.device_arena import CONTROL_BYTES, NUM_GENERATIONS
+from tpkernels.exchange.copies import HostCopies
+from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS
 from tpkernels.launch import Target, observed, run
-from tpkernels.signals_kernel import LIMIT, LINE_WORDS, MAX_WORLD, RANK, STATE, TABLE, WORLD
+from tpkernels.symmetric.signals_kernel import LIMIT, LINE_WORDS, MAX_WORLD, RANK, STATE, TABLE, WORLD
 
 from benchmarks import overlap_ranks
 from benchmarks.overlap_cases import Operands

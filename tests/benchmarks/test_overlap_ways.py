@@ -15,8 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from rank_pool import RankPool
-from tpkernels.copies import Fetch
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.copies import Fetch
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.gather_kernel import launch_wait
 from tpkernels.launch import Target, observed
 

@@ -12,7 +12,7 @@ import torch
 from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.activation import (
+from tpkernels.ops.activation import (
     activation_backward_op,
     activation_op,
     activation_reference,

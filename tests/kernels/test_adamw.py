@@ -16,7 +16,7 @@ from precision import check_errors, unwritten_is_nan, with_gaps
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
 from torch.optim.adamw import adamw
-from tpkernels.adamw import _adamw_kernel, adamw_, adamw_op_, adamw_reference
+from tpkernels.ops.adamw import _adamw_kernel, adamw_, adamw_op_, adamw_reference
 
 # Elements, and how often they are drawn: of few the largest error is a matter of chance.
 SIZES = {0: 1, 1: 50, 63: 10, 1000: 3, 4097: 3}

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.arena import Arena, exchange_bytes, shard_rows
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import Arena, exchange_bytes, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
-from tpkernels.host_memory import MemoryRefused
+from tpkernels.symmetric.host_memory import MemoryRefused
 
 KILOBYTE, PAGE = 1 << 10, 1 << 12
 
@@ -266,13 +266,13 @@ def test_a_limit_on_one_rank_is_a_refusal_on_every_rank(ranks: RankPool) -> None
 
 
 def fallback_on_two_hosts() -> str:
-    with patch("tpkernels.symmetric.host_identity", lambda: 5 + (dist.get_rank() == 1)):
+    with patch("tpkernels.symmetric.memory.host_identity", lambda: 5 + (dist.get_rank() == 1)):
         return fallback(64 * KILOBYTE)
 
 
 def fallback_without_libatomic() -> str:
     with (
-        patch("tpkernels.signals._stores_are_ordered", lambda: False),
+        patch("tpkernels.symmetric.signals._stores_are_ordered", lambda: False),
         patch("ctypes.util.find_library", lambda _: None),
     ):
         return fallback(64 * KILOBYTE)
@@ -290,7 +290,7 @@ def test_collectives_where_an_arena_cannot_be(ranks: RankPool, program: Callable
 
 
 def check_atomic_words() -> None:
-    with patch("tpkernels.signals._stores_are_ordered", lambda: False):
+    with patch("tpkernels.symmetric.signals._stores_are_ordered", lambda: False):
         comm = hostile_communicator(dist.group.WORLD, 8 * KILOBYTE)
         assert comm.arena is not None
         wrong = [differences(case, comm) for case in cases((1, 65))]
@@ -340,7 +340,7 @@ def test_other_dtypes(ranks: RankPool) -> None:
 
 def check_many_shapes() -> None:
     """More shapes than the memory keeps views of: lengths that change with every call."""
-    with patch("tpkernels.symmetric._MOST_BLOCKS", 10):
+    with patch("tpkernels.symmetric.memory._MOST_BLOCKS", 10):
         comm = hostile_communicator(dist.group.WORLD, 8 * KILOBYTE)
         case, rank, world = Case("matmul_all_reduce", 1), comm.rank, comm.size
         assert inputs_of(case, rank, world).x.shape == (1, 7)

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from arena_ranks import Case, cases, differences, hostile_communicator
 from rank_pool import RankError, RankPool
 from standstill import Standstill
-from tpkernels.arena import Arena, CallMismatch
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import Arena, CallMismatch
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.signals import GroupPoisoned, PeerError, PeerGone, PeerTimeout
+from tpkernels.symmetric.signals import GroupPoisoned, PeerError, PeerGone, PeerTimeout
 
 TIMEOUT_SECONDS = 1.0
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

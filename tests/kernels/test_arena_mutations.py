@@ -17,8 +17,9 @@ from mutations import survivors
 from rank_pool import RankPool
 from standstill import Standstill
 from torch import Tensor
-from tpkernels import arena, signals
+from tpkernels.exchange import arena
 from tpkernels.fused import exchange_matmul
+from tpkernels.symmetric import signals
 
 WORLD = 3
 
@@ -101,15 +102,18 @@ MUTATIONS: dict[str, type[HostileArena] | tuple[str, Any]] = {
     "no wait for one peer": DoesNotWaitForOnePeer,
     "wait for the epoch before": WaitsForTheEpochBefore,
     "no wait for peers without rows": SkipsEmptyShards,
-    "one generation": ("tpkernels.arena.NUM_GENERATIONS", 1),
+    "one generation": ("tpkernels.exchange.arena.NUM_GENERATIONS", 1),
     "the other generation": ReadsTheOtherGeneration,
     "the slot of another rank": ReadsTheSlotOfAnotherRank,
     "own memory for a peer's": ReadsItsOwnShardForAPeers,
-    "a sum without the last peer": ("tpkernels.arena._add_to_own", sum_without_the_last_peer),
-    "own partial sum twice": ("tpkernels.arena._add_to_own", sum_with_own_twice),
-    "own rows of another rank": ("tpkernels.arena.shard_rows", rows_of_the_next_rank),
-    "the first piece again and again": ("tpkernels.arena.piece_of", first_piece_only),
-    "epochs compared without wrapping": ("tpkernels.signals.reached", lambda seen, expected: seen >= expected),
+    "a sum without the last peer": ("tpkernels.exchange.arena._add_to_own", sum_without_the_last_peer),
+    "own partial sum twice": ("tpkernels.exchange.arena._add_to_own", sum_with_own_twice),
+    "own rows of another rank": ("tpkernels.exchange.arena.shard_rows", rows_of_the_next_rank),
+    "the first piece again and again": ("tpkernels.exchange.arena.piece_of", first_piece_only),
+    "epochs compared without wrapping": (
+        "tpkernels.symmetric.signals.reached",
+        lambda seen, expected: seen >= expected,
+    ),
     "gradient of the gathered x dropped": ("tpkernels.fused.all_gather_matmul.matmul_scatter", without_addend),
 }
 

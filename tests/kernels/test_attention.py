@@ -22,13 +22,13 @@ from attention_cases import (
 from precision import check_errors, with_gaps, with_longer_rows
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.attention import attention_qkv
-from tpkernels.attention.backward import launch_attention_backward
-from tpkernels.attention.operator import attention_op
-from tpkernels.attention.problem import Sides, Tables
-from tpkernels.attention.written_out import attention_reference
 from tpkernels.launch import Target, accumulation_dtype, observed
-from tpkernels.rope import rope_reference, rope_tables
+from tpkernels.ops.attention import attention_qkv
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.operator import attention_op
+from tpkernels.ops.attention.problem import Sides, Tables
+from tpkernels.ops.attention.reference import attention_reference
+from tpkernels.ops.rope import rope_reference, rope_tables
 
 # Awkward lengths and every head size of models. The interpreter takes every other case in float32, the rest in float16.
 CASES = [

@@ -13,21 +13,21 @@ from attention_cases import FIRST_HEAD, NUM_HEADS, STREAM, Case, operands, outco
 from precision import with_gaps
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.attention import attention, attention_qkv
-from tpkernels.attention.backward import launch_attention_backward
-from tpkernels.attention.forward import launch_attention
-from tpkernels.attention.operator import (
+from tpkernels.launch import Target, observed
+from tpkernels.ops.attention import attention, attention_qkv
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.forward import launch_attention
+from tpkernels.ops.attention.host import AttentionDropout
+from tpkernels.ops.attention.operator import (
     attention_backward_op,
     attention_op,
     attention_qkv_backward_op,
     attention_qkv_op,
 )
-from tpkernels.attention.problem import Options, Sides, Tables
-from tpkernels.attention.written_out import attention_reference
-from tpkernels.dropout import keep_at
-from tpkernels.host_attention import AttentionDropout
-from tpkernels.launch import Target, observed
-from tpkernels.rope import rope_tables
+from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.reference import attention_reference
+from tpkernels.ops.dropout import keep_at
+from tpkernels.ops.rope import rope_tables
 
 DROPOUT = AttentionDropout(STREAM, FIRST_HEAD, NUM_HEADS)
 

@@ -17,11 +17,11 @@ from precision import check_errors, unwritten_is_nan
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tpkernels.activation import swiglu
-from tpkernels.attention import attention_qkv
 from tpkernels.launch import Target, observed
-from tpkernels.norm import add_rms_norm, rms_norm
-from tpkernels.rope import rope_tables
+from tpkernels.ops.activation import swiglu
+from tpkernels.ops.attention import attention_qkv
+from tpkernels.ops.norm.operator import add_rms_norm, rms_norm
+from tpkernels.ops.rope import rope_tables
 
 from tpengine.config import IGNORED_LABEL, ModelConfig
 from tpengine.layers.collectives import Communicator

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fake_ranks import Call, check_legal, fake_rank
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 CASES = [(7, torch.bfloat16), (1, torch.float32), (0, torch.float32), (6, torch.int64)]
 WORLD, MEMBERS = 4, [0, 1, 3]

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
-from tpkernels.communicator import Communicator
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.mailbox import Mailbox
 
 ROOMY = 1 << 18
 

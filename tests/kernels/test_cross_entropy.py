@@ -13,7 +13,7 @@ import torch
 from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.cross_entropy import (
+from tpkernels.ops.cross_entropy.operator import (
     CombinedPartials,
     combine_partials,
     cross_entropy,

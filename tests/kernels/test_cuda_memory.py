@@ -22,11 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from tpkernels import cuda_memory
-from tpkernels.communicator import Communicator
-from tpkernels.cuda_memory import CudaMemory, VirtualMemory, _Facts, host_record, refusal
-from tpkernels.host_memory import MemoryRefused
-from tpkernels.symmetric import SymmetricMemory
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.symmetric import cuda_memory
+from tpkernels.symmetric.cuda_memory import CudaMemory, VirtualMemory, _Facts, host_record, refusal
+from tpkernels.symmetric.host_memory import MemoryRefused
+from tpkernels.symmetric.memory import SymmetricMemory
 
 ROOT = Path(__file__).parents[2]
 OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -315,7 +315,9 @@ def test_one_file_alone_knows_torchs_private_interface() -> None:
 
 
 def test_importing_needs_no_gpu_and_loads_nothing_private() -> None:
-    program = "import sys, tpkernels.cuda_memory; assert 'torch.distributed._symmetric_memory' not in sys.modules"
+    program = (
+        "import sys, tpkernels.symmetric.cuda_memory; assert 'torch.distributed._symmetric_memory' not in sys.modules"
+    )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

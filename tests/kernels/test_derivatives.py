@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from tpkernels.activation import geglu, gelu, swiglu
-from tpkernels.attention import attention, attention_qkv
-from tpkernels.communicator import Communicator
-from tpkernels.cross_entropy import cross_entropy, cross_entropy_partials
-from tpkernels.dropout import DropoutStream, dropout
-from tpkernels.embedding import embedding
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.host_attention import causal_attention
-from tpkernels.linear_cross_entropy import linear_cross_entropy
-from tpkernels.matmul import matmul_swiglu
-from tpkernels.matmul.operator import matmul
-from tpkernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from tpkernels.rope import rope, rope_tables
+from tpkernels.ops.activation import geglu, gelu, swiglu
+from tpkernels.ops.attention import attention, attention_qkv
+from tpkernels.ops.attention.host import causal_attention
+from tpkernels.ops.cross_entropy.linear import linear_cross_entropy
+from tpkernels.ops.cross_entropy.operator import cross_entropy, cross_entropy_partials
+from tpkernels.ops.dropout import DropoutStream, dropout
+from tpkernels.ops.embedding import embedding
+from tpkernels.ops.matmul import matmul_swiglu
+from tpkernels.ops.matmul.operator import matmul
+from tpkernels.ops.norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tpkernels.ops.rope import rope, rope_tables
 
 ALONE = Communicator(None)
 LABELS = torch.tensor([0, 3, 5])

@@ -22,9 +22,9 @@ from precision import unwritten_is_nan
 from rank_pool import RankPool
 from rungs import Rung, every_rung
 from torch import Tensor
-from tpkernels.dropout import DropoutStream, dropout, dropout_reference, keep_at
-from tpkernels.dropout_kernel import launch_dropout
 from tpkernels.launch import INTERPRETED, by_triton
+from tpkernels.ops.dropout import DropoutStream, dropout, dropout_reference, keep_at
+from tpkernels.ops.dropout_kernel import launch_dropout
 from tpkernels.random import philox_4x32, stream_key
 
 STREAM = DropoutStream(rate=0.3, seed=5, site="layer 1/mlp", step=7, microbatch=2)
@@ -249,7 +249,7 @@ def test_a_cpu_needs_no_triton() -> None:
     program = """
         import sys
         sys.modules["triton"] = None
-        import torch, tpkernels.host_attention
+        import torch, tpkernels.ops.attention.host
         from tpkernels.dropout import DropoutStream, dropout
         dropout(torch.ones(2, 3), DropoutStream(rate=0.5, seed=0, site="x", step=0, microbatch=0))
     """
@@ -275,7 +275,7 @@ def test_threads_load_and_store_16_bytes_at_a_time(compilers: RankPool) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_another_step_or_number_of_rows_compiles_nothing() -> None:
-    from tpkernels.dropout_kernel import _dropout_kernel
+    from tpkernels.ops.dropout_kernel import _dropout_kernel
 
     def num_compiled() -> int:
         return len(_dropout_kernel.device_caches[torch.cuda.current_device()][0])

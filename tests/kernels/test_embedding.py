@@ -14,7 +14,8 @@ import torch
 from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.embedding import (
+from tpkernels.launch import accumulation_dtype
+from tpkernels.ops.embedding import (
     embedding,
     embedding_backward_,
     embedding_backward_op_,
@@ -22,7 +23,6 @@ from tpkernels.embedding import (
     embedding_op,
     embedding_reference,
 )
-from tpkernels.launch import accumulation_dtype
 
 # Tokens, rows of the table, columns.
 SIZES = [(1, 1, 1), (63, 5, 100), (65, 40, 257), (0, 3, 4), (5, 3, 0)]

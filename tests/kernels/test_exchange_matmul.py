@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from arena_ranks import hostile_communicator
 from rank_pool import RankPool
-from tpkernels.arena import exchange_bytes, shard_rows
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import exchange_bytes, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
-from tpkernels.host_gemm import PreparedMatrix, product, rows_are_independent
+from tpkernels.ops.matmul.host import PreparedMatrix, product, rows_are_independent
 
 TOKENS, HIDDEN, FEATURES = 400, 256, 320
 

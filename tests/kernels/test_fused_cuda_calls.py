@@ -16,8 +16,8 @@ from arena_ranks import Case, cases, expected, inputs_of, results
 from gpu_ranks import ROOMY, Run, agreements, hostile, moved, rungs, settle, wrong_results
 from standstill import Standstill
 from torch import Tensor
-from tpkernels.communicator import Communicator
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 

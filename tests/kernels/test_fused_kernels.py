@@ -21,12 +21,12 @@ from conftest import CountMutations
 from kernel_ranks import kernel_communicator, wrong_results
 from rank_pool import RankPool
 from standstill import Standstill
-from tpkernels.arena import CallMismatch, shard_rows
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import CallMismatch, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused import gather_kernel, on_device, scatter_kernel
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.signals import PeerError
+from tpkernels.symmetric.signals import PeerError
 
 pytest.importorskip("triton")
 
@@ -436,7 +436,7 @@ def skipped(*_: Any, **__: Any) -> Any:
 
 def early(control: Any, peer: Any, num_tiles: Any) -> bool:
     """Say that all tiles are done when the first is."""
-    from tpkernels import signals_kernel
+    from tpkernels.symmetric import signals_kernel
 
     signals_kernel.count_done(control, peer, num_tiles)
     return True
@@ -466,8 +466,8 @@ MUTATIONS = {
     "sums do not wait": Mutation("fused.on_device", "launch_wait", skipped, case=2),
     "nobody is told of partial sums": Mutation("fused.scatter_kernel", "notify", skipped, case=1),
     "partial sums are announced early": Mutation("fused.scatter_kernel", "count_done", early, case=1),
-    "the copy engine does not wait": Mutation("copies", "_has_published", lambda *_: True),
-    "calls of one generation do not meet": Mutation("signals_kernel", "barrier", skipped),
+    "the copy engine does not wait": Mutation("exchange.copies", "_has_published", lambda *_: True),
+    "calls of one generation do not meet": Mutation("symmetric.signals_kernel", "barrier", skipped),
 }
 
 

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from arena_ranks import Case, Inputs, cases, differences, hostile_communicator, inputs_of, results
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.arena import Arena
-from tpkernels.communicator import Communicator
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.arena import Arena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.fused import exchange_matmul
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.exchange_matmul import gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.host_gemm import product
-from tpkernels.mailbox import Mailbox
-from tpkernels.symmetric import HostMemory
-from tpkernels.wgrad import wgrad_
+from tpkernels.ops.matmul.host import product
+from tpkernels.ops.matmul.wgrad import wgrad_
+from tpkernels.symmetric.memory import HostMemory
 
 ROOMY, TINY = 1 << 20, 1 << 13
 AWKWARD = (0, 1, 2, 7, 63, 65, 100)

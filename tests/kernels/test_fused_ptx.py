@@ -23,15 +23,15 @@ from rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from tpkernels import signals_kernel
 from tpkernels.fused import gather_kernel, scatter_kernel
 from tpkernels.launch import observed
+from tpkernels.symmetric import signals_kernel, wait_kernels
 
 from benchmarks.compile import TARGETS
 from benchmarks.launches import LAUNCHES
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
-SOURCES = (signals_kernel, gather_kernel, scatter_kernel)
+SOURCES = (signals_kernel, wait_kernels, gather_kernel, scatter_kernel)
 HALVES = (
     "publish bfloat16",
     "gather_matmul pull bfloat16",
@@ -120,7 +120,7 @@ def _broken_kernels(old: str, new: str) -> dict[str, Any]:
     sources = {module.__name__.rpartition(".")[2]: Path(str(module.__file__)).read_text() for module in SOURCES}
     assert sum(source.count(old) for source in sources.values()) == 1, f"not once in the sources: {old}"
     broken = {
-        name: source.replace(old, new).replace("tpkernels.signals_kernel import", "{signals_kernel} import")
+        name: source.replace(old, new).replace("tpkernels.symmetric.signals_kernel import", "{signals_kernel} import")
         for name, source in sources.items()
     }
     every = [item for module in modules_of(broken).values() for item in vars(module).items()]

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from tpkernels.dropout import DropoutStream, keep_at
-from tpkernels.host_attention import AttentionDropout, _attention_with_dropout, causal_attention
+from tpkernels.ops.attention.host import AttentionDropout, _attention_with_dropout, causal_attention
+from tpkernels.ops.dropout import DropoutStream, keep_at
 
 STREAM = DropoutStream(rate=0.3, seed=1, site="layer 0/attention", step=4, microbatch=1)
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionDropout | None], Tensor]

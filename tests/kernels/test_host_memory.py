@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from progress import run_program
-from tpkernels import host_memory
-from tpkernels.host_memory import MemoryRefused, allocate, available_bytes, map_shared, open_of_peer
-from tpkernels.processes import host_identity, lives
+from tpkernels.symmetric import host_memory
+from tpkernels.symmetric.host_memory import MemoryRefused, allocate, available_bytes, map_shared, open_of_peer
+from tpkernels.symmetric.processes import host_identity, lives
 
 MEGABYTE = 1 << 20
 
@@ -256,7 +256,7 @@ def test_a_mapping_longer_than_the_memory_is_refused() -> None:
 
 
 def test_host_identity_is_the_same_for_processes_of_one_host() -> None:
-    done = child("from tpkernels.processes import host_identity; print(host_identity())")
+    done = child("from tpkernels.symmetric.processes import host_identity; print(host_identity())")
     assert int(done.stdout) == host_identity()
     assert 0 <= host_identity() < 2**56
 
@@ -265,7 +265,7 @@ def test_host_identity_differs_where_process_numbers_do() -> None:
     before = "unshare", "--pid", "--fork"
     if child("", *before).returncode:
         pytest.skip("this user may not make a namespace of process numbers")
-    done = child("from tpkernels.processes import host_identity; print(host_identity())", *before)
+    done = child("from tpkernels.symmetric.processes import host_identity; print(host_identity())", *before)
     assert int(done.stdout) != host_identity()
 
 

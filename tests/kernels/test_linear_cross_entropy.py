@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tpkernels.launch import INTERPRETED
-from tpkernels.linear_cross_entropy import (
+from tpkernels.ops.cross_entropy.linear import (
     default_chunk_tokens,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from tpkernels.matmul.operator import has_kernel
+from tpkernels.ops.matmul.operator import has_kernel
 
 from tpengine.layers.collectives import Communicator
 

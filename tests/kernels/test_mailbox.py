@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from tpkernels.mailbox import Mailbox
-from tpkernels.signals import PeerTimeout
+from tpkernels.exchange.mailbox import Mailbox
+from tpkernels.symmetric.signals import PeerTimeout
 
 
 def message(number: int, sender: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

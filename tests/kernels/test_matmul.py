@@ -19,13 +19,13 @@ from rank_pool import RankPool
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
 from tpkernels.launch import Target, num_processors, observed, target_of
-from tpkernels.matmul import configs
-from tpkernels.matmul.configs import MatmulConfig, config_of
-from tpkernels.matmul.kernel import launch_matmul
-from tpkernels.matmul.operator import matmul, matmul_op, matmul_reference
-from tpkernels.matmul.swiglu import matmul_swiglu, matmul_swiglu_op, matmul_swiglu_reference
-from tpkernels.matmul.swiglu_kernel import launch_matmul_swiglu
-from tpkernels.wgrad import accumulate_wgrad, wgrad_
+from tpkernels.ops.matmul import configs
+from tpkernels.ops.matmul.configs import MatmulConfig, config_of
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.operator import matmul, matmul_op, matmul_reference
+from tpkernels.ops.matmul.swiglu import matmul_swiglu, matmul_swiglu_op, matmul_swiglu_reference
+from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
+from tpkernels.ops.matmul.wgrad import accumulate_wgrad, wgrad_
 
 # M, N, K. Rows of the fourth begin at multiples of 16 bytes, as TMA wants them; the last have nothing to multiply.
 SIZES = [(1, 1, 1), (63, 65, 100), (257, 100, 63), (100, 72, 136), (65, 1, 257), (0, 5, 3), (5, 0, 3), (5, 3, 0)]

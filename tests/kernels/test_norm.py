@@ -15,7 +15,8 @@ from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_row
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
 from tpkernels.launch import Target, observed
-from tpkernels.norm import (
+from tpkernels.ops.norm.kernel import launch_norm_backward
+from tpkernels.ops.norm.operator import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -24,7 +25,6 @@ from tpkernels.norm import (
     norm_reference,
     rms_norm,
 )
-from tpkernels.norm_kernel import launch_norm_backward
 
 # The last has more rows than fit into the parts of one chunk's first block.
 SIZES = [(1, 1), (1, 100), (63, 65), (100, 257), (0, 65), (257, 4)]

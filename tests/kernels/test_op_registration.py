@@ -17,13 +17,13 @@ from kernel_ranks import kernel_communicator
 from rank_pool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tpkernels.arena import shard_rows
-from tpkernels.communicator import Communicator
-from tpkernels.dropout import DropoutStream
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.wgrad import wgrad_
+from tpkernels.ops.dropout import DropoutStream
+from tpkernels.ops.matmul.wgrad import wgrad_
 
 TOKENS, DIM, WIDTH = 7, 5, 3
 ops = torch.ops.tpkernels

@@ -14,7 +14,7 @@ from precision import check_errors, unwritten_is_nan, with_gaps, with_longer_row
 from rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
 from tpkernels.launch import accumulation_dtype
-from tpkernels.rope import Llama3Scaling, document_positions, rope, rope_op, rope_reference, rope_tables
+from tpkernels.ops.rope import Llama3Scaling, document_positions, rope, rope_op, rope_reference, rope_tables
 
 # Tokens, heads, head size: every head size that models have, halves that are no power of two, more heads than a
 # program has, fewer tokens than a block and more, no tokens.

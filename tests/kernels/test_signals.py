@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tpkernels import signals
-from tpkernels.signals import (
+from tpkernels.symmetric import signals
+from tpkernels.symmetric.signals import (
     AtomicWords,
     GroupPoisoned,
     OrderedWords,

@@ -18,9 +18,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpkernels import signals_kernel as signals
 from tpkernels.launch import jit, run, tl
-from tpkernels.signals_kernel import (
+from tpkernels.symmetric import signals_kernel as signals
+from tpkernels.symmetric.memory import HostMemory
+from tpkernels.symmetric.signals_kernel import (
     MISMATCH,
     TIMED_OUT,
     arrived_line,
@@ -36,7 +37,6 @@ from tpkernels.signals_kernel import (
     rank_of,
     wait,
 )
-from tpkernels.symmetric import HostMemory
 
 # More than any test waits for in vain, and few enough to end a test that would hang: 100 s of the interpreter's clock.
 MOST_POLLS = 100 * signals.TICKS_PER_SECOND

@@ -20,7 +20,7 @@ from rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from tpkernels import signals_kernel
+from tpkernels.symmetric import signals_kernel
 
 from benchmarks.compile import TARGETS
 

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
+from tpkernels.exchange.communicator import checked
 from tpkernels.fused.configs import exchange_config
-from tpkernels.fused.strategy import Operation, checked, choose, predicted, rates_of, splits_of
+from tpkernels.fused.strategy import Operation, choose, predicted, splits_of
 from tpkernels.launch import Target
-from tpkernels.work import RATES, Rates
+from tpkernels.work import RATES, Rates, rates_of
 
 H200 = RATES["H200"]
 OPERATIONS: tuple[Operation, ...] = ("gather", "scatter")

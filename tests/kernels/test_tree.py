@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels.communicator import Communicator
-from tpkernels.tree import tree_sum
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.tree import tree_sum
 
 
 def random_terms(num: int, dtype: torch.dtype = torch.float32, rows: int = 12) -> list[Tensor]:

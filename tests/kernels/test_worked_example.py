@@ -29,12 +29,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpkernels.arena import CallMismatch
-from tpkernels.copies import HostCopies
-from tpkernels.cuda_memory import VirtualMemory
-from tpkernels.device_arena import CONTROL_BYTES, DeviceArena
+from tpkernels.exchange.arena import CallMismatch
+from tpkernels.exchange.copies import HostCopies
+from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
-from tpkernels.signals import PeerError
+from tpkernels.symmetric.cuda_memory import VirtualMemory
+from tpkernels.symmetric.signals import PeerError
 
 from benchmarks.compile import TARGETS
 

@@ -42,7 +42,7 @@ from mutations import survivors
 from progress import run_program
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels import host_gemm
+from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
@@ -181,7 +181,7 @@ def train_through(config: Config, memory: bool) -> Found:
 
 def train_on_a_host_each(config: Config) -> Found:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpkernels.symmetric.host_identity", dist.get_rank)
+        patch.setattr("tpkernels.symmetric.memory.host_identity", dist.get_rank)
         patch.setattr("tpengine.distributed.process.host_identity", dist.get_rank)
         return train_through(config, memory=False)
 

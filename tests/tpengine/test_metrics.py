@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from tpkernels import host_gemm
+from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy

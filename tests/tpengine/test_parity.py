@@ -68,7 +68,7 @@ def train_on_a_host_each(config: Config) -> Outcome:
         return dist.get_rank()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpkernels.symmetric.host_identity", somewhere)
+        patch.setattr("tpkernels.symmetric.memory.host_identity", somewhere)
         patch.setattr("tpengine.distributed.process.host_identity", somewhere)
         return train_through(config, memory=False)
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from parity import config_of
 from rank_pool import RankPool
 from torch import Tensor
-from tpkernels import host_gemm
-from tpkernels.arena import exchange_bytes
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 from progress import finish, run_program, wait_until
-from tpkernels.signals import Signals, control_bytes, waits_for_peer, words_over
+from tpkernels.symmetric.signals import Signals, control_bytes, waits_for_peer, words_over
 
 from tpengine.observe.activity import Activity, Doing
 from tpengine.observe.watch import Watch

@@ -16,7 +16,7 @@ from fake_ranks import Call, check_legal, fake_rank
 from parity import config_of
 from rank_pool import RankPool
 from torch import nn
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import Corpus, open_corpus

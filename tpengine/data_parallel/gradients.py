@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from tpkernels.tree import tree_sum
+from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel import BlockSums, GradientBuckets
 from tpengine.distributed.groups import Communicators

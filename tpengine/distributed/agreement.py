@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 from torch import nn
 from torch.nn import Parameter
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 
 def describe_model(model: nn.Module) -> list[str]:

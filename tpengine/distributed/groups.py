@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from tpkernels.arena import exchange_bytes
-from tpkernels.communicator import Communicator
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.launch import accumulation_dtype
-from tpkernels.mailbox import Mailbox
 
 from tpengine.config import Config
 from tpengine.distributed.mesh import Mesh

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from tpkernels.processes import host_identity
+from tpkernels.symmetric.processes import host_identity
 
 # Names the interface that gloo listens on.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
-from tpkernels.symmetric import device_for_numbers, exchange
+from tpkernels.symmetric.memory import device_for_numbers, exchange
 
 from tpengine.config import ParallelConfig
 

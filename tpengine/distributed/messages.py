@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.symmetric import device_for_numbers
+from tpkernels.symmetric.memory import device_for_numbers
 
 
 def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 # that group, and its threads, alive beyond `stop`.
 import torch.distributed.nn.functional
 from torch import Tensor
-from tpkernels.processes import host_identity
-from tpkernels.signals import PeerError
+from tpkernels.symmetric.processes import host_identity
+from tpkernels.symmetric.signals import PeerError
 
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.loopback import loopback_variables, network_identity

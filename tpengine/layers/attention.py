@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.attention import attention_qkv, has_kernel
 from tpkernels.derivatives import differentiable_once
-from tpkernels.host_attention import AttentionDropout, causal_attention
-from tpkernels.rope import rope_tables
+from tpkernels.ops.attention import attention_qkv, has_kernel
+from tpkernels.ops.attention.host import AttentionDropout, causal_attention
+from tpkernels.ops.rope import rope_tables
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout

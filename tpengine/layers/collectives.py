@@ -1,8 +1,8 @@
 """The seam between layers and communication: differentiable pairs over a `Communicator`.
 
 Layers and buckets call a Communicator and nothing else, so that how bytes travel is decided in one place
-(tpkernels.communicator). The pairs here (gather and reduce_scatter, all_reduce and copy) are for layers of your own;
-ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul).
+(tpkernels.exchange.communicator). The pairs here (gather and reduce_scatter, all_reduce and copy) are for layers of
+your own; ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from tpkernels.communicator import Communicator, Pending
 from tpkernels.derivatives import differentiable_once
+from tpkernels.exchange.communicator import Communicator, Pending
 
 __all__ = ["Communicator", "Pending", "all_reduce", "copy", "gather", "reduce_scatter"]
 

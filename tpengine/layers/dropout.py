@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from tpkernels.dropout import DropoutStream, dropout
-from tpkernels.host_attention import AttentionDropout
+from tpkernels.ops.attention.host import AttentionDropout
+from tpkernels.ops.dropout import DropoutStream, dropout
 
 from tpengine.config import ModelConfig
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
-from tpkernels.embedding import embedding
+from tpkernels.ops.embedding import embedding
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink

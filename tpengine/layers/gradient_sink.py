@@ -19,9 +19,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from tpkernels.embedding import embedding_backward_
 from tpkernels.launch import accumulation_dtype as accumulation_dtype
-from tpkernels.wgrad import accumulate_wgrad
+from tpkernels.ops.embedding import embedding_backward_
+from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
 

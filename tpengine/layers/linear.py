@@ -23,7 +23,7 @@ from tpkernels.derivatives import refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
-from tpkernels.host_gemm import PreparedMatrix
+from tpkernels.ops.matmul.host import PreparedMatrix
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpkernels.cross_entropy import (
+from tpkernels.derivatives import differentiable_once
+from tpkernels.ops.cross_entropy.operator import (
     CombinedPartials,
     combine_partials,
     cross_entropy_gradient_,
@@ -14,7 +15,6 @@ from tpkernels.cross_entropy import (
     is_a_leafs,
     token_losses,
 )
-from tpkernels.derivatives import differentiable_once
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.collectives import Communicator

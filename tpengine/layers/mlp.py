@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tpkernels.activation import activation_backward, activation_forward
 from tpkernels.derivatives import differentiable_once
+from tpkernels.ops.activation import activation_backward, activation_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
-from tpkernels.norm import norm_backward, norm_forward
+from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink

@@ -4,7 +4,7 @@
     collect:   partial y_v[T, D] of each virtual rank v -> y[T/tp, D], added in a balanced tree;   dy_v = all_gather(dy)
 
 Between the two a virtual rank does what a real one does at tp = V, alone and in shapes that follow from V and T. So no
-operation's shape, stride or alignment depends on tp, and neither do its bits; the trees do not either (tpkernels.tree).
+operation's shape, stride or alignment depends on tp, and neither do its bits; nor do the trees (exchange/tree.py).
 Elementwise additions and products between activations need no such care: their results do not depend on shapes.
 
 The price: gathers and sums are not overlapped with matmuls, partial sums travel in at least float32, each matmul is a
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once, refuse_second_order
-from tpkernels.host_gemm import product
+from tpkernels.ops.matmul.host import product
 
 from tpengine.layers.attention import attend
 from tpengine.layers.collectives import Communicator

@@ -184,7 +184,7 @@ class Transformer(nn.Module):
         Args:
             num_tokens: of a micro-batch, all tp ranks'.
 
-        Memory: on CPUs where it helps (tpkernels.host_gemm), two more copies of the matrices.
+        Memory: on CPUs where it helps (tpkernels.ops.matmul.host), two more copies of the matrices.
         """
         for layer in self._matmuls():
             layer.prepare(num_tokens)

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from tpkernels.signals import waits_for_peer
+from tpkernels.symmetric.signals import waits_for_peer
 
 from tpengine.last_words import RANK_FAILED, one_line, say
 from tpengine.observe.activity import Activity, Doing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.mailbox import Mailbox
+from tpkernels.exchange.mailbox import Mailbox
 
 from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.pipeline.executor import Handler

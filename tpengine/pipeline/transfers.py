@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from tpkernels.host_memory import MemoryRefused
-from tpkernels.mailbox import Mailbox
+from tpkernels.exchange.mailbox import Mailbox
+from tpkernels.symmetric.host_memory import MemoryRefused
 
 from tpengine.plan import Action, Kind, Plan, TensorSpec, receive_slots
 from tpengine.plan.actions import RECEIVES

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.arena import shard_rows
-from tpkernels.communicator import Communicator, communicator_named
 from tpkernels.derivatives import differentiable_once, refuse_tangents
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter, scatter_and_gather
 
 _NAME = "all_gather_matmul"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tpkernels.launch import INTERPRETED, Target, cdiv
-from tpkernels.matmul.configs import MatmulConfig
+from tpkernels.ops.matmul.configs import MatmulConfig
 
 # By target, from large to small; the first whose tiles are at most half empty and keep half the GPU busy.
 _HOPPER = (

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.arena import shard_rows
-from tpkernels.communicator import Communicator
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
 from tpkernels.fused.strategy import Operation, choose
-from tpkernels.host_gemm import Matrix, accumulate_product, product, rows_are_independent
-from tpkernels.matmul.kernel import KERNEL_DTYPES
+from tpkernels.ops.matmul.host import Matrix, accumulate_product, product, rows_are_independent
+from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
 # What can be multiplied and summed whichever way an exchange takes. Kernels take all but float64.
 DTYPES = (*KERNEL_DTYPES, torch.float64)

@@ -15,16 +15,15 @@ of rank+1, rank+2, ..., each tile once the flag of its split is up. What arrives
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
 from tpkernels.launch import cdiv, jit, num_processors, power_of_2, run, target_of, tl
-from tpkernels.matmul.epilogue import finish
-from tpkernels.matmul.kernel import Operand, num_parts
-from tpkernels.matmul.tiles import multiply, place
-from tpkernels.signals_kernel import (
+from tpkernels.ops.matmul.epilogue import finish
+from tpkernels.ops.matmul.kernel import Operand, num_parts
+from tpkernels.ops.matmul.tiles import multiply, place
+from tpkernels.symmetric.signals_kernel import (
     arrived_line,
     begin,
     block_of,
@@ -34,11 +33,9 @@ from tpkernels.signals_kernel import (
     epoch_of,
     fetched_line,
     is_last_claim,
-    meet,
     notify,
     published_line,
     rank_of,
-    report,
     wait,
     wait_for_copy,
 )
@@ -95,34 +92,6 @@ def publish_kernel(
         for i in range(1, WORLD):
             notify(p_control, (rank + i) % WORLD, published_line(rank), epoch, call)
         end_launch(p_control, epoch, generation)
-
-
-@jit(do_not_specialize=["first", "count", "world", "generation", "call"])
-def wait_kernel(
-    control: tl.int64,
-    first: tl.int32,
-    count: tl.int32,
-    world: tl.int32,
-    generation: tl.int32,
-    call: tl.int32,
-    SENT: tl.constexpr,
-) -> None:
-    """Wait for `count` ranks from `first` on in the newest call of a generation: until their blocks may be read, or if
-    SENT until what they send has arrived.
-    """
-    p_control = control_at(control)
-    epoch = epoch_of(p_control, generation)
-    for i in range(count):
-        peer = (first + i) % world
-        wait(p_control, peer, arrived_line(peer, 0) if SENT else published_line(peer), epoch, call)
-    # A peer that gave up and ran on has poisoned the group before it raised these flags.
-    report(p_control)
-
-
-@jit(do_not_specialize=["call"])
-def meet_kernel(control: tl.int64, call: tl.int32) -> None:
-    """Wait until every rank has ended all calls before this one."""
-    meet(control_at(control), call)
 
 
 @jit
@@ -271,18 +240,6 @@ def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) ->
         BLOCK_COLUMNS=block_columns,
         num_warps=4,
     )
-
-
-def launch_wait(arena: DeviceArena, first: int, count: int, generation: int, call: int, *, sent: bool = False) -> None:
-    """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
-    with torch.cuda.device_of(arena.control):
-        run(wait_kernel, (1,), arena.address, first, count, arena.world, generation, call, SENT=sent, num_warps=1)
-
-
-def launch_meet(arena: DeviceArena, call: int) -> None:
-    """Wait on the current stream until every rank has ended all calls before this one."""
-    with torch.cuda.device_of(arena.control):
-        run(meet_kernel, (1,), arena.address, call, num_warps=1)
 
 
 def launch_gather_matmul(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.communicator import Communicator, communicator_named
 from tpkernels.derivatives import differentiable_once, refuse_tangents
+from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import matmul_then_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem
 

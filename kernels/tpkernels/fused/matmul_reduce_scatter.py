@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.arena import shard_rows
-from tpkernels.communicator import Communicator, communicator_named
 from tpkernels.derivatives import differentiable_once, refuse_tangents
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter
 
 _NAME = "matmul_reduce_scatter"

@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.arena import CallMismatch, exchange_bytes, piece_of, shard_rows
-from tpkernels.copies import Copy, Fetch
-from tpkernels.device_arena import DeviceArena, shard_pieces
+from tpkernels.exchange.arena import CallMismatch, exchange_bytes, piece_of, shard_rows
+from tpkernels.exchange.copies import Copy, Fetch
+from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
 from tpkernels.fused.configs import exchange_config
-from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_meet, launch_publish, launch_wait
+from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
 from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
 from tpkernels.launch import cdiv, target_of
-from tpkernels.matmul.kernel import launch_matmul
-from tpkernels.signals import PeerError
-from tpkernels.signals_kernel import FETCHED, MAX_SPLITS
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.symmetric.signals import PeerError
+from tpkernels.symmetric.signals_kernel import FETCHED, MAX_SPLITS
+from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 
 `matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last, and stores them into its slot of the
 owner's block; the flag goes up behind the last tile of an owner's rows. A program waits for every
-rank's flag (gather_kernel.wait_kernel), then `sum_slots_kernel` adds the slots, in a balanced tree of ranks (tree.py),
+rank's flag (wait_kernels.wait_kernel), then `sum_slots_kernel` adds the slots, in a balanced tree of ranks (tree.py),
 in float32: the same bits on every run. Many programs that wait would keep the peers' matmuls off a GPU that is shared.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.device_arena import DeviceArena
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
 from tpkernels.launch import cdiv, jit, num_processors, run, target_of, tl
-from tpkernels.matmul.epilogue import finish
-from tpkernels.matmul.kernel import Operand, num_parts
-from tpkernels.matmul.tiles import multiply, place
-from tpkernels.signals_kernel import (
+from tpkernels.ops.matmul.epilogue import finish
+from tpkernels.ops.matmul.kernel import Operand, num_parts
+from tpkernels.ops.matmul.tiles import multiply, place
+from tpkernels.symmetric.signals_kernel import (
     arrived_line,
     begin,
     block_of,

@@ -10,12 +10,11 @@ all ranks share, and of one table of rates (work.py), never of a measurement.
 
 from __future__ import annotations
 
-import re
-from typing import Literal, get_args
+from typing import Literal
 
-from tpkernels.signals_kernel import MAX_SPLITS
+from tpkernels.exchange.communicator import Strategy
+from tpkernels.symmetric.signals_kernel import MAX_SPLITS
 from tpkernels.work import (
-    RATES,
     Rates,
     Work,
     all_gather_work,
@@ -27,38 +26,9 @@ from tpkernels.work import (
     reduce_scatter_work,
 )
 
-Strategy = Literal["plain", "fused", "push"]
 Operation = Literal["gather", "scatter"]
 # Matrix units compute 64 rows even of a shard that has fewer.
 _LEAST_ROWS = 64
-_AUTO = "auto"
-
-
-def checked(strategy: str) -> str:
-    """The strategy that a user names, if there is such a one.
-
-    Raises:
-        ValueError: there is not.
-    """
-    if strategy not in (_AUTO, *get_args(Strategy)):
-        raise ValueError(f"strategy must be auto, plain, fused or push: got {strategy!r}: use auto")
-    return strategy
-
-
-def rates_of(device_name: str) -> Rates | None:
-    """Rates of a GPU by the name that its driver gives.
-
-    Args:
-        device_name: as torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3".
-
-    Returns:
-        Those of the model in work.RATES that the name contains as a word; None if it contains none, or names a card of
-        that model on PCIe, or with a bridge to one other, whose links are not those of the table.
-    """
-    words = re.findall(r"[A-Za-z0-9]+", device_name.upper())
-    if "PCIE" in words or "NVL" in words:
-        return None
-    return next((rates for model, rates in RATES.items() if model in words), None)
 
 
 def choose(

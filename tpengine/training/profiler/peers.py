@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from tpkernels.processes import host_identity, lives
+from tpkernels.symmetric.processes import host_identity, lives
 
 from tpengine.distributed.process import link_device
 

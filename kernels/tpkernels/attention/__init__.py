@@ -1,5 +1,0 @@
-"""Attention: operator.py says what it computes."""
-
-from tpkernels.attention.operator import attention, attention_qkv, has_kernel
-
-__all__ = ["attention", "attention_qkv", "has_kernel"]

@@ -1,0 +1,382 @@
+"""The arena of a group: symmetric memory, its signals, and the two ways in which data moves through it.
+
+    gather           each rank publishes a shard; the others read it in place, own shard first
+    reduce_scatter   each rank writes partial results for their owners, the owner's own last, and adds what it was given
+
+Both hand the work on each piece to the caller as soon as it may begin, so that a matmul computes while other ranks are
+still busy; and both end only when every peer has been heard (signals.py, pattern 2), so that calls need no barrier
+between them. Nothing here is a collective of a process group.
+
+What is larger than a generation of the arena moves in pieces, each a call of its own with its own epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.exchange.tree import tree_sum
+from tpkernels.symmetric.memory import ALIGNMENT_BYTES, HostMemory, check_num_bytes
+from tpkernels.symmetric.processes import close_to_children
+from tpkernels.symmetric.signals import PeerError, Signals, control_bytes, words_over, wrapped
+
+NUM_GENERATIONS = 2
+# What splitting a matmul costs: the copies of its parts to their places.
+_SOON_SECONDS = 1e-4
+_OPERATIONS = (
+    "a refused call",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)
+
+
+# The announcement of a rank that takes part in a call only to say that it cannot.
+_REFUSED = (0, 0, 0, 0, 0, 0)
+# An operator's forward and its dual carry one name; that one gathers and the other scatters tells them apart.
+_GATHERS, _SCATTERS = 1, 2
+
+
+class CallMismatch(ValueError):
+    """The ranks of a group made different calls; all of them raise."""
+
+
+def shard_rows(num_rows: int, world: int, rank: int) -> slice:
+    """The rows that `rank` holds of `num_rows`: ceil(num_rows / world) each, the last ranks fewer or none."""
+    most = -(-num_rows // world)
+    return slice(min(rank * most, num_rows), min((rank + 1) * most, num_rows))
+
+
+def exchange_bytes(num_rows: int, row_bytes: int, world: int) -> int:
+    """Bytes of arena with which a gather or reduce-scatter of so many rows moves in one piece."""
+    slot_bytes = -(-num_rows // world) * row_bytes
+    return NUM_GENERATIONS * world * (-(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+
+
+class Arena:
+    """One rank's part in the exchanges of its group.
+
+    Args:
+        memory: the group's symmetric memory.
+        generation_bytes: of each of its two generations.
+        name: the group, for messages.
+        members: numbers of the ranks among all processes, for messages.
+        timeout_seconds: how long to wait for a peer.
+        first_epoch: the number before that of the first call.
+
+    Attributes:
+        rank, world: this rank's place in the group and the number of ranks.
+        generation_bytes, memory: as given.
+        signals: flags and poison; `signals.timeout_seconds` may be changed.
+
+    Use `Arena.open`. All ranks make the same calls in the same order, with the same sizes; a rank that calls something
+    else is noticed, and every rank raises CallMismatch.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        generation_bytes: int,
+        name: str,
+        members: Sequence[int],
+        timeout_seconds: float,
+        first_epoch: int = 0,
+    ) -> None:
+        self.memory, self.generation_bytes, self.name = memory, generation_bytes, name
+        self.rank, self.world = memory.rank, memory.world
+        self._members = members
+        self._peers = [(self.rank + i) % self.world for i in range(1, self.world)]
+        size = control_bytes(self.world)
+        self._data_offset = round_to_pages(size)
+        areas = [words_over(memory.bytes_of(rank, 0, size)) for rank in range(self.world)]
+        self.signals = Signals(areas, self.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
+        close_to_children(self, f"the arena of group {name}", "signals", "memory")
+        self._epoch = first_epoch
+        self._ended_by: BaseException | None = None
+        for peer in self._peers:
+            # Nobody reads these before the barrier that ends `open`.
+            self.signals.notify(peer, wrapped(first_epoch))
+
+    @classmethod
+    def open(
+        cls, group: ProcessGroup, num_bytes: int, *, timeout_seconds: float = 300.0, first_epoch: int = 0
+    ) -> Arena:
+        """Make the arena of a group whose ranks share a host; collective, once, before anything is exchanged.
+
+        Args:
+            group: the ranks, over gloo.
+            num_bytes: for data, a rank: two generations of half of it.
+            timeout_seconds: how long a call waits for a peer that lives.
+            first_epoch: for tests of what happens near the largest epoch.
+
+        Raises:
+            MemoryRefused: on all ranks alike; see HostMemory.allocate.
+            ValueError: num_bytes is no number of bytes, or not the same on all ranks.
+        """
+        check_num_bytes("an arena's size", num_bytes)
+        generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
+        world = dist.get_world_size(group)
+        total = round_to_pages(control_bytes(world)) + NUM_GENERATIONS * generation_bytes
+        memory = HostMemory.allocate(group, total)
+        members = dist.get_process_group_ranks(group)
+        arena = cls(memory, generation_bytes, group.group_name, members, timeout_seconds, first_epoch)
+        dist.barrier(group)
+        return arena
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest call, as int32."""
+        return wrapped(self._epoch)
+
+    def reset(self) -> None:
+        """Make a poisoned group usable again; collective. No rank may be in the middle of a call.
+
+        Raises:
+            PeerTimeout, PeerGone: a rank took no part.
+        """
+        self._epoch = self.signals.reset(self.epoch)
+
+    def refuse(self, message: str) -> NoReturn:
+        """Take part in the call that the other ranks make only to say that this rank cannot; raise ValueError.
+
+        The others raise CallMismatch, instead of waiting for this rank in vain.
+        """
+        self._begin(_REFUSED)
+        for peer in self._peers:
+            self.signals.notify(peer, self.epoch)
+        self._hear_all(_REFUSED)
+        raise ValueError(message)
+
+    def gather(
+        self, x: Tensor, num_rows: int, operation: str, *, into: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Publish this rank's shard and yield every shard as it arrives.
+
+        Args:
+            x: [rows, columns], this rank's shard: `shard_rows(num_rows, world, rank)`.
+            num_rows: of all shards.
+            operation: what for, in messages.
+            into: [num_rows, columns]; if all shards come at once, they are copied into it and yielded as one.
+
+        Yields:
+            (rows of the whole, shard [rows, columns]): this rank's own, which is `x` itself, then that of rank + 1, ...
+            A peer's shard is its memory, to be read before the next one is asked for, and never kept. Or once, of all
+            rows, `into`.
+
+        Raises:
+            CallMismatch: on all ranks, if they call different things.
+            ValueError: `x` is not this rank's shard, or a row does not fit; on other ranks CallMismatch.
+            PeerError: a peer is missing.
+        """
+        columns, item = x.shape[1], x.element_size()
+        own = shard_rows(num_rows, self.world, self.rank)
+        if len(x) != own.stop - own.start:
+            self.refuse(
+                f"rank {self.rank} of {self.world} holds {own.stop - own.start} of {num_rows} rows: {operation} got "
+                f"{len(x)}: pass rows {own.start} to {own.stop}, or another num_tokens"
+            )
+        rows_a_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
+        most = -(-num_rows // self.world)
+        for first in range(0, max(most, 1), rows_a_piece):
+            call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
+            generation = self._begin(call)
+            with self._poison_if_left(operation):
+                piece = x[first : first + rows_a_piece]
+                self._block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
+                for peer in self._peers:
+                    self.signals.notify(peer, self.epoch)
+                shards = self._peers_shards(num_rows, columns, x.dtype, first, rows_a_piece, generation, call)
+                if into is not None and most <= rows_a_piece and self._all_come_soon():
+                    into[own].copy_(x)
+                    for rows, shard in shards:
+                        into[rows].copy_(shard)
+                    yield slice(0, num_rows), into
+                else:
+                    yield piece_of(own, first, rows_a_piece), piece
+                    yield from shards
+
+    def _peers_shards(
+        self,
+        num_rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        first: int,
+        rows_a_piece: int,
+        generation: int,
+        call: tuple[int, ...],
+    ) -> Iterator[tuple[slice, Tensor]]:
+        for peer in self._peers:
+            self._wait(peer, generation, call)
+            rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+            yield rows, self._block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
+
+    def reduce_scatter(
+        self,
+        num_rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        partial: Callable[[slice, Tensor | None], Tensor],
+        operation: str,
+    ) -> Tensor:
+        """Sum every rank's partial rows at their owners.
+
+            y[shard_rows(T), D] = sum over ranks of partial(rows)
+
+        Args:
+            num_rows, columns, dtype: T, D and dtype of the partial results.
+            partial: (rows, out) -> this rank's partial result for these rows, in `out` where one is given; otherwise a
+                new tensor, which is added to and returned.
+            operation: what for, in messages.
+
+        Returns:
+            A new tensor, this rank's rows.
+
+        Raises:
+            As `gather`.
+
+        Numerics: added in a balanced tree of ranks (tree.py), in promote_types(dtype, float32): the same bits on every
+        run.
+        """
+        item = dtype.itemsize
+        own = shard_rows(num_rows, self.world, self.rank)
+        slot_bytes = self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        rows_a_piece = self._rows_that_fit(slot_bytes, columns * item, operation)
+        most = -(-num_rows // self.world)
+        is_whole = most <= rows_a_piece
+        total = torch.empty(own.stop - own.start, columns, dtype=dtype)
+        for first in range(0, max(most, 1), rows_a_piece):
+            call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
+            generation = self._begin(call)
+            with self._poison_if_left(operation):
+                for peer in self._peers:
+                    rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+                    shape = (rows.stop - rows.start, columns)
+                    if shape[0]:
+                        partial(rows, self._block(self.rank, generation, peer * slot_bytes, shape, dtype))
+                    self.signals.notify(peer, self.epoch)
+                rows = piece_of(own, first, rows_a_piece)
+                piece = total[first : first + rows_a_piece]
+                if len(piece):
+                    # Matmuls fill a new tensor faster than a given one (host_gemm.product).
+                    piece = partial(rows, None if is_whole else piece)
+                for peer in self._peers:
+                    self._wait(peer, generation, call)
+                slots = [
+                    self._block(peer, generation, self.rank * slot_bytes, piece.shape, dtype)
+                    for peer in range(self.world)
+                ]
+                _add_to_own(slots, self.rank, piece)
+                if is_whole:
+                    total = piece
+        return total
+
+    def _rows_that_fit(self, room_bytes: int, row_bytes: int, operation: str) -> int:
+        rows = room_bytes // max(row_bytes, 1)
+        if not rows:
+            self.refuse(
+                f"a row must fit into the arena: {operation} has rows of {row_bytes} bytes, the arena room for "
+                f"{room_bytes}: open it with {exchange_bytes(self.world, row_bytes, self.world)} bytes"
+            )
+        return rows
+
+    def _begin(self, call: tuple[int, ...]) -> int:
+        """Begin a call, on a generation that nobody reads any more."""
+        self.signals.raise_if_poisoned()
+        self._ended_by = None
+        self._epoch += 1
+        generation = self._epoch % NUM_GENERATIONS
+        self.signals.announce(generation, call)
+        return generation
+
+    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+        self.signals.wait(peer, self.epoch, call[0])
+        theirs = self.signals.announced(peer, generation, len(call))
+        if theirs != call:
+            self._hear_all(call)
+            self._ended_by = CallMismatch(
+                f"every rank of group {self.name} must make the same call: rank {self._members[self.rank]} calls "
+                f"{_describe(call)}, rank {self._members[peer]} {_describe(theirs)}: make both the same"
+            )
+            raise self._ended_by
+
+    def _all_come_soon(self) -> bool:
+        """Whether every peer has published, or does within the time that a matmul would lose by being split."""
+        end = time.perf_counter() + _SOON_SECONDS
+        while not all(self.signals.has_notified(peer, self.epoch) for peer in self._peers):
+            if time.perf_counter() > end:
+                return False
+            os.sched_yield()
+        return True
+
+    def _hear_all(self, call: tuple[int, ...]) -> None:
+        """Wait for every peer, as each call must before the next one writes where they may still read."""
+        for peer in self._peers:
+            self.signals.wait(peer, self.epoch, call[0])
+
+    @contextlib.contextmanager
+    def _poison_if_left(self, operation: str) -> Iterator[None]:
+        """Tell the others if this rank leaves a call before its end: they would wait for it in vain."""
+        try:
+            yield
+        except BaseException as error:
+            # After a mismatch every rank raises, each having heard all others; after a PeerError the group is poisoned.
+            if error is not self._ended_by and not isinstance(error, PeerError):
+                self.signals.fail(_OPERATIONS.index(operation), self.epoch)
+            raise
+
+    def _block(
+        self, owner: int, generation: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        offset = self._data_offset + generation * self.generation_bytes + offset_bytes
+        return self.memory.block(owner, offset, shape, dtype)
+
+
+def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
+    """What all ranks must agree on, as int32 words."""
+    sizes = (num_rows, columns, first)
+    return (_OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
+
+
+def _dtype_number(dtype: torch.dtype) -> int:
+    """A number for each dtype, the same in every process."""
+    return zlib.crc32(str(dtype).encode()) & 0x7FFFFFFF
+
+
+def _describe(call: tuple[int, ...]) -> str:
+    operation, kind, num_rows, columns, first, dtype = call
+    if operation == 0:
+        return "something it refused"
+    names = {
+        _dtype_number(t): str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)
+    }
+    name = names.get(dtype, "of an unknown dtype")
+    what = "gathers rows" if kind == _GATHERS else "scatters sums"
+    return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {what}"
+
+
+def piece_of(rows: slice, first: int, num_rows: int) -> slice:
+    """The piece of `rows` that begins at its row `first` and has at most `num_rows`."""
+    return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
+
+
+def _add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
+    """own = the tree's sum of the slots, with `own` in the place of slots[rank]."""
+    tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
+
+
+def round_to_pages(num_bytes: int) -> int:
+    """The smallest whole number of pages, at least one, that holds so many bytes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return max(page, -(-num_bytes // page) * page)

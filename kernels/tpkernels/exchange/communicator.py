@@ -1,0 +1,515 @@
+"""One group of ranks as operators, layers and buckets see it: gather, reduce-scatter, all-reduce, and how they travel.
+
+A communicator of one rank does nothing and copies nothing. Over an arena (ranks of one host, CPU tensors) the exchanges
+are reads of the peers' memory; otherwise they are collectives of the process group. Over a device arena (GPUs that can
+address each other) the fused matmuls' exchanges are made by their kernels, all others by collectives. Which of these is
+decided when the communicator is made, and said once.
+
+The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
+not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.58 ms instead of 0.68 (gather) and 0.68 ms
+instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results), and the sum is taken in a balanced tree of
+ranks, so that it is the same on every run.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NoReturn, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.exchange.arena import Arena, shard_rows
+from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.tree import tree_sum
+from tpkernels.launch import INTERPRETED
+from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
+from tpkernels.symmetric.host_memory import MemoryRefused
+from tpkernels.symmetric.memory import check_num_bytes
+from tpkernels.symmetric.processes import close_to_children
+
+# Which way a sharded matmul and its exchange are done: fused/strategy.py.
+Strategy = Literal["plain", "fused", "push"]
+_AUTO = "auto"
+_ALONE = "alone"
+# By which every exchange begins.
+_CLOSED_TO_CHILDREN = (
+    "group",
+    "arena",
+    "device_arena",
+    "arena_for",
+    "device_arena_for",
+    "start_all_reduce",
+    "start_all_reduce_in_tree",
+    "broadcast_",
+    "_start",
+)
+# What torch adds: no float8 and no wide unsigned integers.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SUMMABLE = frozenset((*_FLOATS, *_INTEGERS))
+
+
+def checked(strategy: str) -> str:
+    """The strategy that a user names, if there is such a one.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if strategy not in (_AUTO, *get_args(Strategy)):
+        raise ValueError(f"strategy must be auto, plain, fused or push: got {strategy!r}: use auto")
+    return strategy
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until the result is there (on CUDA: until the current stream will see it)."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class _Done:
+    """A collective that has ended, or one of a single rank."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Staged:
+    """A collective on a host copy of a CUDA tensor: waiting copies the result back."""
+
+    def __init__(self, pending: Pending, host: Tensor, target: Tensor) -> None:
+        self.pending, self.host, self.target = pending, host, target
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.target.copy_(self.host)
+
+    def is_completed(self) -> bool:
+        return self.pending.is_completed()
+
+
+class _Submitted:
+    """An exchange that the communicator's thread does; the future says when it has ended, as perf_counter_ns."""
+
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def ended_ns(self) -> int:
+        """When it ended, by time.perf_counter_ns, for a trace; waits until then."""
+        return self._future.result()
+
+    def settle(self) -> None:
+        """Wait until it has ended, whatever came of it."""
+        concurrent.futures.wait([self._future])
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class Communicator:
+    """One process group.
+
+    Args:
+        group: the ranks; None stands for this rank alone.
+        arena_bytes: make exchanges of CPU tensors between ranks of one host read the peers' memory, through an arena of
+            so many bytes a rank (what is larger moves in pieces). 0 makes none. Then the constructor is collective.
+            Where the ranks are on several hosts, or the memory is refused, collectives are used instead, and the
+            group's first rank says so. With a GPU as `device`, an arena for the fused matmuls' kernels is made instead.
+        device: what the arena is for; where kernels are interpreted (launch.py), one for them is made on a CPU too.
+        strategy: of the fused matmuls over a device arena: "auto" chooses by sizes (fused/strategy.py), "plain" takes
+            collectives, "fused" the copy engine, "push" stores of the kernel to gather.
+        timeout_seconds: how long an exchange through the arena waits for a peer that lives.
+
+    Raises:
+        ValueError: arena_bytes is no number of bytes, or not the same on all ranks; an unknown strategy.
+
+    Attributes:
+        rank, size: this rank's place in the group and the number of ranks.
+        name: by which registered operators find the communicator, in this process.
+        arena: None if collectives are used.
+        device_arena: of the fused matmuls' kernels; None if there is none.
+        strategy: as given.
+
+    A copy (copy.deepcopy of a module that holds one, for an average of its weights) shares the communicator. To pickle
+    one raises TypeError. In a forked child every exchange raises RuntimeError.
+
+    Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
+        in the same order. Numerics: reduce-scatters over gloo, all sums over the arena and those called `in_tree` add
+        in a balanced tree of ranks (tree.py): the same bits on every run. Where the group is gloo's and tensors live on
+        a GPU (several ranks on one card), data is staged through the host.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        *,
+        arena_bytes: int = 0,
+        device: torch.device | None = None,
+        strategy: str = "auto",
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.group, self.strategy = group, checked(strategy)
+        if arena_bytes != 0:
+            check_num_bytes("arena_bytes, or 0 for no arena,", arena_bytes)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._gloo = group is not None and dist.get_backend(group) == "gloo"
+        self.arena: Arena | None = None
+        self.device_arena: DeviceArena | None = None
+        if arena_bytes and self.size > 1:
+            assert group is not None
+            device = torch.device("cpu") if device is None else device
+            try:
+                if device.type == "cpu":
+                    self.arena = Arena.open(group, arena_bytes, timeout_seconds=timeout_seconds)
+                if device.type != "cpu" or INTERPRETED:
+                    self.device_arena = DeviceArena.open(group, arena_bytes, device, timeout_seconds=timeout_seconds)
+            except MemoryRefused as error:
+                if self.rank == 0:
+                    print(f"tpkernels: group {group.group_name} uses collectives: {error}", file=sys.stderr)
+        self._thread: ThreadPoolExecutor | None = None
+        self._newest: _Submitted | None = None
+        self.name = _ALONE
+        if group is not None and self.size > 1:
+            self.name = next(name for i in itertools.count() if (name := f"{group.group_name}/{i}") not in _BY_NAME)
+            _BY_NAME[self.name] = self
+            close_to_children(self, f"the communicator of group {group.group_name}", *_CLOSED_TO_CHILDREN)
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Share it: a copy of a layer speaks to the same ranks, in the same order of calls."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.size == 1 and self.group is None:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"a communicator stands for running processes and cannot be saved or sent: got that of group "
+            f"{self.name} in a pickle: save model.state_dict() of a module that holds one, or write a checkpoint, and "
+            "build the module anew"
+        )
+
+    def arena_for(self, x: Tensor) -> Arena | None:
+        """The arena if an exchange of `x` goes through it; it is the caller's to use until it returns."""
+        if torch.compiler.is_compiling():
+            # What other processes write cannot be traced; the registered operators are opaque to torch.compile.
+            torch._dynamo.graph_break()
+        if self._newest is not None:
+            # An exchange under way comes first on all ranks. If it fails, its own `wait` says so, and until a reset the
+            # poisoned arena.
+            self._newest.settle()
+        return self.arena if x.device.type == "cpu" else None
+
+    def device_arena_for(self, x: Tensor) -> DeviceArena | None:
+        """The device arena if kernels can exchange and multiply `x`."""
+        if self.device_arena is None or x.dtype not in KERNEL_DTYPES:
+            return None
+        return self.device_arena if x.device == self.device_arena.control.device else None
+
+    def check(self) -> None:
+        """Raise if a kernel of this group has given up, as far as this rank has heard; call it after a synchronisation.
+
+        Raises:
+            PeerError, CallMismatch: see DeviceArena.check.
+        """
+        if self.device_arena is not None:
+            self.device_arena.check_all()
+
+    def refuse(self, x: Tensor, message: str) -> NoReturn:
+        """Raise ValueError for a call with `x` that cannot work, and make the other ranks raise where an arena lets us.
+
+        Over collectives the others wait for this rank, as they do in any program whose ranks differ. A device arena is
+        poisoned, unless no kernel takes x's dtype: the others may be anywhere in what they have launched.
+        """
+        by_kernels = self.device_arena_for(x)
+        if by_kernels is not None:
+            by_kernels.refuse(message)
+        arena = self.arena_for(x)
+        if arena is not None:
+            arena.refuse(message)
+        raise ValueError(message)
+
+    @torch.no_grad()
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate the ranks' tensors along dim 0.
+
+            y[R*n, ...] = all_gather(x[n, ...])
+
+        Args:
+            x: the same shape and dtype on every rank.
+
+        Returns:
+            A new tensor; with one rank `x` itself.
+
+        Raises:
+            ValueError: over an arena, a row (an element of dim 0) does not fit into it.
+            PeerError: over an arena, a peer did not take part; so do the other exchanges. Sums also raise ValueError
+                for a dtype that cannot be added: float8, unsigned integers of more than 8 bits.
+
+        Cost: each rank sends (R - 1) times its bytes.
+        """
+        return self.all_gather_rows(x, self.size * x.shape[0])
+
+    @torch.no_grad()
+    def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
+        """Concatenate shards of `num_rows` rows: y[num_rows, ...] = all_gather(x[shard_rows(num_rows), ...]).
+
+        Returns:
+            A new tensor; with one rank `x` itself.
+        """
+        if self.size == 1:
+            return x
+        arena = self.arena_for(x)
+        if arena is None:
+            return self._gather_by_collective(x, num_rows)
+        full = x.new_empty(num_rows, *x.shape[1:])
+        flat = full.view(num_rows, full[:1].numel())
+        for rows, shard in arena.gather(x.reshape(len(x), flat.shape[1]), num_rows, operation):
+            flat[rows].copy_(shard)
+        return full
+
+    @torch.no_grad()
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum the ranks' tensors and keep this rank's slice of dim 0.
+
+            y[shard_rows(T), ...] = sum over ranks of x[T, ...]
+
+        Args:
+            x: the same shape on every rank. Each rank keeps ceil(T/R) rows, the last ones fewer or none.
+
+        Returns:
+            A new tensor; with one rank `x` itself.
+
+        Cost: each rank sends (R - 1)/R of its bytes. Over gloo extra memory of one tensor.
+        """
+        if self.size == 1:
+            return x
+        self._check_sum(x, "reduce_scatter")
+        arena = self.arena_for(x)
+        if arena is None:
+            return self._reduce_scatter_by_collective(x)
+        flat = x.reshape(len(x), x[:1].numel())
+        total = arena.reduce_scatter(
+            len(flat), flat.shape[1], x.dtype, lambda rows, out: _copied(flat[rows], out), "reduce_scatter"
+        )
+        return total.view(len(total), *x.shape[1:])
+
+    @torch.no_grad()
+    def reduce_scatter_in_tree(self, terms: Sequence[Tensor]) -> Tensor:
+        """Sum several tensors a rank over all ranks in one balanced tree, and keep this rank's slice of dim 0.
+
+            y[shard_rows(T), ...] = tree over ranks r, terms i of x_ri[T, ...],   in the order x_00, x_01, ..., x_10
+
+        With a power of two of terms on each rank the bits depend on the terms alone, not on how many ranks hold them.
+
+        Args:
+            terms: equally many on every rank, of one shape and dtype.
+
+        Returns:
+            A new tensor in promote_types(dtype, float32).
+
+        Cost: each rank sends (R - 1)/R of a term's elements, in promote_types(dtype, float32).
+        """
+        if self.size == 1:
+            return tree_sum(terms)
+        self._check_sum(terms[0], "reduce_scatter_in_tree")
+        arena = self.arena_for(terms[0])
+        if arena is None:
+            return self._reduce_scatter_by_exchange(tree_sum(terms))
+        flat = [term.reshape(len(term), -1) for term in terms]
+        wide = torch.promote_types(terms[0].dtype, torch.float32)
+        total = arena.reduce_scatter(
+            len(flat[0]),
+            flat[0].shape[1],
+            wide,
+            lambda rows, out: tree_sum([term[rows] for term in flat], out),
+            "reduce_scatter",
+        )
+        return total.view(len(total), *terms[0].shape[1:])
+
+    @torch.no_grad()
+    def all_reduce_in_tree_(self, x: Tensor) -> Tensor:
+        """Sum the ranks' tensors in place, in a balanced tree of ranks whatever the transport. Returns x."""
+        self.start_all_reduce_in_tree(x).wait()
+        return x
+
+    def start_all_reduce_in_tree(self, x: Tensor) -> Pending:
+        """As `start_all_reduce`, in a balanced tree of ranks whatever the transport.
+
+        Where there is no arena, it has been done when this returns.
+        """
+        if self.size == 1 or (self.arena is not None and x.device.type == "cpu"):
+            return self.start_all_reduce(x)
+        self._check_sum(x, "all_reduce")
+        flat = x.reshape(-1)
+        total = self._reduce_scatter_by_exchange(flat)
+        x.copy_(self._gather_by_collective(total, len(flat)).view(x.shape))
+        return _Done()
+
+    @torch.no_grad()
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum the ranks' tensors in place: x = sum over ranks of x. Returns x."""
+        self._check_sum(x, "all_reduce")
+        arena = self.arena_for(x)
+        if arena is None:
+            self._start(x, dist.ReduceOp.SUM).wait()
+        else:
+            _all_reduce_through(arena, x)
+        return x
+
+    def all_reduce_max_(self, x: Tensor) -> Tensor:
+        """Take the elementwise maximum over the ranks in place. Returns x."""
+        self._start(x, dist.ReduceOp.MAX).wait()
+        return x
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """Overwrite the ranks' tensors with that of the group's rank 0. Returns x."""
+        if self.size > 1:
+            host = x.cpu().contiguous() if self._gloo else x.contiguous()
+            dist.broadcast(host, group=self.group, group_src=0)
+            if host is not x:
+                x.copy_(host)
+        return x
+
+    def start_all_reduce(self, x: Tensor) -> Pending:
+        """Begin summing the ranks' tensors in place; `x` must not be touched before `wait()` of the result.
+
+        Over an arena a thread of this communicator does it, one sum after the other.
+        """
+        self._check_sum(x, "all_reduce")
+        if self.arena is None or x.device.type != "cpu":
+            return self._start(x, dist.ReduceOp.SUM)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self.name}")
+        self._newest = _Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
+        return self._newest
+
+    def _check_sum(self, x: Tensor, operation: str) -> None:
+        """Refuse a dtype that cannot be added before the call begins, which it would leave poisoned."""
+        if x.dtype not in _SUMMABLE and self.size > 1:
+            self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
+
+    def _start(self, x: Tensor, op: Any) -> Pending:
+        if self.size == 1:
+            return _Done()
+        if (self._gloo and x.is_cuda) or not x.is_contiguous():
+            # What lies between the elements of a tensor with gaps is nobody's to sum.
+            host = x.cpu().contiguous() if self._gloo else x.contiguous()
+            return _Staged(dist.all_reduce(host, op, group=self.group, async_op=True), host, x)
+        pending: Pending = dist.all_reduce(x, op, group=self.group, async_op=True)
+        return pending
+
+    def _gather_by_collective(self, x: Tensor, num_rows: int) -> Tensor:
+        most = -(-num_rows // self.size)
+        x = _padded(x, most)
+        if self._gloo:
+            full = self._on_host(self._exchange_shards, x)
+        else:
+            full = x.new_empty(self.size * most, *x.shape[1:])
+            _all_gather_single(full, x, group=self.group)
+        return full[:num_rows]
+
+    def _reduce_scatter_by_collective(self, x: Tensor) -> Tensor:
+        if self._gloo:
+            return self._reduce_scatter_by_exchange(x)
+        own = shard_rows(len(x), self.size, self.rank)
+        most = -(-len(x) // self.size)
+        part = x.new_empty(most, *x.shape[1:])
+        # By name: what comes third is the reduce operation.
+        _reduce_scatter_single(part, _padded(x, self.size * most), group=self.group)
+        return part[: own.stop - own.start]
+
+    def _reduce_scatter_by_exchange(self, x: Tensor) -> Tensor:
+        """Every rank sends each other one its rows, and adds what it was sent in a balanced tree."""
+        own = shard_rows(len(x), self.size, self.rank)
+        x = _padded(x, self.size * -(-len(x) // self.size))
+        part = self._on_host(self._exchange_and_add, x) if self._gloo else self._exchange_and_add(x)
+        return part[: own.stop - own.start]
+
+    def _on_host(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return exchange(x.cpu()).to(x.device) if x.is_cuda else exchange(x)
+
+    def _exchange_shards(self, x: Tensor) -> Tensor:
+        full = x.new_empty(self.size, *x.shape)
+        full[self.rank].copy_(x)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        pending = [dist.isend(x, group=self.group, group_dst=peer) for peer in others]
+        pending += [dist.irecv(full[peer], group=self.group, group_src=peer) for peer in others]
+        for work in pending:
+            assert work is not None
+            work.wait()
+        return full.flatten(0, 1)
+
+    def _exchange_and_add(self, x: Tensor) -> Tensor:
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=self.group)
+        terms = parts.view(self.size, x.shape[0] // self.size, *x.shape[1:])
+        return tree_sum(terms.unbind()).to(x.dtype)
+
+
+# Registered operators carry a group's name, not the group. A communicator that nobody holds is forgotten.
+_BY_NAME: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+
+
+def communicator_named(name: str) -> Communicator:
+    """Find a communicator by its name.
+
+    Raises:
+        ValueError: there is none, or nobody holds it any more.
+    """
+    communicator = Communicator(None) if name == _ALONE else _BY_NAME.get(name)
+    if communicator is None:
+        raise ValueError(f"an operator needs the communicator of its group: none is named {name!r}: keep it alive")
+    return communicator
+
+
+def _all_reduce_timed(arena: Arena, x: Tensor) -> int:
+    """Sum the ranks' tensors in place; return when that ended."""
+    _all_reduce_through(arena, x)
+    return time.perf_counter_ns()
+
+
+@torch.no_grad()
+def _all_reduce_through(arena: Arena, x: Tensor) -> None:
+    """Sum in place: each rank adds its share of the elements, and all read the shares."""
+    flat = x.reshape(-1, 1)
+    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: _copied(flat[rows], out), "all_reduce")
+    for rows, shard in arena.gather(total, len(flat), "all_reduce"):
+        flat[rows].copy_(shard)
+    if not x.is_contiguous():
+        x.copy_(flat.view(x.shape))
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    return x.clone() if out is None else out.copy_(x)
+
+
+def _padded(x: Tensor, num_rows: int) -> Tensor:
+    if len(x) == num_rows:
+        return x.contiguous()
+    return torch.cat((x, x.new_zeros(num_rows - len(x), *x.shape[1:])))
+
+
+# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

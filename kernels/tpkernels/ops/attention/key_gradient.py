@@ -1,0 +1,241 @@
+"""Gradients of keys and values in Triton: a program has a block of keys of one KV head and walks over the queries.
+
+    dv = drop(p).T dy;   dk = ds.T q * scale        of all query heads of the group, or of a part of them
+
+Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpkernels.launch import dot, jit, tl
+from tpkernels.ops.attention.problem import NOT_SPECIALIZED
+from tpkernels.ops.attention.tiles import document_of, kept, load_halves, query_range, store_halves, visible
+
+
+@jit
+def _add_key_gradients(
+    dk_low: tl.tensor,
+    dk_high: tl.tensor,
+    b_dv: tl.tensor,
+    k_low: tl.tensor,
+    k_high: tl.tensor,
+    b_v: tl.tensor,
+    p_q: tl.tensor,
+    p_dy: tl.tensor,
+    p_lse: tl.tensor,
+    p_delta: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    i_key: tl.tensor,
+    query_length: tl.tensor,
+    key_length: tl.tensor,
+    stride_q: tl.int64,
+    stride_dy: tl.int64,
+    scale: tl.float32,
+    window: tl.int32,
+    first_row: tl.tensor,
+    groups_a_row: tl.int32,
+    seed: tl.int64,
+    counter2: tl.int32,
+    counter3: tl.int32,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> Any:
+    """Add what the queries from begin to end give to a block of keys; tiles are [keys, queries]."""
+    o_key = i_key + tl.arange(0, BLOCK_KEYS)
+    o_head = tl.arange(0, 2 * HALF)
+    for i_query in tl.range(begin, end, BLOCK_QUERIES):
+        o_query = i_query + tl.arange(0, BLOCK_QUERIES)
+        m_query = o_query < query_length
+        q_low, q_high = load_halves(p_q, o_query, m_query, stride_q, None, None, o_query, HEAD, HALF, INTERLEAVED)
+        b_s = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
+        b_s = dot(k_high, tl.trans(q_high), b_s) * scale
+        # [BLOCK_QUERIES]
+        lse = tl.load(p_lse + o_query, mask=m_query, other=0.0) * 1.4426950408889634
+        if MASKED:
+            m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
+            # A query that sees no key has lse = -inf, and is seen by none.
+            b_p = tl.where(m_see, tl.exp2(b_s - tl.where(lse == float("-inf"), 0.0, lse)[None, :]), 0.0)
+        else:
+            b_p = tl.exp2(b_s - lse[None, :])
+        # [BLOCK_QUERIES, 2 * HALF]
+        b_dy = tl.load(
+            p_dy + o_query[:, None] * stride_dy + o_head[None, :],
+            mask=m_query[:, None] & (o_head < HEAD)[None, :],
+            other=0.0,
+        )
+        b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
+        if THRESHOLD > 0:
+            row = first_row + o_query
+            m_keep = tl.trans(kept(row, i_key, groups_a_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
+            b_dv = dot(tl.where(m_keep, b_p * KEEP_SCALE, 0.0).to(b_dy.dtype), b_dy, b_dv)
+            b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
+        else:
+            b_dv = dot(b_p.to(b_dy.dtype), b_dy, b_dv)
+        # [BLOCK_QUERIES]
+        delta = tl.load(p_delta + o_query, mask=m_query, other=0.0)
+        b_ds = (b_p * (b_dp - delta[None, :])).to(q_low.dtype)
+        dk_low = dot(b_ds, q_low, dk_low)
+        dk_high = dot(b_ds, q_high, dk_high)
+    return dk_low, dk_high, b_dv
+
+
+@jit(do_not_specialize=NOT_SPECIALIZED)
+def key_gradient_kernel(
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_dy: tl.tensor,
+    p_cos: tl.tensor,
+    p_sin: tl.tensor,
+    p_query_starts: tl.tensor,
+    p_key_starts: tl.tensor,
+    p_lse: tl.tensor,
+    p_delta: tl.tensor,
+    p_dk: tl.tensor,
+    p_dv: tl.tensor,
+    num_documents: tl.int32,
+    query_length: tl.int32,
+    key_length: tl.int32,
+    num_queries: tl.int32,
+    num_heads: tl.int32,
+    stride_q_batch: tl.int64,
+    stride_q: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k_batch: tl.int64,
+    stride_k: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_batch: tl.int64,
+    stride_v: tl.int64,
+    stride_v_head: tl.int64,
+    stride_dy_batch: tl.int64,
+    stride_dy: tl.int64,
+    stride_dy_head: tl.int64,
+    stride_d_slot: tl.int64,
+    stride_dk_batch: tl.int64,
+    stride_dk: tl.int64,
+    stride_dk_head: tl.int64,
+    stride_dv_batch: tl.int64,
+    stride_dv: tl.int64,
+    stride_dv_head: tl.int64,
+    scale: tl.float32,
+    window: tl.int32,
+    groups_a_row: tl.int32,
+    first_row_head: tl.int32,
+    num_row_heads: tl.int32,
+    seed: tl.int64,
+    counter2: tl.int32,
+    counter3: tl.int32,
+    NUM_SLOTS: tl.constexpr,
+    HEADS_A_GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> None:
+    """dk and dv of a block of keys of one KV head, from the query heads of one of its group's NUM_SLOTS parts."""
+    i_group, i_slot = (tl.program_id(1) // NUM_SLOTS).to(tl.int64), (tl.program_id(1) % NUM_SLOTS).to(tl.int64)
+    i_batch = tl.program_id(2).to(tl.int64)
+    i_block, first_key, key_length, first_query, query_length = document_of(
+        tl.program_id(0), p_key_starts, p_query_starts, num_documents, key_length, query_length, BLOCK_KEYS
+    )
+    i_key = i_block * BLOCK_KEYS
+    if i_key >= key_length:
+        return
+    o_key = i_key + tl.arange(0, BLOCK_KEYS)
+    m_key = o_key < key_length
+    o_head = tl.arange(0, 2 * HALF)
+    m_inside = m_key[:, None] & (o_head < HEAD)[None, :]
+    p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
+    p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
+    k_low, k_high = load_halves(p_k, o_key, m_key, stride_k, None, None, o_key, HEAD, HALF, INTERLEAVED)
+    # [BLOCK_KEYS, 2 * HALF]
+    b_v = tl.load(p_v + o_key[:, None] * stride_v + o_head[None, :], mask=m_inside, other=0.0)
+    dk_low = tl.zeros([BLOCK_KEYS, HALF], tl.float32)
+    dk_high = tl.zeros([BLOCK_KEYS, HALF], tl.float32)
+    b_dv = tl.zeros([BLOCK_KEYS, 2 * HALF], tl.float32)
+    begin, full_begin, full_end, end = query_range(
+        i_key, query_length, key_length, window, CAUSAL, WINDOWED, BLOCK_QUERIES, BLOCK_KEYS
+    )
+    HEADS_A_SLOT: tl.constexpr = HEADS_A_GROUP // NUM_SLOTS
+    for i_member in range(0, HEADS_A_SLOT):
+        i_head = i_group * HEADS_A_GROUP + i_slot * HEADS_A_SLOT + i_member
+        o_statistics = (i_batch * num_heads + i_head) * num_queries + first_query
+        first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
+        for PART in tl.static_range(0, 3):
+            if PART == 0:
+                part_begin, part_end = begin, full_begin
+            elif PART == 1:
+                part_begin, part_end = full_begin, full_end
+            else:
+                part_begin, part_end = full_end, end
+            dk_low, dk_high, b_dv = _add_key_gradients(
+                dk_low,
+                dk_high,
+                b_dv,
+                k_low,
+                k_high,
+                b_v,
+                p_q + i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head,
+                p_dy + i_batch * stride_dy_batch + first_query * stride_dy + i_head * stride_dy_head,
+                p_lse + o_statistics,
+                p_delta + o_statistics,
+                part_begin,
+                part_end,
+                i_key,
+                query_length,
+                key_length,
+                stride_q,
+                stride_dy,
+                scale,
+                window,
+                first_row,
+                groups_a_row,
+                seed,
+                counter2,
+                counter3,
+                HEAD,
+                HALF,
+                INTERLEAVED,
+                CAUSAL,
+                WINDOWED,
+                THRESHOLD,
+                KEEP_SCALE,
+                PART != 1,
+                BLOCK_QUERIES,
+                BLOCK_KEYS,
+            )
+    to_dk = scale * 0.6931471805599453
+    p_dk += i_slot * stride_d_slot + i_batch * stride_dk_batch + first_key * stride_dk + i_group * stride_dk_head
+    store_halves(
+        p_dk,
+        o_key,
+        m_key,
+        stride_dk,
+        dk_low * to_dk,
+        dk_high * to_dk,
+        p_cos,
+        p_sin,
+        o_key,
+        HEAD,
+        HALF,
+        INTERLEAVED,
+    )
+    p_dv += i_slot * stride_d_slot + i_batch * stride_dv_batch + first_key * stride_dv + i_group * stride_dv_head
+    o_dv = o_key[:, None] * stride_dv + o_head[None, :]
+    tl.store(p_dv + o_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_inside)

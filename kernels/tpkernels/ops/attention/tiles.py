@@ -1,0 +1,229 @@
+"""Tiles of attention: where a program's document is, what a tile loads and stores, what it sees, what it drops.
+
+A head's E columns are held as two halves, which is how rotary embedding pairs them: a tile is rotated on load and its
+gradient rotated back before it is stored, and q @ k.T is the sum of the halves' products. Which columns form a half,
+the first E/2 or the even ones, is a matter of strides.
+
+Positions: query i of a document sees keys j <= i + d if causal, d = keys - queries of the document, so that the last
+query sees the last key; with a window w of them only j > i + d - w, and j < i + d + w if not causal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpkernels.launch import jit, tl
+
+
+@jit
+def document_of(
+    i_block: tl.tensor,
+    p_starts: tl.tensor,
+    p_other_starts: tl.tensor,
+    num_documents: tl.int32,
+    length: tl.int32,
+    other_length: tl.int32,
+    BLOCK: tl.constexpr,
+) -> Any:
+    """Where program i_block's rows are: (block in its document, first row, rows, first row and rows on the other side).
+
+    Before a packed document are start // BLOCK + its number blocks, never fewer than the documents there need, so that
+    a program finds its document by halving and nobody must count blocks on the host. Without p_starts, whole sequences
+    of `length`.
+    """
+    first = 0
+    other_first = 0
+    if p_starts is not None:
+        low = 0
+        high = num_documents
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_before = tl.load(p_starts + middle).to(tl.int32) // BLOCK + middle <= i_block
+            low = tl.where(is_before, middle, low)
+            high = tl.where(is_before, high, middle)
+        first = tl.load(p_starts + low).to(tl.int32)
+        length = tl.load(p_starts + low + 1).to(tl.int32) - first
+        other_first = tl.load(p_other_starts + low).to(tl.int32)
+        other_length = tl.load(p_other_starts + low + 1).to(tl.int32) - other_first
+        i_block -= first // BLOCK + low
+    return i_block, first, length, other_first, other_length
+
+
+@jit
+def load_halves(
+    p: tl.tensor,
+    o_row: tl.tensor,
+    m_row: tl.tensor,
+    stride: tl.int64,
+    p_cos: tl.tensor,
+    p_sin: tl.tensor,
+    o_position: tl.tensor,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> Any:
+    """Two halves [rows, HALF] of the rows of one head, rotated to their positions if there are tables."""
+    o_half = tl.arange(0, HALF)
+    m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    HIGH: tl.constexpr = 1 if INTERLEAVED else HEAD // 2
+    o_low = o_row[:, None] * stride + (o_half * STEP)[None, :]
+    # [rows, HALF]
+    b_low = tl.load(p + o_low, mask=m_half, other=0.0)
+    # [rows, HALF]
+    b_high = tl.load(p + o_low + HIGH, mask=m_half, other=0.0)
+    if p_cos is not None:
+        o_table = o_position[:, None] * (HEAD // 2) + o_half[None, :]
+        # [rows, HALF]
+        b_cos = tl.load(p_cos + o_table, mask=m_half, other=0.0)
+        # [rows, HALF]
+        b_sin = tl.load(p_sin + o_table, mask=m_half, other=0.0)
+        low, high = b_low.to(tl.float32), b_high.to(tl.float32)
+        b_low = (low * b_cos - high * b_sin).to(b_low.dtype)
+        b_high = (high * b_cos + low * b_sin).to(b_high.dtype)
+    return b_low, b_high
+
+
+@jit
+def store_halves(
+    p: tl.tensor,
+    o_row: tl.tensor,
+    m_row: tl.tensor,
+    stride: tl.int64,
+    b_low: tl.tensor,
+    b_high: tl.tensor,
+    p_cos: tl.tensor,
+    p_sin: tl.tensor,
+    o_position: tl.tensor,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> None:
+    """The inverse of `load_halves`: rotated back, and stored."""
+    o_half = tl.arange(0, HALF)
+    m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    HIGH: tl.constexpr = 1 if INTERLEAVED else HEAD // 2
+    if p_cos is not None:
+        o_table = o_position[:, None] * (HEAD // 2) + o_half[None, :]
+        # [rows, HALF]
+        b_cos = tl.load(p_cos + o_table, mask=m_half, other=0.0)
+        # [rows, HALF]
+        b_sin = tl.load(p_sin + o_table, mask=m_half, other=0.0)
+        low = b_low * b_cos + b_high * b_sin
+        b_high = b_high * b_cos - b_low * b_sin
+        b_low = low
+    o_low = o_row[:, None] * stride + (o_half * STEP)[None, :]
+    tl.store(p + o_low, b_low.to(p.dtype.element_ty), mask=m_half)
+    tl.store(p + o_low + HIGH, b_high.to(p.dtype.element_ty), mask=m_half)
+
+
+@jit
+def visible(
+    o_query: tl.tensor,
+    o_key: tl.tensor,
+    query_length: tl.tensor,
+    key_length: tl.tensor,
+    window: tl.int32,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> tl.tensor:
+    """Which keys a query sees; o_query and o_key broadcast against each other."""
+    last = o_query + (key_length - query_length)
+    m_see = (o_key < key_length) & (o_query < query_length)
+    if CAUSAL:
+        m_see = m_see & (o_key <= last)
+    if WINDOWED:
+        m_see = m_see & (o_key > last - window)
+        if not CAUSAL:
+            m_see = m_see & (o_key < last + window)
+    return m_see
+
+
+@jit
+def kept(
+    row: tl.tensor,
+    i_key: tl.tensor,
+    groups_a_row: tl.int32,
+    seed: tl.int64,
+    counter2: tl.int32,
+    counter3: tl.int32,
+    THRESHOLD: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> tl.tensor:
+    """Dropout's mask [rows, BLOCK_KEYS] of the keys from i_key on, a multiple of 4; as dropout.keep_at."""
+    o_group = i_key // 4 + tl.arange(0, BLOCK_KEYS // 4)
+    index = row[:, None] * groups_a_row + o_group[None, :]
+    word0, word1, word2, word3 = tl.philox(seed, index.to(tl.uint32), (index >> 32).to(tl.uint32), counter2, counter3)
+    word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    return word.to(tl.int64) >= THRESHOLD
+
+
+@jit
+def key_range(
+    first_query: tl.tensor,
+    query_length: tl.tensor,
+    key_length: tl.tensor,
+    window: tl.int32,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> Any:
+    """(begin, full_begin, full_end, end) of the keys that a block of queries sees.
+
+    Blocks of keys between full_begin and full_end are seen by every query of the block, those outside begin and end by
+    none; all but end are multiples of BLOCK_KEYS.
+    """
+    offset = key_length - query_length
+    last_query = tl.minimum(first_query + BLOCK_QUERIES, query_length) - 1
+    begin = 0
+    full_begin = 0
+    end = key_length
+    full_end = key_length // BLOCK_KEYS * BLOCK_KEYS
+    if CAUSAL:
+        end = tl.minimum(end, tl.maximum(last_query + offset + 1, 0))
+        full_end = tl.minimum(full_end, tl.maximum(first_query + offset + 1, 0) // BLOCK_KEYS * BLOCK_KEYS)
+    if WINDOWED:
+        begin = tl.maximum(first_query + offset - window + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
+        full_begin = tl.cdiv(tl.maximum(last_query + offset - window + 1, 0), BLOCK_KEYS) * BLOCK_KEYS
+        if not CAUSAL:
+            end = tl.minimum(end, tl.maximum(last_query + offset + window, 0))
+            full_end = tl.minimum(full_end, tl.maximum(first_query + offset + window, 0) // BLOCK_KEYS * BLOCK_KEYS)
+    # Rows beyond the document's last query are no reason to look at keys one by one: what they give is not stored.
+    full_begin = tl.maximum(full_begin, begin)
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, tl.minimum(full_begin, end), tl.minimum(full_end, end), end
+
+
+@jit
+def query_range(
+    first_key: tl.tensor,
+    query_length: tl.tensor,
+    key_length: tl.tensor,
+    window: tl.int32,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> Any:
+    """(begin, full_begin, full_end, end) of the queries that see a block of keys; as `key_range`."""
+    offset = key_length - query_length
+    last_key = tl.minimum(first_key + BLOCK_KEYS, key_length) - 1
+    begin = 0
+    full_begin = 0
+    end = query_length
+    full_end = query_length // BLOCK_QUERIES * BLOCK_QUERIES
+    if CAUSAL:
+        begin = tl.maximum(first_key - offset, 0) // BLOCK_QUERIES * BLOCK_QUERIES
+        full_begin = tl.cdiv(tl.maximum(last_key - offset, 0), BLOCK_QUERIES) * BLOCK_QUERIES
+    if WINDOWED:
+        end = tl.minimum(end, tl.maximum(last_key - offset + window, 0))
+        full_end = tl.minimum(full_end, tl.maximum(first_key - offset + window, 0) // BLOCK_QUERIES * BLOCK_QUERIES)
+        if not CAUSAL:
+            begin = tl.maximum(first_key - offset - window + 1, 0) // BLOCK_QUERIES * BLOCK_QUERIES
+            full_begin = tl.cdiv(tl.maximum(last_key - offset - window + 1, 0), BLOCK_QUERIES) * BLOCK_QUERIES
+    begin = tl.minimum(begin, end)
+    full_begin = tl.maximum(full_begin, begin)
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, tl.minimum(full_begin, end), tl.minimum(full_end, end), end

@@ -1,0 +1,1 @@
+"""Cross-entropy of whole, sharded and never materialised logits."""

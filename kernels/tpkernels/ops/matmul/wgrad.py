@@ -1,0 +1,87 @@
+"""Weight gradient of a matmul, accumulated where the caller wants it.
+
+16-bit operands with a float32 buffer, as in training, take the matmul kernel on a GPU: it adds to the buffer what it
+has just summed, where torch would write a float32 product as large as the buffer and read it again. Where the dtypes
+agree, torch's own product accumulates as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpkernels.launch import INTERPRETED
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.operator import has_kernel
+
+
+@torch.library.custom_op("tpkernels::wgrad_", mutates_args=("buffer",))
+def _wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
+    accumulate_wgrad(buffer, dy, x)
+
+
+@_wgrad.register_fake
+def _(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
+    return None
+
+
+def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
+    """`wgrad_` without its checks and without torch's dispatcher, for callers inside a Function of their own."""
+    if _takes_kernel(buffer, x):
+        launch_matmul(dy.T, x, out=buffer, accumulate=True)
+    elif x.dtype == buffer.dtype:
+        buffer.addmm_(dy.T, x)
+    elif x.is_cuda:
+        buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
+    else:
+        # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding a call.
+        buffer.add_(dy.T @ x)
+
+
+def _takes_kernel(buffer: Tensor, x: Tensor) -> bool:
+    if not has_kernel(x):
+        return False
+    if x.dtype == buffer.dtype:
+        return INTERPRETED and not x.is_cuda
+    return x.dtype.itemsize == 2 and buffer.dtype == torch.float32
+
+
+def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """Accumulate a weight gradient in place.
+
+        dw[out, in] += dy[T, out].T @ x[T, in]
+
+    Args:
+        buffer: dw, in x's dtype or a wider one.
+        dy, x: T rows each, one dtype.
+
+    Returns:
+        `buffer`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Cost: 2*T*out*in flops; reads dy and x, reads and writes dw. On a CPU with a wider buffer also a product of dw's
+    size in x's dtype.
+    Numerics: where the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype, on a
+    GPU as it was summed, on a CPU rounded to x's dtype once.
+    """
+    if (
+        dy.ndim != 2
+        or x.ndim != 2
+        or len(dy) != len(x)
+        or buffer.shape != (dy.shape[-1], x.shape[-1])
+        or dy.dtype != x.dtype
+    ):
+        raise ValueError(
+            f"dw[out, in] += dy[T, out].T @ x[T, in] needs matching shapes and one dtype: dw {tuple(buffer.shape)}, "
+            f"dy {tuple(dy.shape)} {dy.dtype}, x {tuple(x.shape)} {x.dtype}: pass dy and x of one call"
+        )
+    is_wider = buffer.dtype.is_floating_point and buffer.dtype.itemsize > x.dtype.itemsize
+    if buffer.dtype != x.dtype and not is_wider:
+        raise ValueError(
+            f"dw must have x's dtype or a wider one: dw {buffer.dtype}, x {x.dtype}: accumulate into "
+            f"{torch.float32 if x.dtype.itemsize < 4 else x.dtype}"
+        )
+    _wgrad(buffer, dy, x)
+    return buffer

@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm, alone or after adding the residual."""

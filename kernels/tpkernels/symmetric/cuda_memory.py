@@ -1,0 +1,330 @@
+"""Symmetric memory of GPUs: between the GPUs of one host, and between virtual ranks of one process.
+
+`CudaMemory` is torch's symmetric memory: every rank allocates on its GPU, and maps the others' memory, which its
+kernels and copy engines then address over the links. `VirtualMemory` stands for several ranks within one process on
+one device, which is how overlap is timed on a single GPU; on a CPU it is ordinary memory.
+
+This is the only file that knows torch's interface for it, which is private and read here in torch 2.11 to 2.13.
+
+The decision a reader will question: memory comes from torch's allocator directly (`empty_strided_p2p`) and not from its
+`empty`, which draws from a pool. A rank whose pool has a freed segment left would meet nobody in the rendezvous that
+the other ranks then wait in, and addresses are those of segments, not of tensors within them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.symmetric.host_memory import MemoryRefused
+from tpkernels.symmetric.memory import CachedBlocks, device_for_numbers, exchange, raise_together
+from tpkernels.symmetric.processes import host_identity
+from tpkernels.symmetric.signals_kernel import MAX_WORLD
+
+RECORD_WORDS = 8
+# The driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED.
+_NATIVE_ATOMICS = 3
+# By this variable torch lets several ranks of a group share a GPU; it knows "1" and "0".
+_OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class CudaMemory(CachedBlocks):
+    """Symmetric memory between GPUs of one host.
+
+    Args:
+        part: this rank's memory, [num_bytes] uint8.
+        handle: torch's, of a rendezvous over `part`; None for a group of one rank.
+        rank: this rank.
+
+    Attributes:
+        device: this rank's GPU.
+        And those of SymmetricMemory.
+
+    Use `CudaMemory.allocate`. It must be kept for as long as a block is used: torch's blocks over mapped memory do not
+    keep it alive.
+    """
+
+    # Torch numbers the messages of a rendezvous by process, whatever the group: ranks that have made different numbers
+    # of them would wait for each other's messages in vain. What it counts, this counts.
+    _num_rendezvous: ClassVar[int] = 0
+
+    def __init__(self, part: Tensor, handle: Any | None, rank: int) -> None:
+        super().__init__()
+        self._part, self._handle = part, handle
+        self.rank, self.num_bytes, self.device = rank, part.numel(), part.device
+        self.addresses: tuple[int, ...] = (part.data_ptr(),) if handle is None else tuple(handle.buffer_ptrs)
+        self.world = len(self.addresses)
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self._handle is None:
+            return _over(self._part, offset_bytes, shape, dtype)
+        if 0 in shape:
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+        assert offset_bytes % dtype.itemsize == 0, f"{dtype} cannot begin at byte {offset_bytes}"
+        block: Tensor = self._handle.get_buffer(owner, tuple(shape), dtype, offset_bytes // dtype.itemsize)
+        return block
+
+    @classmethod
+    def allocate(cls, group: ProcessGroup, num_bytes: int, device: torch.device) -> CudaMemory:
+        """Allocate on every rank's GPU, zeros, and map all ranks' parts; collective.
+
+        Args:
+            group: the ranks, at most 8, of one host. Several of them may share a GPU if
+                TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set for all; the group must then be gloo's, since NCCL
+                refuses two ranks on a GPU by itself.
+            num_bytes: of each rank's part, equal on all ranks.
+            device: this rank's GPU.
+
+        Raises:
+            MemoryRefused: on all ranks alike: no GPU or a torch without CUDA, more than 8 ranks, several hosts, GPUs
+                that cannot address each other, or not by atomic operations (over PCIe), or that the ranks number
+                differently, a GPU shared without leave, sizes that differ, memory that is not there, ranks that have
+                allocated with others before, more often than the rest; the message says which, and what helps.
+
+        Cost: a few small all-gathers and torch's rendezvous over the group's store; num_bytes of this GPU's memory,
+            rounded up to its pages (2 MiB), and world * num_bytes of address space.
+        Order: when it returns on any rank, every rank's memory is zero.
+        """
+        numbers = device_for_numbers(group)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        raise_together(group, _problem_here(device), numbers)
+        everyone = [_Facts(*facts) for facts in exchange(group, _facts_of(device, num_bytes), numbers)]
+        problem = refusal(everyone)
+        if problem:
+            # All ranks have seen the same, and all come to this.
+            raise MemoryRefused(problem)
+        indices = [facts.device_index for facts in everyone]
+        raise_together(group, _peer_problem(indices[rank], indices), numbers)
+        part = handle = None
+        try:
+            part = _zeros(num_bytes, torch.device("cuda", indices[rank]), world)
+        except RuntimeError as error:
+            problem = f"a GPU's memory of {num_bytes} bytes was refused: {_first_line(error)}: ask for less"
+        # Nobody goes on before every rank's memory is there and zero.
+        raise_together(group, problem, numbers)
+        assert part is not None
+        if world > 1:
+            CudaMemory._num_rendezvous += 1
+            try:
+                handle = _rendezvous(part, group)
+                if handle.buffer_ptrs[rank] != part.data_ptr() or 0 in handle.buffer_ptrs:
+                    problem = f"torch {torch.__version__} maps memory elsewhere than it says: use 2.11 to 2.13"
+            except RuntimeError as error:
+                problem = f"the peers' memory cannot be mapped: {_first_line(error)}: look at `nvidia-smi topo -p2p r`"
+            raise_together(group, problem, numbers)
+        return cls(part, handle, rank)
+
+
+class VirtualMemory(CachedBlocks):
+    """Symmetric memory between virtual ranks of one process, on one device.
+
+    Args:
+        parts: every rank's memory, [num_bytes] uint8 each.
+        rank: this virtual rank.
+
+    Attributes:
+        device: where all of it lies.
+        And those of SymmetricMemory.
+
+    Use `VirtualMemory.allocate`.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], rank: int) -> None:
+        super().__init__()
+        self._parts = tuple(parts)
+        self.rank, self.world = rank, len(self._parts)
+        self.num_bytes, self.device = self._parts[rank].numel(), self._parts[rank].device
+        self.addresses = tuple(part.data_ptr() for part in self._parts)
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return _over(self._parts[owner], offset_bytes, shape, dtype)
+
+    @classmethod
+    def allocate(cls, world: int, num_bytes: int, device: torch.device | str) -> list[VirtualMemory]:
+        """Allocate for virtual ranks, zeros, one ordinary allocation each.
+
+        Args:
+            world: how many ranks, 1 to 8.
+            num_bytes: of each rank's part.
+            device: a GPU, or a CPU.
+
+        Returns:
+            The memory as each rank sees it, by rank. It lives for as long as one of them or a block does.
+
+        Raises:
+            ValueError: `world` is not 1 to 8.
+        """
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"symmetric memory is for 1 to {MAX_WORLD} ranks: got {world}: use fewer")
+        parts = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
+        if parts[0].is_cuda:
+            # Virtual ranks work on streams of their own.
+            torch.cuda.synchronize(parts[0].device)
+        return [cls(parts, rank) for rank in range(world)]
+
+
+def host_record() -> Tensor:
+    """Make a record that kernels write and the host reads without waiting for a device: [8] int32, zeros.
+
+    Returns:
+        Pinned memory where there is a GPU: its kernels write it at the address that `data_ptr()` gives (host and
+        devices share one address space). Ordinary memory elsewhere, for interpreted kernels.
+    """
+    return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+
+class _Facts(NamedTuple):
+    """What each rank tells all others before anything is allocated; numbers only."""
+
+    host: int
+    device_index: int
+    gpu: int
+    overlaps: int
+    num_bytes: int
+    num_rendezvous: int
+
+
+def refusal(everyone: Sequence[_Facts]) -> str:
+    """Why the ranks of a group cannot have symmetric memory, as far as all of them can tell; empty if they can.
+
+    Args:
+        everyone: by rank: the host's number, the GPU's index in its process and its own number, whether GPUs may be
+            shared, the bytes asked for, how often its process has allocated with others.
+    """
+    world, first = len(everyone), everyone[0]
+    if world > MAX_WORLD:
+        return f"symmetric memory is for at most {MAX_WORLD} ranks: the group has {world}: use a smaller group"
+    hosts = len({facts.host for facts in everyone})
+    if hosts > 1:
+        return f"the ranks are on {hosts} hosts: use a group of one host's ranks"
+    if any(facts.num_bytes != first.num_bytes for facts in everyone) or first.num_bytes < 1:
+        return (
+            f"every rank must ask for as much memory, at least a byte: got {[facts.num_bytes for facts in everyone]} "
+            "bytes by rank: use the same on all"
+        )
+    if any(facts.overlaps != first.overlaps for facts in everyone):
+        ranks = [rank for rank, facts in enumerate(everyone) if facts.overlaps]
+        return f"{_OVERLAPS}=1 must be set for all ranks or for none: it is for {ranks} of {world}: set it for all"
+    indices = [facts.device_index for facts in everyone]
+    places = {(facts.device_index, facts.gpu) for facts in everyone}
+    if not len(places) == len(set(indices)) == len({facts.gpu for facts in everyone}):
+        return (
+            f"the ranks number the GPUs differently: cuda:{indices} by rank are {len({f.gpu for f in everyone})} GPUs: "
+            "set the same CUDA_VISIBLE_DEVICES for all ranks, and give each its own device"
+        )
+    if len(places) < world and not first.overlaps:
+        return (
+            f"several ranks are on one GPU: cuda:{indices} by rank: give each rank its own, or set {_OVERLAPS}=1 for "
+            "all ranks and use a gloo group"
+        )
+    if world > 1 and any(facts.num_rendezvous != first.num_rendezvous for facts in everyone):
+        return (
+            "the ranks must have allocated equally often in other groups: they have "
+            f"{[facts.num_rendezvous for facts in everyone]} times by rank: make the groups in an order in which they "
+            "have, those of most ranks first"
+        )
+    return ""
+
+
+def _problem_here(device: torch.device) -> str:
+    """Why this rank cannot have memory that other GPUs address; empty if nothing is known."""
+    if device.type != "cuda":
+        return f"symmetric memory of GPUs needs a GPU: got device {device}: pass a cuda device"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA: install the build for your GPU"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: look at the driver and CUDA_VISIBLE_DEVICES"
+    from torch.distributed import _symmetric_memory
+
+    backend = _symmetric_memory.get_backend(device)
+    if backend != "CUDA":
+        return f"torch's symmetric memory must be its CUDA backend: it is {backend}: unset TORCH_SYMMMEM"
+    return ""
+
+
+def _facts_of(device: torch.device, num_bytes: int) -> _Facts:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = str(torch.cuda.get_device_properties(index).uuid)
+    gpu = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    return _Facts(
+        host_identity(), index, gpu, int(os.environ.get(_OVERLAPS) == "1"), num_bytes, CudaMemory._num_rendezvous
+    )
+
+
+def _peer_problem(index: int, indices: Sequence[int]) -> str:
+    """Which of the other ranks' GPUs this one cannot address as kernels need it; empty if none."""
+    visible = torch.cuda.device_count()
+    for peer in sorted(set(indices) - {index}):
+        if peer >= visible:
+            return (
+                f"cuda:{peer} is another rank's and not visible here: set the same CUDA_VISIBLE_DEVICES for all ranks"
+            )
+        if not torch.cuda.can_device_access_peer(index, peer):
+            return f"cuda:{index} cannot address the memory of cuda:{peer}: use GPUs that a link or switch connects"
+        if not _has_native_atomics(index, peer):
+            return (
+                f"cuda:{index} has no atomic operations on the memory of cuda:{peer}, by which kernels signal: use "
+                "GPUs that NVLink connects, not PCIe"
+            )
+    return ""
+
+
+def _has_native_atomics(index: int, peer: int) -> bool:
+    """Whether the link between two GPUs carries atomic operations, which PCIe does not; yes where nobody can tell."""
+    if torch.version.hip:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    devices = [ctypes.c_int(), ctypes.c_int()]
+    for device, number in zip(devices, (index, peer), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(device), number):
+            return True
+    value = ctypes.c_int()
+    if driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *devices):
+        return True
+    return bool(value.value)
+
+
+def _zeros(num_bytes: int, device: torch.device, world: int) -> Tensor:
+    """Memory of this rank that others can map, zero when this returns."""
+    if world == 1:
+        part = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    else:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        part = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    part.zero_()
+    torch.cuda.synchronize(device)
+    return part
+
+
+def _rendezvous(part: Tensor, group: ProcessGroup) -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(part, group)
+
+
+def _over(part: Tensor, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor over part of an allocation that shares its storage, and no version counter."""
+    count = torch.Size(shape).numel()
+    assert offset_bytes % dtype.itemsize == 0, f"{dtype} cannot begin at byte {offset_bytes}"
+    # Beyond its end the storage would be made larger, elsewhere.
+    end_bytes = offset_bytes + count * dtype.itemsize
+    assert end_bytes <= part.numel(), f"{tuple(shape)} of {dtype} at byte {offset_bytes} ends after {part.numel()}"
+    flat = torch.empty(0, dtype=dtype, device=part.device)
+    flat.set_(part.untyped_storage(), offset_bytes // dtype.itemsize, (count,), (1,))
+    return flat.view(*shape)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or repr(error)

@@ -1,0 +1,247 @@
+"""Symmetric memory: as many bytes on every rank of a group, which all of them can address.
+
+`SymmetricMemory` is what the fused operators know of it: blocks of any rank's memory as tensors, and the table of
+addresses that a kernel receives instead of a process group. `HostMemory` is the backend for processes of one host:
+memory without a name (host_memory.py), mapped by every rank. The backends for GPUs are in cuda_memory.py; what all of
+them share is here too: blocks that are made once, and refusals that every rank raises.
+
+The decision a reader will question: blocks are tensors of their own, made over the mapping one by one. Slices of one
+tensor would share autograd's version counter, and writing one block would break the backward pass of another. For the
+same reason no operator returns or keeps a block: what a peer writes is noticed by nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.symmetric.host_memory import MemoryRefused, allocate, available_bytes, map_shared, open_of_peer
+from tpkernels.symmetric.processes import host_identity
+from tpkernels.symmetric.signals import words_refused
+
+# Data begins on lines of their own, aligned for the widest vector loads.
+ALIGNMENT_BYTES = 64
+_MOST_BLOCKS = 4096
+_TOKEN_BYTES = 8
+# No machine has as much, and sums of several such numbers are an int64 still.
+_MOST_BYTES = 1 << 60
+
+
+class SymmetricMemory(Protocol):
+    """Memory of a group's ranks, addressable by each of them.
+
+    Attributes:
+        rank, world: this rank's place in the group and the number of ranks.
+        num_bytes: of each rank's part.
+        addresses: where each rank's part begins, as seen from here.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
+
+    def block(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View part of a rank's memory as a contiguous tensor."""
+
+
+class CachedBlocks:
+    """What the backends share: a block is made once, by `_over`, and is the same tensor each time."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[object, ...], Tensor] = {}
+
+    def block(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View part of a rank's memory as a contiguous tensor.
+
+        Args:
+            owner: the rank whose memory it is.
+            offset_bytes: where it begins, a multiple of the element's size.
+            shape, dtype: of the tensor; it must end within the memory.
+
+        Returns:
+            A tensor over the memory itself, the same one each time. It is for the caller's eyes only, until it signals.
+        """
+        key = (owner, offset_bytes, tuple(shape), dtype)
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _MOST_BLOCKS:  # lengths that change with every call
+                self._blocks.clear()
+            # A block made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                block = self._blocks[key] = self._over(owner, offset_bytes, shape, dtype)
+        return block
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make a block."""
+        raise NotImplementedError
+
+
+class HostMemory(CachedBlocks):
+    """Symmetric memory between processes of one host.
+
+    Args:
+        mappings: every rank's memory as mapped here, by rank.
+        rank: this rank.
+        pids: every rank's process.
+
+    Attributes:
+        pids: as given.
+        And those of SymmetricMemory.
+
+    Use `HostMemory.allocate`. When the last tensor over it is gone, so is the mapping; the last process that holds it
+    frees the memory, however it ends.
+    """
+
+    def __init__(self, mappings: Sequence[mmap.mmap], rank: int, pids: Sequence[int]) -> None:
+        super().__init__()
+        self.rank, self.world, self.pids = rank, len(mappings), tuple(pids)
+        self.num_bytes = len(mappings[rank])
+        self._views = [memoryview(mapping) for mapping in mappings]
+        self.addresses = tuple(self.block(owner, 0, (1,), torch.uint8).data_ptr() for owner in range(self.world))
+
+    def bytes_of(self, owner: int, offset_bytes: int, num_bytes: int) -> memoryview:
+        """View part of a rank's memory as bytes."""
+        return self._views[owner][offset_bytes : offset_bytes + num_bytes]
+
+    def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        if not count:  # frombuffer refuses it
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
+
+    @classmethod
+    def allocate(cls, group: ProcessGroup, num_bytes: int) -> HostMemory:
+        """Allocate on every rank and map all ranks' parts; collective.
+
+        Args:
+            group: the ranks; its backend must move CPU tensors (gloo).
+            num_bytes: of each rank's part, equal on all ranks.
+
+        Raises:
+            MemoryRefused: on all ranks alike: ranks on several hosts, memory that does not fit or is forbidden, a
+                machine that cannot signal; the message says which.
+
+            ValueError: the size is no number of bytes; the ranks ask for different sizes.
+
+        Cost: a few small all-gathers; world * num_bytes of address space a rank, num_bytes of memory, and until it is
+            gone a file descriptor for each rank (Python's mmap keeps one).
+        """
+        check_num_bytes("the size of shared memory", num_bytes)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        everyone = exchange(group, [host_identity(), available_bytes()])
+        hosts = {host for host, _ in everyone}
+        if len(hosts) > 1:
+            raise MemoryRefused(f"the ranks are on {len(hosts)} hosts")
+        # Measured before any rank allocates, so that all decide alike however their allocations fall in time.
+        free_bytes = min(free for _, free in everyone)
+        fd, problem = -1, words_refused()
+        if not problem:
+            try:
+                fd = allocate(num_bytes, world, free_bytes)
+            except MemoryRefused as error:
+                problem = str(error)
+        opened: list[int] = []
+        try:
+            mappings: list[mmap.mmap] = []
+            token = secrets.randbits(62)
+            if not problem:
+                try:
+                    own = map_shared(fd, num_bytes)
+                    own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
+                except (OSError, ValueError, OverflowError) as error:
+                    problem = f"shared memory of {num_bytes} bytes cannot be mapped: {error}"
+            entries = exchange(group, [os.getpid(), fd, token, num_bytes])
+            raise_together(group, problem)
+            if len({entry[3] for entry in entries}) > 1:
+                raise ValueError(
+                    f"every rank must ask for as much memory: got {[entry[3] for entry in entries]} bytes by rank: use "
+                    "the same on all"
+                )
+            try:
+                for pid, peer_fd, _, _ in entries:
+                    opened.append(open_of_peer(pid, peer_fd))
+                    mappings.append(map_shared(opened[-1], num_bytes))
+                # A process number that means another process here would open another file, or none.
+                if any(
+                    mapping[-_TOKEN_BYTES:] != entry[2].to_bytes(_TOKEN_BYTES, "little")
+                    for mapping, entry in zip(mappings, entries, strict=True)
+                ):
+                    problem = "process numbers do not mean the same on all ranks"
+            except (MemoryRefused, OSError, ValueError) as error:
+                problem = str(error)
+            # Every rank has opened what it needs when all have answered: the descriptors may go.
+            raise_together(group, problem)
+        finally:
+            for descriptor in [*opened, *([fd] if fd >= 0 else [])]:
+                os.close(descriptor)
+        for mapping in mappings:
+            mapping.madvise(mmap.MADV_DONTFORK)
+        return cls(mappings, rank, [entry[0] for entry in entries])
+
+
+def check_num_bytes(name: str, num_bytes: int) -> None:
+    """Raise ValueError unless a size that a user gives is a whole number of bytes, from 1 on.
+
+    Args:
+        name: what it is, for the message.
+        num_bytes: the size.
+    """
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or not 1 <= num_bytes <= _MOST_BYTES:
+        raise ValueError(
+            f"{name} must be a whole number of bytes, 1 to 2**60: got {num_bytes!r}: pass what fits into the memory of "
+            "the host or GPU, 1 << 28 for one"
+        )
+
+
+def device_for_numbers(group: ProcessGroup) -> torch.device:
+    """Where tensors must be for the group to move them: a CPU where it can, else this process's GPU."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def exchange(group: ProcessGroup, values: Sequence[int], device: torch.device | str = "cpu") -> list[list[int]]:
+    """Tell all ranks some numbers; collective.
+
+    Args:
+        values: int64, equally many on every rank.
+        device: of a kind whose tensors the group moves.
+
+    Returns:
+        Every rank's numbers, by rank. No rank has them before all have come here.
+    """
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [entry.tolist() for entry in everyone]
+
+
+def raise_together(group: ProcessGroup, problem: str, device: torch.device | str = "cpu") -> None:
+    """Raise MemoryRefused on all ranks if one of them has a problem: the lowest rank's; collective.
+
+    Args:
+        problem: what is wrong on this rank; empty if nothing is.
+        device: as `exchange`.
+    """
+    lengths = exchange(group, [len(problem.encode())], device)
+    longest = max(length[0] for length in lengths)
+    if not longest:
+        return
+    text = problem.encode().ljust(longest, b" ")
+    problems = [bytes(entry).decode().strip() for entry in exchange(group, list(text), device)]
+    rank = next(rank for rank, other in enumerate(problems) if other)
+    raise MemoryRefused(f"rank {dist.get_global_rank(group, rank)}: {problems[rank]}")

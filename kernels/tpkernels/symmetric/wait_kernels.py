@@ -1,0 +1,67 @@
+"""Kernels of one program that wait on a stream, so that what is launched after them finds what it needs.
+
+`wait_kernel` waits until ranks have published or sent, `meet_kernel` until all ranks have ended the calls before.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels.launch import jit, run, tl
+from tpkernels.symmetric.signals_kernel import arrived_line, control_at, epoch_of, meet, published_line, report, wait
+
+
+class ControlArea(Protocol):
+    """Where signals lie: `control` at `address`, of `world` ranks."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def control(self) -> Tensor: ...
+
+    @property
+    def world(self) -> int: ...
+
+
+@jit(do_not_specialize=["first", "count", "world", "generation", "call"])
+def wait_kernel(
+    control: tl.int64,
+    first: tl.int32,
+    count: tl.int32,
+    world: tl.int32,
+    generation: tl.int32,
+    call: tl.int32,
+    SENT: tl.constexpr,
+) -> None:
+    """Wait for `count` ranks from `first` on in the newest call of a generation: until their blocks may be read, or if
+    SENT until what they send has arrived.
+    """
+    p_control = control_at(control)
+    epoch = epoch_of(p_control, generation)
+    for i in range(count):
+        peer = (first + i) % world
+        wait(p_control, peer, arrived_line(peer, 0) if SENT else published_line(peer), epoch, call)
+    # A peer that gave up and ran on has poisoned the group before it raised these flags.
+    report(p_control)
+
+
+@jit(do_not_specialize=["call"])
+def meet_kernel(control: tl.int64, call: tl.int32) -> None:
+    """Wait until every rank has ended all calls before this one."""
+    meet(control_at(control), call)
+
+
+def launch_wait(area: ControlArea, first: int, count: int, generation: int, call: int, *, sent: bool = False) -> None:
+    """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
+    with torch.cuda.device_of(area.control):
+        run(wait_kernel, (1,), area.address, first, count, area.world, generation, call, SENT=sent, num_warps=1)
+
+
+def launch_meet(area: ControlArea, call: int) -> None:
+    """Wait on the current stream until every rank has ended all calls before this one."""
+    with torch.cuda.device_of(area.control):
+        run(meet_kernel, (1,), area.address, call, num_warps=1)
