@@ -1,8 +1,8 @@
 """`python -m benchmarks.run compile`: every kernel that would be launched, compiled for every target, without a GPU.
 
 The launches are not listed anywhere: operators run on tensors without memory, for the per-rank shapes of
-benchmarks/shapes.py, and what they would launch is compiled instead (tpkernels.launch.observed). So what is compiled
-has the dtypes, constants and alignment that a launch would have, and no configuration can be forgotten.
+harness/shapes.py, and what they would launch is compiled instead (tpkernels.launch.observed). So what is compiled has
+the dtypes, constants and alignment that a launch would have, and no configuration can be forgotten.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from tpkernels.launch import Target, observed
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.harness.rows import append, make_row
 from benchmarks.launches import LAUNCHES
-from benchmarks.rows import append, make_row
 
 TARGETS = {
     "sm_80": Target("cuda", 80),

@@ -30,7 +30,7 @@ from tpkernels.ops.rope import launch_rope
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
-from benchmarks.shapes import MODELS, SEQUENCES, TP
+from benchmarks.harness.shapes import MODELS, SEQUENCES, TP
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import tyro
 
-from benchmarks.registry import BENCHMARKS, find
+from benchmarks.harness.registry import BENCHMARKS, find
 
 _USAGE = "usage: python -m benchmarks.run NAME [options]     (options of one: NAME --help)"
 

@@ -13,9 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import registry, run
-from benchmarks.harness import PASSED, Comparison, Spread, compare, interleave, paired_ratios, rotation
-from benchmarks.registry import Benchmark
+from benchmarks import run
+from benchmarks.harness import registry
+from benchmarks.harness.registry import Benchmark
+from benchmarks.harness.timing import PASSED, Comparison, Spread, compare, interleave, paired_ratios, rotation
 
 
 def test_spread_is_linear_between_neighbours() -> None:

@@ -27,8 +27,12 @@ from progress import finish
 from rank_pool import RankPool
 from torch import Tensor
 
-from benchmarks import kernel_attention, kernel_measure, kernel_timing, kernels
-from benchmarks.kernel_cases import (
+from benchmarks.harness.shapes import Model
+from benchmarks.kernels import command as kernels
+from benchmarks.kernels import measure as kernel_measure
+from benchmarks.kernels import timing as kernel_timing
+from benchmarks.kernels.cases import attention as kernel_attention
+from benchmarks.kernels.cases.cases import (
     CASES,
     COMPILED,
     DIRECTIONS,
@@ -41,13 +45,12 @@ from benchmarks.kernel_cases import (
     Draw,
     Shape,
 )
-from benchmarks.kernel_cases import cases_of as real_cases_of
-from benchmarks.kernel_check import Findings, check
-from benchmarks.kernel_measure import Measured
-from benchmarks.kernel_plot import write_plot
-from benchmarks.kernel_timing import CudaClock, HostClock, Operands, Timed, measure_ceilings
+from benchmarks.kernels.cases.cases import cases_of as real_cases_of
+from benchmarks.kernels.check import Findings, check
+from benchmarks.kernels.measure import Measured
+from benchmarks.kernels.plot import write_plot
+from benchmarks.kernels.timing import CudaClock, HostClock, Operands, Timed, measure_ceilings
 from benchmarks.run import main
-from benchmarks.shapes import Model
 
 ROOT = Path(__file__).parents[2]
 TINY = Model("tiny", 64, 4, 2, 16, 48, 96)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import overlap
-from benchmarks.harness import Comparison
-from benchmarks.registry import BENCHMARKS
+from benchmarks.harness.registry import BENCHMARKS
+from benchmarks.harness.timing import Comparison
+from benchmarks.overlap import command as overlap
 from benchmarks.run import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

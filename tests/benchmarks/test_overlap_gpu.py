@@ -24,15 +24,16 @@ from rich.console import Console
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.symmetric.signals_kernel import PUBLISHED, TIMED_OUT, VERDICT_WORDS
 
-from benchmarks import overlap, overlap_gpu
-from benchmarks.harness import Comparison
-from benchmarks.overlap_cases import Case, Operands
-from benchmarks.overlap_gpu import measured_rows, ways_of
-from benchmarks.overlap_ranks import VirtualRanks
-from benchmarks.overlap_table import overlap_fields, overlap_table
-from benchmarks.overlap_ways import Serial, Way
+from benchmarks.harness.shapes import Model
+from benchmarks.harness.timing import Comparison
+from benchmarks.overlap import command as overlap
+from benchmarks.overlap import gpu as overlap_gpu
+from benchmarks.overlap.cases import Case, Operands
+from benchmarks.overlap.gpu import measured_rows, ways_of
+from benchmarks.overlap.ranks import VirtualRanks
+from benchmarks.overlap.table import overlap_fields, overlap_table
+from benchmarks.overlap.ways import Serial, Way
 from benchmarks.run import main
-from benchmarks.shapes import Model
 
 ROOT = Path(__file__).parents[2]
 TINY = Model("tiny", 24, 4, 2, 16, 20, 96)

@@ -16,11 +16,11 @@ from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS
 from tpkernels.launch import Target, observed, run
 from tpkernels.symmetric.signals_kernel import LIMIT, LINE_WORDS, MAX_WORLD, RANK, STATE, TABLE, WORLD
 
-from benchmarks import overlap_ranks
-from benchmarks.overlap_cases import Operands
-from benchmarks.overlap_gpu import arenas_for
-from benchmarks.overlap_ranks import RanksClock, VirtualRanks, load
-from benchmarks.shapes import MODELS, Model
+from benchmarks.harness.shapes import MODELS, Model
+from benchmarks.overlap import ranks as overlap_ranks
+from benchmarks.overlap.cases import Operands
+from benchmarks.overlap.gpu import arenas_for
+from benchmarks.overlap.ranks import RanksClock, VirtualRanks, load
 
 TINY = Model("tiny", 24, 4, 2, 16, 20, 96)
 

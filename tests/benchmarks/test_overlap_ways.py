@@ -20,11 +20,11 @@ from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.gather_kernel import launch_wait
 from tpkernels.launch import Target, observed
 
-from benchmarks.overlap_cases import Case, Operands, cases_of
-from benchmarks.overlap_gpu import arenas_for, check, ways_of
-from benchmarks.overlap_ranks import VirtualRanks
-from benchmarks.overlap_ways import Way
-from benchmarks.shapes import MODELS, Model
+from benchmarks.harness.shapes import MODELS, Model
+from benchmarks.overlap.cases import Case, Operands, cases_of
+from benchmarks.overlap.gpu import arenas_for, check, ways_of
+from benchmarks.overlap.ranks import VirtualRanks
+from benchmarks.overlap.ways import Way
 
 TINY = Model("tiny", 24, 4, 2, 16, 20, 96)
 CASES = (
@@ -174,16 +174,16 @@ def broken(case_name: str, variant: str, break_: Callable[[Way], Any]) -> str:
 def check_that_errors_are_noticed() -> None:
     """A slot nobody fills, a shard nobody copies, a gradient nobody adds, a kernel that computes something else."""
     scatter, gather, backward = CASES[1], CASES[0], CASES[6]
-    nothing = patch("benchmarks.overlap_ways.launch_sum_slots", lambda *_: None)
-    unwritten = patch("benchmarks.overlap_ways.launch_matmul_scatter", lambda *_: None)
+    nothing = patch("benchmarks.overlap.ways.launch_sum_slots", lambda *_: None)
+    unwritten = patch("benchmarks.overlap.ways.launch_matmul_scatter", lambda *_: None)
     elsewhere = patch(
-        "benchmarks.overlap_ways._slot", lambda arena, owner, *_: torch.empty(4, 24)[: 4 - 2 * (owner > 1)]
+        "benchmarks.overlap.ways._slot", lambda arena, owner, *_: torch.empty(4, 24)[: 4 - 2 * (owner > 1)]
     )
     breaks: list[tuple[str, str, Callable[[Way], Any]]] = [
         (scatter, "serial_torch", lambda way: nothing),
         (scatter, "serial_kernel", lambda way: elsewhere),
         (scatter, "own", lambda way: unwritten),
-        (gather, "own", lambda way: patch("benchmarks.overlap_ways.launch_gather_matmul", lambda *_: None)),
+        (gather, "own", lambda way: patch("benchmarks.overlap.ways.launch_gather_matmul", lambda *_: None)),
         (gather, "serial_torch", lambda way: patch.object(way, "_gathered", lambda rows: [x * 2 for x in rows.full])),
         (gather, "kernel", lambda way: patch.object(way, "product", lambda a, b: a @ b + 1)),
         (backward, "kernel", lambda way: patch.object(way, "wgrad", lambda *_: None)),

@@ -14,15 +14,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks import resident_memory
-from benchmarks.harness import Comparison
-from benchmarks.pipeline import case_row, sides_of, table
-from benchmarks.pipeline_contestants import Contestant, check_agreement, gradient_difference
-from benchmarks.pipeline_options import Options, config_of, names_of, shrunk
-from benchmarks.pipeline_prediction import Case, Samples, waits_of
-from benchmarks.pipeline_prediction import case_row as prediction_row
-from benchmarks.pipeline_ranks import Measured
-from benchmarks.pipeline_steps import Pause
+from benchmarks.harness import resident_memory
+from benchmarks.harness.timing import Comparison
+from benchmarks.pipeline.command import case_row, sides_of, table
+from benchmarks.pipeline.contestants import Contestant, check_agreement, gradient_difference
+from benchmarks.pipeline.options import Options, config_of, names_of, shrunk
+from benchmarks.pipeline.prediction import Case, Samples, waits_of
+from benchmarks.pipeline.prediction import case_row as prediction_row
+from benchmarks.pipeline.ranks import Measured
+from benchmarks.pipeline.steps import Pause
 from benchmarks.run import main
 from tpengine.plan import Kind, TensorSpec
 from tpengine.simulate.profiles.file import ChunkProfile, CostProfile
@@ -146,9 +146,9 @@ def test_a_pause_is_not_shorter_than_it_should_be(monkeypatch: pytest.MonkeyPatc
         slept.append(seconds)
         now[0] += seconds + 1.0 - early.pop() if early else seconds + 1.0
 
-    monkeypatch.setattr("benchmarks.pipeline_steps.time.sleep", sleep)
-    monkeypatch.setattr("benchmarks.pipeline_steps.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("benchmarks.pipeline_steps.overshoot_seconds", lambda: 1.0)
+    monkeypatch.setattr("benchmarks.pipeline.steps.time.sleep", sleep)
+    monkeypatch.setattr("benchmarks.pipeline.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.pipeline.steps.overshoot_seconds", lambda: 1.0)
     Pause(10.0)()
     assert (slept, now[0]) == ([9.0], 10.0)
     early[:], slept[:], now[:] = [5.0], [], [0.0]

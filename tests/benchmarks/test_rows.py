@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rows
-from benchmarks.rows import append, cpu_model, environment, make_row, stored
+from benchmarks.harness import rows
+from benchmarks.harness.rows import append, cpu_model, environment, make_row, stored
 
 WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
 

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from benchmarks.harness import Comparison
-from benchmarks.tables import speed_table
+from benchmarks.harness.tables import speed_table
+from benchmarks.harness.timing import Comparison
 
 
 def test_times_and_ratio_where_the_check_passed_and_its_reason_where_not() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import train
-from benchmarks.contestants import Contestant, Entry, check_agreement
-from benchmarks.revision import ROOT
-from benchmarks.train import case_row, compare_contestants, in_layout, parse_layout, table
+from benchmarks.harness.revision import ROOT
+from benchmarks.training import command as train
+from benchmarks.training.command import case_row, compare_contestants, in_layout, parse_layout, table
+from benchmarks.training.contestants import Contestant, Entry, check_agreement
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 
 MINIATURE = Config(

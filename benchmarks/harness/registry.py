@@ -1,0 +1,109 @@
+"""The table of benchmarks, and the import of one of them.
+
+Modules are named by text and imported when their benchmark runs, so that a benchmark whose module is missing or broken
+costs the others nothing, and `--list` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        name: the word after `benchmarks.run`.
+        description: one line.
+        function: "module:name" of a function from the options to an exit code.
+        options: "module:name" of a frozen dataclass whose field docstrings are the help.
+    """
+
+    name: str
+    description: str
+    function: str
+    options: str
+
+    def load(self) -> tuple[Callable[[Any], int], type]:
+        """Import the benchmark's module.
+
+        Returns: its function and the type of its options.
+        Raises: ImportError, AttributeError: the module, or what it must define, is not there.
+        """
+        return _resolve(self.function), _resolve(self.options)
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _benchmark(name: str, module: str, description: str) -> Benchmark:
+    return Benchmark(name, description, f"benchmarks.{module}:main", f"benchmarks.{module}:Options")
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        name: _benchmark(name, module, description)
+        for name, module, description in (
+            (
+                "attention",
+                "kernels.host_attention",
+                "causal attention on the CPU, forward and backward, against torch's own",
+            ),
+            (
+                "compile",
+                "compile",
+                "every Triton kernel compiled for every target, without a GPU: registers, spills",
+            ),
+            (
+                "exchange",
+                "overlap.exchange",
+                "gathers, sums and messages through shared memory, against gloo's",
+            ),
+            (
+                "kernels",
+                "kernels.command",
+                "each operator against torch's, compiled torch's, Liger's, or its own of any revision",
+            ),
+            (
+                "overlap",
+                "overlap.command",
+                "sharded matmuls fused with their communication, against matmul then collective",
+            ),
+            (
+                "pipeline",
+                "pipeline.command",
+                "pipeline schedules against torch.distributed.pipelining; or measured against simulated",
+            ),
+            (
+                "rival",
+                "training.rival_options",
+                "settings of torch's own parallelism against each other, to compare with the best",
+            ),
+            (
+                "train",
+                "training.command",
+                "whole training steps: tpengine against torch's own parallelism, or against itself",
+            ),
+        )
+    }
+)
+
+
+def find(name: str) -> Benchmark:
+    """Look a benchmark up.
+
+    Raises:
+        ValueError: there is none of that name; says the nearest.
+    """
+    if name not in BENCHMARKS:
+        nearest = difflib.get_close_matches(name, BENCHMARKS, n=1) or ["--list"]
+        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: use {nearest[0]}")
+    return BENCHMARKS[name]

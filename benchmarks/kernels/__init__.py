@@ -1,0 +1,1 @@
+"""Operators against torch's, and the kernels of any revision."""

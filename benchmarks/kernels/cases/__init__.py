@@ -1,0 +1,1 @@
+"""What is measured of each operator, and its rivals."""

@@ -1,0 +1,283 @@
+"""The bars of `benchmarks.run overlap` on a GPU: how virtual ranks do the products that are gathered or scattered.
+
+    torch.mm         all operands present, nothing sent: torch.mm on all ranks' streams at once, processors shared as
+                     they come
+    kernel           the same by our matmul kernel, with as many programs as a rank's part of the processors takes
+    own              the fused kernels, all operands present: the gathering one waits for nothing; the scattering one
+                     stores into the slots, which nobody waits for or adds up
+    serial_torch     copies between the ranks' memory, then torch.mm; torch.mm, then copies into slots, then their sum
+    serial_kernel    the same by our matmul kernel
+    fused            the operator
+    push             the operator, shards pushed by the kernel; where few tokens are gathered
+
+Ranks are met by events where something is serial, which costs less than any collective: E is not flattered. A scattered
+product's own rows pass through a slot too, in serial as in fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.fused import on_device
+from tpkernels.fused.configs import exchange_config
+from tpkernels.fused.gather_kernel import launch_gather_matmul
+from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.launch import cdiv, target_of
+
+from benchmarks.overlap.ranks import VirtualRanks, matmul_on
+
+PUSH = "push"
+# More than these, and the strategy never takes it.
+MOST_PUSHED_TOKENS = 1024
+
+Product = Callable[[Tensor, Tensor], Tensor]
+# A tensor a rank.
+Each = Sequence[Tensor]
+
+
+class Rows:
+    """What is gathered: each rank's shard, and all rows in each rank's memory for ways that send nothing."""
+
+    def __init__(self, full: Each) -> None:
+        self.full = full
+        num_tokens, world = full[0].shape[0], len(full)
+        self.shards = [x[shard_rows(num_tokens, world, rank)].clone() for rank, x in enumerate(full)]
+
+    def refresh(self) -> None:
+        """Have the shards be what `full` is now, which all ranks have alike."""
+        for rank, (shard, full) in enumerate(zip(self.shards, self.full, strict=True)):
+            full.copy_(self.full[0])
+            shard.copy_(full[shard_rows(len(full), len(self.full), rank)])
+
+
+class Way:
+    """All operands present, nothing sent: what `exchanges` overrides for ways that send.
+
+    Args:
+        ranks: who computes.
+        product: of two matrices.
+
+    Attributes:
+        exchanges: whether what is scattered is summed over the ranks; else a rank's product of all rows is returned,
+            a block for each owner.
+    """
+
+    exchanges = False
+
+    def __init__(self, ranks: VirtualRanks, product: Product) -> None:
+        self.ranks, self.product = ranks, product
+
+    def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
+        """Each rank's products of all rows; the gathered rows if they are kept."""
+        return self.ranks.each(lambda rank: self.product(rows.full[rank], matrices[rank])), rows.full
+
+    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
+        """Each rank's rows of the summed products, or the blocks of the products."""
+        return self._blocks(self.ranks.each(lambda rank: self.product(lefts[rank], matrices[rank])))
+
+    def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
+        """`scatter`, and rows that have nothing to do with it, gathered."""
+        return self.scatter(lefts, matrices, operation), rows.full
+
+    def wgrad(self, buffers: Each, slopes: Each, rows: Each) -> None:
+        """Accumulate each rank's weight gradient: the same kernel in every way."""
+        self.ranks.each(lambda rank: matmul_on(self.ranks.processors, slopes[rank].T, rows[rank], buffers[rank]))
+
+    def _blocks(self, products: Each) -> list[Tensor]:
+        world = self.ranks.world
+        return [y[shard_rows(len(y), world, owner)] for y in products for owner in range(world)]
+
+
+class Reference(Way):
+    """What is right: sums in float32, rounded as the kernels round, partial results before they are summed.
+
+    Args:
+        exchanges: what `Way.exchanges` says.
+    """
+
+    def __init__(self, ranks: VirtualRanks, exchanges: bool) -> None:
+        super().__init__(ranks, lambda a, b: (a.float() @ b.float()).to(a.dtype))
+        self.exchanges = exchanges
+
+    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
+        if not self.exchanges:
+            return super().scatter(lefts, matrices, operation)
+        total = torch.zeros(len(lefts[0]), matrices[0].shape[1], device=lefts[0].device)
+        for left, matrix in zip(lefts, matrices, strict=True):
+            total += self.product(left, matrix)
+        world = self.ranks.world
+        return [total[shard_rows(len(total), world, owner)].to(lefts[0].dtype) for owner in range(world)]
+
+    def wgrad(self, buffers: Each, slopes: Each, rows: Each) -> None:
+        for buffer, dy, x in zip(buffers, slopes, rows, strict=True):
+            buffer += dy.T.float() @ x.float()
+
+
+class Own(Way):
+    """The fused kernels, with everything there.
+
+    Args:
+        arenas: by rank. Slots are filled that nobody waits for: between two calls every rank must have ended.
+    """
+
+    def __init__(self, ranks: VirtualRanks, arenas: Sequence[DeviceArena]) -> None:
+        super().__init__(ranks, torch.mm)
+        self._arenas = arenas
+
+    def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
+        def multiply(rank: int) -> Tensor:
+            x, full, matrix, arena = rows.shards[rank], rows.full[rank], matrices[rank], self._arenas[rank]
+            num_tokens, depth = full.shape
+            most = cdiv(num_tokens, arena.world)
+            y = x.new_empty(num_tokens, matrix.shape[1])
+            # Rows under a flag, whole tiles; nobody looks at flags.
+            rows_a_flag = exchange_config(most, matrix.shape[1], arena.world, x.dtype, target_of(x)).block_m * most
+            generation, call = arena.begin(operation, "multiplies", num_tokens, depth, x.dtype, 0)
+            launch_gather_matmul(
+                y,
+                x,
+                full,
+                most * depth,
+                matrix,
+                None,
+                arena,
+                num_tokens,
+                0,
+                most,
+                rows_a_flag,
+                generation,
+                call,
+                "there",
+            )
+            return y
+
+        return self.ranks.each(multiply), rows.full
+
+    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
+        def multiply(rank: int) -> list[Tensor]:
+            x, matrix, arena = lefts[rank], matrices[rank], self._arenas[rank]
+            num_tokens, columns = len(x), matrix.shape[1]
+            most, slot_elements = cdiv(num_tokens, arena.world), arena.slot_bytes // x.element_size()
+            generation, call = arena.begin(operation, "scatters", num_tokens, columns, x.dtype, 0)
+            launch_matmul_scatter([(x, matrix)], None, arena, num_tokens, 0, most, slot_elements, generation, call)
+            return [_slot(arena, owner, rank, generation, num_tokens, columns, x.dtype) for owner in range(arena.world)]
+
+        return [block for blocks in self.ranks.each(multiply) for block in blocks]
+
+
+class Serial(Way):
+    """One after the other.
+
+    Args:
+        product: of two matrices.
+        still: arenas in which no call has begun or ever begins: what waits there for call 0 finds its flag up.
+    """
+
+    exchanges = True
+
+    def __init__(self, ranks: VirtualRanks, product: Product, still: Sequence[DeviceArena]) -> None:
+        super().__init__(ranks, product)
+        self._still = still
+
+    def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
+        full = self._gathered(rows)
+        return self.ranks.each(lambda rank: self.product(full[rank], matrices[rank])), full
+
+    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
+        num_tokens, columns = len(lefts[0]), matrices[0].shape[1]
+        products = self.ranks.each(lambda rank: self.product(lefts[rank], matrices[rank]))
+
+        def send(rank: int) -> None:
+            for i in range(1, self.ranks.world + 1):
+                owner = (rank + i) % self.ranks.world
+                rows = shard_rows(num_tokens, self.ranks.world, owner)
+                dtype = products[rank].dtype
+                slot = _slot(self._still[rank], owner, rank, 0, num_tokens, columns, dtype)
+                slot.copy_(products[rank][rows], non_blocking=True)
+
+        def add_up(rank: int) -> Tensor:
+            arena, own = self._still[rank], shard_rows(num_tokens, self.ranks.world, rank)
+            y = products[rank].new_empty(own.stop - own.start, columns)
+            launch_sum_slots(y, None, arena, arena.slot_bytes // y.element_size(), 0)
+            return y
+
+        self.ranks.each(send)
+        self.ranks.meet()
+        return self.ranks.each(add_up)
+
+    def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
+        return self.scatter(lefts, matrices, operation), self._gathered(rows)
+
+    def _gathered(self, rows: Rows) -> list[Tensor]:
+        num_tokens, depth = rows.full[0].shape
+
+        def copy(rank: int) -> Tensor:
+            full = rows.shards[rank].new_empty(num_tokens, depth)
+            for i in range(self.ranks.world):
+                peer = (rank + i) % self.ranks.world
+                full[shard_rows(num_tokens, self.ranks.world, peer)].copy_(rows.shards[peer], non_blocking=True)
+            return full
+
+        # As a collective does: no rank begins before every rank's shard is there.
+        self.ranks.meet()
+        return self.ranks.each(copy)
+
+
+class Fused(Way):
+    """The operators.
+
+    Args:
+        arenas: by rank.
+        push: what is gathered is pushed.
+    """
+
+    exchanges = True
+
+    def __init__(self, ranks: VirtualRanks, arenas: Sequence[DeviceArena], *, push: bool) -> None:
+        super().__init__(ranks, torch.mm)
+        self._arenas, self._push = arenas, push
+
+    def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
+        def multiply(rank: int) -> tuple[list[Tensor], Tensor | None]:
+            return on_device.gather_matmul(
+                rows.shards[rank],
+                [matrices[rank]],
+                [None],
+                self._arenas[rank],
+                len(rows.full[rank]),
+                operation,
+                keep=keep,
+                push=self._push,
+            )
+
+        results = self.ranks.each(multiply)
+        kept = [full for _, full in results if full is not None]
+        return [y for (y,), _ in results], kept or None
+
+    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
+        return self.ranks.each(
+            lambda rank: on_device.matmul_scatter(
+                [(lefts[rank], matrices[rank])], None, None, self._arenas[rank], operation
+            )
+        )
+
+    def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
+        full = self.ranks.each(
+            lambda rank: on_device.start_gather(rows.shards[rank], self._arenas[rank], len(rows.full[rank]), operation)
+        )
+        y = self.scatter(lefts, matrices, operation)
+        self.ranks.each(lambda rank: on_device.finish_gather(self._arenas[rank]))
+        return y, full
+
+
+def _slot(
+    arena: DeviceArena, owner: int, source: int, generation: int, num_tokens: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Where `source` stores owner's rows."""
+    rows = shard_rows(num_tokens, arena.world, owner)
+    shape = (rows.stop - rows.start, columns)
+    return arena.block(owner, generation, shape, dtype, source * arena.slot_bytes)

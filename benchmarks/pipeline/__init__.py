@@ -1,0 +1,1 @@
+"""Schedules against torch's pipelining, and against the simulator."""

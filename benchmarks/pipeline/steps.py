@@ -1,0 +1,201 @@
+"""One rank of the prediction benchmark: several schedules side by side, one step of one of them when told.
+
+All live in the same processes, so that the machine, the heap and the neighbours are the same for the step that is
+profiled and for those that are predicted. Every step is traced, since tracing is what profiling costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from benchmarks.harness import resident_memory
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.layers.gradient_sink import WeightHalves
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.observe.records import encode_record
+from tpengine.pipeline.executor import Executor, Trace
+from tpengine.pipeline.handlers import RankPipeline
+from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.transfers import open_mailbox
+from tpengine.plan import Action, Kind, Plan
+from tpengine.training.trainer import Trainer
+
+Seconds = Mapping[tuple[Kind, int], float]
+
+_MESSAGE_SECONDS = 300.0
+_NUM_CALIBRATIONS = 50
+
+
+class _Steps(Protocol):
+    """A schedule's steps on one rank."""
+
+    def run(self) -> tuple[Trace, bool]:
+        """Run a step whose plan begins on all ranks at once; what ran, and whether transfers copy."""
+        ...
+
+
+class TrainingSteps:
+    """Training steps of the engine: forward, backward, clipping, update.
+
+    Args:
+        config: validated, layout resolved, on the CPU.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        self._executor = _TogetherExecutor(dist.get_rank(), self._trainer.executor.handlers)
+        self._trainer.executor = self._executor
+        self._step = 0
+
+    def run(self) -> tuple[Trace, bool]:
+        """As _Steps."""
+        trace = self._executor.trace = Trace()
+        self._trainer.train_step(self._step)
+        self._step += 1
+        return trace, self._trainer.pipeline.copies
+
+
+class WaitingSteps:
+    """Steps of the same plan through the same executor, stages and transfers, in which computing is waiting.
+
+    Each stage sleeps for as long as its action is said to take, and moves the boundary tensors. As many ranks as wanted
+    then share few cores, and still do what ranks with a core each would do: a test of the executor, not of a machine.
+
+    Args:
+        config: of a layout with so many pipeline ranks.
+        seconds: by kind and chunk.
+    """
+
+    def __init__(self, config: Config, seconds: Seconds) -> None:
+        self._plan: Plan = training_plan(config, layout_of(config))
+        self._rank, halves, group = dist.get_rank(), WeightHalves(), dist.group.WORLD
+        assert group is not None, "ranks have a group"
+        self._pauses = {key: Pause(length) for key, length in seconds.items()}
+        self._halves = halves
+        stages = {chunk: self._stage(chunk) for chunk in self._plan.chunks_of(self._rank)}
+        mailbox = open_mailbox((self._plan,), group, torch.device("cpu"), _MESSAGE_SECONDS)
+        self._pipeline = RankPipeline(
+            self._plan, self._rank, stages, group, torch.device("cpu"), mailbox, halves=halves
+        )
+        nothing = dict.fromkeys((Kind.CLIP, Kind.STEP), lambda _: None)
+        handlers = {**self._pipeline.handlers(), **nothing, Kind.WAIT: self._wait}
+        self._executor = _TogetherExecutor(self._rank, handlers)
+
+    def run(self) -> tuple[Trace, bool]:
+        """As _Steps."""
+        trace = self._executor.trace = Trace()
+        self._executor.run(self._plan.actions[self._rank])
+        return trace, self._pipeline.copies
+
+    def _stage(self, chunk: int) -> Stage:
+        spec = self._plan.chunks[chunk].input or self._plan.chunks[chunk].output
+        assert spec is not None, "several chunks"
+        tensor = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), requires_grad=True)
+        is_first, is_last = chunk == 0, chunk == len(self._plan.chunks) - 1
+        return Stage(
+            lambda x: _Waiting.apply(x, self._pauses, self._halves, chunk),
+            (lambda _: tensor) if is_first else None,
+            (lambda y, _: y.sum()) if is_last else None,
+        )
+
+    def _wait(self, action: Action) -> None:
+        trace = self._executor.trace
+        assert trace is not None, "every step is traced"
+        for transfer in action.subs:
+            begin, was_complete = trace.now(), self._pipeline.is_complete(transfer)
+            self._pipeline.wait_for(transfer)
+            trace.waited(transfer, begin, was_complete)
+
+
+class Pause:
+    """Sleeps for a length of time, less what sleeping takes too long here.
+
+    Args: seconds: from the call to its return.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> None:
+        begin = time.perf_counter()
+        time.sleep(max(0.0, self.seconds - overshoot_seconds()))
+        # Woken early, never spinning for long: the core may be a neighbour's.
+        while time.perf_counter() - begin < self.seconds:
+            time.sleep(0)
+
+
+_overshoot: list[float] = []
+
+
+def overshoot_seconds() -> float:
+    """How much longer a sleep lasts than asked for, measured once: most of the time at least so long."""
+    if not _overshoot:
+        samples = []
+        for _ in range(_NUM_CALIBRATIONS):
+            begin = time.perf_counter()
+            time.sleep(1e-3)
+            samples.append(time.perf_counter() - begin - 1e-3)
+        _overshoot.append(sorted(samples)[_NUM_CALIBRATIONS // 2])
+    return _overshoot[0]
+
+
+class _Waiting(Function):
+    """y = x after a pause; backward the same, and where halves run apart the weight half pauses too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, pauses: Mapping[tuple[Kind, int], Pause], halves: WeightHalves, chunk: int
+    ) -> Tensor:
+        ctx.pauses, ctx.halves, ctx.chunk = pauses, halves, chunk
+        pauses[Kind.F, chunk]()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        pauses, halves, chunk = ctx.pauses, ctx.halves, ctx.chunk
+        pauses[Kind.I if halves.is_open else Kind.B, chunk]()
+        if halves.is_open:
+            halves.add(pauses[Kind.W, chunk])
+        return dy.clone(), None, None, None
+
+
+class _TogetherExecutor(Executor):
+    """An executor whose plans begin on all ranks at once, as simulated ones do."""
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """As Executor, after all ranks have come here."""
+        dist.barrier()
+        super().run(actions)
+
+
+class Member:
+    """One rank of all cases; see tpengine.distributed.local_ranks.Ranks.
+
+    Args:
+        cases: by name, its configuration; with `seconds`, its stages wait so long.
+    """
+
+    def __init__(self, cases: Mapping[str, tuple[Config, Seconds | None]]) -> None:
+        resident_memory.keep_what_is_freed()
+        overshoot_seconds()
+        self._steps: dict[str, _Steps] = {
+            name: TrainingSteps(config) if seconds is None else WaitingSteps(config, seconds)
+            for name, (config, seconds) in cases.items()
+        }
+
+    def run(self, name: str) -> bytes:
+        """Run a step of a case; return what ran, encoded."""
+        trace, copies = self._steps[name].run()
+        return encode_record(
+            [(event.action, event.begin_ns, event.end_ns) for event in trace.events],
+            [(w.action, w.begin_ns, w.end_ns, w.was_complete, w.done_ns) for w in trace.awaited],
+            copies,
+        )

@@ -1,0 +1,1 @@
+"""Whole steps against torch's parallelism, and against other revisions."""
