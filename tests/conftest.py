@@ -6,7 +6,7 @@ With pytest-xdist each of its workers is a session of its own, with its own pool
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import torch
-from compiled import CACHE_VARIABLE
-from rank_pool import RankPool
-from rungs import Rung
+from support import CountMutations
+from support.kernels.compiled import CACHE_VARIABLE
+from support.kernels.rungs import Rung
+from support.ranks.rank_pool import RankPool
 
 # A stalled core is no failure, and a failure is the same on every run.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
@@ -73,7 +74,6 @@ def rung(request: pytest.FixtureRequest, interpreters: RankPool) -> Rung:
 
 MutationCounts = dict[str, tuple[int, int]]
 MUTATIONS = pytest.StashKey[MutationCounts]()
-CountMutations = Callable[[str, int, int], None]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from progress import run_program
+from support.ranks.progress import run_program
 
 from tpengine.cli import main
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from gpu_ranks import Run
-from rank_pool import RankPool
+from support.ranks.gpu_ranks import Run
+from support.ranks.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

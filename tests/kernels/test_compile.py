@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arena_ranks import hostile_communicator
-from kernel_ranks import kernel_communicator
-from rank_pool import RankPool
+from support.ranks.arena_ranks import hostile_communicator
+from support.ranks.kernel_ranks import kernel_communicator
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tpkernels.exchange.arena import shard_rows

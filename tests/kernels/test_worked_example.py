@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compiled import codes_of, modules_of
-from conftest import CountMutations
-from kernel_ranks import kernel_communicator
-from precision import unwritten_is_nan
-from ptx_rules import faults, faults_amd
-from rank_pool import RankPool
-from standstill import Standstill
+from support import ROOT, CountMutations
+from support.kernels.compiled import codes_of, modules_of
+from support.kernels.precision import unwritten_is_nan
+from support.kernels.ptx_rules import faults, faults_amd
+from support.ranks.kernel_ranks import kernel_communicator
+from support.ranks.rank_pool import RankPool
+from support.ranks.standstill import Standstill
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ from tpkernels.symmetric.signals import PeerError
 
 from benchmarks.compile import TARGETS
 
-CATALOGUE = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
+CATALOGUE = (ROOT / "kernels/README.md").read_text()
 ARENA_BYTES = 1 << 18
 # (rows a rank, columns a rank): nothing, one tile, several; the next call after nothing overwrites the one before.
 SIZES = ((1, 1), (7, 5), (5, 1024), (0, 3))

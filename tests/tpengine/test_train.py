@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from progress import finish, run_program
+from support.ranks.progress import finish, run_program
 
 from tpengine.checkpoint.index import read_index
 from tpengine.checkpoint.resume import checkpoints_of

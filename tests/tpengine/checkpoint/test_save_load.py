@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
 from safetensors import safe_open
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.distributed import distributed_c10d
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from odd_module import odd_model, tokens_of, world
-from rank_pool import RankPool
+from support.engine.odd_module import odd_model, tokens_of, world
+from support.ranks.rank_pool import RankPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

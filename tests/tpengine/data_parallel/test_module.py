@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mutations import survivors
-from odd_module import odd_model, tokens_of, world
-from rank_pool import RankPool
+from support.engine.odd_module import odd_model, tokens_of, world
+from support.kernels.mutations import survivors
+from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
 from tpengine.config import ModelConfig

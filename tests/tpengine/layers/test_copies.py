@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
 from tpengine.layers import RMSNorm, SwiGLU

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
 from tpengine.layers import (

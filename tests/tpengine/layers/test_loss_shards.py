@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
 from tpengine.data_parallel import DataParallel

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
-from exactness import digest
-from rank_pool import RankError, RankPool
+from support.engine.exactness import digest
+from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn import Parameter
 

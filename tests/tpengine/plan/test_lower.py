@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import schedules
+from support.plans.random_schedules import schedules
 
 from tpengine.plan import (
     SCHEDULES,

@@ -1,0 +1,520 @@
+"""Rung: interpreter, several processes. The fused operators' kernels against their specifications, tolerance zero.
+
+Every rank is a process that interprets the same kernels that a GPU compiles, on memory that the ranks share; a thread
+of each stands for its copy engine. Inputs are small integers, arenas hostile (kernel_ranks.py). What only a GPU shows
+is in test_fused_cuda.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import CountMutations
+from support.ranks.arena_ranks import Case, cases, hostile_communicator, inputs_of, results
+from support.ranks.kernel_ranks import kernel_communicator, wrong_results
+from support.ranks.rank_pool import RankPool
+from support.ranks.standstill import Standstill
+from tpkernels.exchange.arena import CallMismatch, shard_rows
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.fused import gather_kernel, on_device, scatter_kernel
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.symmetric.signals import PeerError
+
+pytest.importorskip("triton")
+
+ROOMY, TINY = 1 << 18, 1 << 13
+STRATEGIES = ("fused", "push")
+
+
+def check_matrix(strategy: str, arena_bytes: int, token_counts: tuple[int, ...], dim: int) -> None:
+    comm = kernel_communicator(dist.group.WORLD, strategy, arena_bytes, seed=dim)
+    assert (comm.device_arena is not None) == (comm.size > 1)
+    wrong = wrong_results(comm, cases(token_counts, dim=dim))
+    assert not wrong, "\n".join(wrong)
+
+
+def check_some_of_matrix(token_counts: tuple[int, int]) -> None:
+    """Every operator with every option once, so that over 1 to 4 ranks each pair of number of ranks, strategy, number
+    of tokens and option comes.
+    """
+    every = [cases((tokens,)) for tokens in token_counts]
+    number = dist.get_world_size() - 1
+    for i, strategy in enumerate(STRATEGIES):
+        comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY, seed=i)
+        assert (comm.device_arena is not None) == (comm.size > 1)
+        chosen = [every[(number // 2 + j) % 2][j] for j in range(len(every[0])) if (number + j) % 2 == i]
+        wrong = wrong_results(comm, chosen)
+        assert not wrong, "\n".join(wrong)
+
+
+WORLDS = ((1, (7, 0)), (2, (1, 100)), (3, (0, 63)), (4, (7, 65)))
+
+
+@pytest.mark.parametrize(("world", "token_counts"), WORLDS)
+def test_outputs_and_gradients(interpreters: RankPool, world: int, token_counts: tuple[int, int]) -> None:
+    interpreters.run(check_some_of_matrix, world, token_counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world", "token_counts"), [*WORLDS, (6, (7,))])
+def test_outputs_and_gradients_of_every_combination(
+    interpreters: RankPool, world: int, token_counts: tuple[int, ...], strategy: str
+) -> None:
+    interpreters.run(check_matrix, world, strategy, ROOMY, token_counts, 5)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, "fused"),
+        (3, "push"),
+        pytest.param(2, "push", marks=pytest.mark.slow),
+        pytest.param(3, "fused", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_larger_than_the_arena_moves_in_pieces(interpreters: RankPool, world: int, strategy: str) -> None:
+    interpreters.run(check_matrix, world, strategy, TINY, (70,), 33)
+
+
+def check_sizes_of_zero(strategy: str) -> None:
+    comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
+    empty: list[Case] = []
+    for tokens in (0, 5):
+        empty += cases((tokens,), dim=0)[::3]
+        empty += cases((tokens,), widths=(0, 3), dim=2)[1:2]
+        empty += cases((tokens,), widths=(0,))[3:6:2]
+    wrong = wrong_results(comm, empty)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
+    """Every peer is notified of nothing, too, or all wait."""
+    interpreters.run(check_sizes_of_zero, 2, strategy)
+
+
+def check_dtypes_and_strides(strategy: str) -> None:
+    comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
+    many = cases((65,), dtype=torch.float16, strided=True) + cases((7,), strided=True)
+    wrong = wrong_results(comm, many)
+    # No kernel multiplies float64: collectives do.
+    assert comm.device_arena_for(torch.zeros(1, dtype=torch.float64)) is None
+    wrong += wrong_results(comm, cases((7,), dtype=torch.float64))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_and_strides(interpreters: RankPool, strategy: str) -> None:
+    interpreters.run(check_dtypes_and_strides, 3, strategy)
+
+
+def check_mixed_calls(strategy: str) -> None:
+    """No barrier between calls: the ranks run as far ahead of each other as the signals let them."""
+    comm = kernel_communicator(dist.group.WORLD, strategy, 1 << 14, seed=7)
+    mixed = cases((1, 7, 40))
+    wrong = wrong_results(comm, [mixed[5 * i % len(mixed)] for i in range(25)])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_calls_back_to_back(interpreters: RankPool, strategy: str) -> None:
+    interpreters.run(check_mixed_calls, 4, strategy)
+
+
+def check_two_groups_at_once() -> None:
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    across = kernel_communicator(rows, "fused", ROOMY, 0)
+    down = kernel_communicator(columns, "push", ROOMY, 1)
+    wrong = []
+    for first, second in zip(cases((7,)), reversed(cases((20,))), strict=True):
+        wrong += [*wrong_results(across, [first]), *wrong_results(down, [second])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_two_groups_at_once(interpreters: RankPool) -> None:
+    interpreters.run(check_two_groups_at_once, 4)
+
+
+def check_wrapping_epochs() -> None:
+    for strategy in STRATEGIES:
+        comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY, first_epoch=2**31 - 5)
+        assert comm.device_arena is not None and int(comm.device_arena.epoch) == 2**31 - 5
+        wrong = wrong_results(comm, cases((7,)))
+        assert not wrong, "\n".join(wrong)
+        assert int(comm.device_arena.epoch) < -(2**31) + 100, "the epochs wrapped around"
+
+
+def test_epochs_wrap_around(interpreters: RankPool) -> None:
+    interpreters.run(check_wrapping_epochs, 3)
+
+
+def check_same_generation_again() -> None:
+    """As a CUDA graph of an odd number of calls does when it is replayed: calls of one generation meet first."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY, most_seconds=1e-2)
+    arena = comm.device_arena
+    assert arena is not None
+    for case in 4 * cases((7, 33))[3:4] + 4 * cases((40,))[:1]:
+        arena._generation = 0  # `begin` takes the other
+        wrong = wrong_results(comm, [case])
+        assert not wrong, "\n".join(wrong)
+
+
+def test_a_generation_used_twice_in_a_row(interpreters: RankPool) -> None:
+    interpreters.run(check_same_generation_again, 3)
+
+
+def bits_of_runs(strategy: str, num_runs: int) -> list[int]:
+    """Runs whose bits differ from the first's: real numbers, so that every order of summation has other bits."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    some = [
+        Case("all_gather_matmul", 40, 17, (11, 3), biased=True, return_gathered=True),
+        Case("matmul_reduce_scatter", 40, 17, (11,), biased=True),
+    ]
+    drawn = [inputs_of(case, rank, world) for case in some]
+    generator = torch.Generator().manual_seed(rank)
+    for inputs in drawn:
+        for t in [inputs.x, *inputs.weights, *inputs.biases, *inputs.dys]:
+            t.copy_(torch.randn(t.shape, generator=generator))
+    first: list[torch.Tensor] = []
+    different = []
+    for run in range(num_runs):
+        comm = kernel_communicator(dist.group.WORLD, strategy, 1 << 14, seed=run)
+        got = [t for case, inputs in zip(some, drawn, strict=True) for t in results(case, comm, inputs)]
+        first = first or got
+        if not all(torch.equal(a, b) for a, b in zip(got, first, strict=True)):
+            different.append(run)
+    return different
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equal_bits_on_every_run(interpreters: RankPool, strategy: str) -> None:
+    assert interpreters.run(bits_of_runs, 3, strategy, 6) == [[], [], []]
+
+
+def check_bits_of_the_host_path() -> None:
+    """Where products are exact, only the order of sums between ranks has a say, and it is the same tree."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = Case("matmul_reduce_scatter", 40, 17, (1,))
+    inputs = inputs_of(case, rank, world)
+    generator = torch.Generator().manual_seed(rank)
+    inputs.x.copy_(torch.randn(inputs.x.shape, generator=generator))
+    inputs.weights[0].copy_(torch.ones_like(inputs.weights[0]))
+    by_kernels = results(case, kernel_communicator(dist.group.WORLD, "fused", ROOMY), inputs)
+    on_host = results(case, hostile_communicator(dist.group.WORLD, ROOMY), inputs)
+    own = shard_rows(case.num_tokens, world, rank)
+    xs = [torch.randn(inputs.x.shape, generator=torch.Generator().manual_seed(other))[own] for other in range(world)]
+    in_turn = ((xs[0] + xs[1]) + xs[2]) + xs[3]
+    assert torch.equal(by_kernels[0], on_host[0]) and not torch.equal(by_kernels[0], in_turn.expand(-1, case.dim))
+
+
+def test_equal_bits_with_the_host_path(interpreters: RankPool) -> None:
+    interpreters.run(check_bits_of_the_host_path, 4)
+
+
+def raised_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def errors_when_a_rank_stays_away() -> list[str]:
+    """Rank 1 makes no call; then all reset, and go on."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY, timeout_seconds=0.5)
+    arena = comm.device_arena
+    assert arena is not None
+    case = cases((7,))[3]
+    messages = []
+    for strategy, operator in (("fused", 0), ("push", 0), ("fused", 3)):
+        comm.strategy = strategy
+        case = cases((7,))[operator]
+        error = ""
+        standstill = Standstill(arena, dist.group.WORLD)
+        if comm.rank == 1:
+            standstill.leave()
+        else:
+            with standstill:
+                error = raised_by(lambda case=case: results(case, comm))  # type: ignore[misc]
+        dist.barrier()
+        # Who was away hears of it when it comes.
+        again = raised_by(lambda case=case: results(case, comm))  # type: ignore[misc]
+        messages += [error, again]
+        dist.barrier()
+        arena.reset(dist.group.WORLD)
+        with Standstill(arena, dist.group.WORLD):
+            wrong = wrong_results(comm, cases((7,))[:4])
+            assert not wrong, "\n".join(wrong)
+    return messages
+
+
+def test_a_rank_that_stays_away_is_named_by_all(interpreters: RankPool) -> None:
+    everyone = interpreters.run(errors_when_a_rank_stays_away, 3)
+    for rank, messages in enumerate(everyone):
+        for during, after in zip(messages[::2], messages[1::2], strict=True):
+            assert "is poisoned: rank" in after and "of rank 1, which gave no signal for 0.5 s" in after
+            assert rank == 1 or during == after
+        assert "the shard of rank 1" in messages[1] and "all_gather_matmul of 7 x 5 float32" in messages[1]
+        assert "split 0 of what is sent of rank 1" in messages[3] and "split 0 of what is sent of rank 1" in messages[5]
+        for message in messages[1::2]:
+            assert message.startswith("PeerTimeout" if f"rank {rank} waited" in message else "GroupPoisoned")
+
+
+def errors_of_different_calls() -> list[str]:
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    arena = comm.device_arena
+    assert arena is not None
+    tokens = 6 if comm.rank else 8
+    messages = []
+    for strategy in STRATEGIES:
+        comm.strategy = strategy
+        rows = tokens // 2
+        call = lambda rows=rows: all_gather_matmul(torch.ones(rows, 3), [torch.ones(4, 3)], comm)  # noqa: E731
+        messages.append(raised_by(call))
+        dist.barrier()
+        arena.reset(dist.group.WORLD)
+    messages.append(raised_by(lambda: matmul_reduce_scatter(torch.ones(tokens, 3), torch.ones(4, 3), comm)))
+    dist.barrier()
+    arena.reset(dist.group.WORLD)
+    assert not wrong_results(comm, cases((7,))[:4])
+    return messages
+
+
+def test_different_calls_are_named(interpreters: RankPool) -> None:
+    for rank, messages in enumerate(interpreters.run(errors_of_different_calls, 2)):
+        assert all(f"rank {rank} calls" in message for message in messages)
+        assert all(message.startswith("CallMismatch: every rank of group") for message in messages)
+        assert all("rank 0 and rank 1 do not" in m or "rank 1 and rank 0 do not" in m for m in messages)
+        assert "calls all_gather_matmul of" in messages[0] and "calls matmul_reduce_scatter of" in messages[2]
+
+
+def errors_of_different_kinds() -> list[str]:
+    """One gathers, the other scatters, or gathers in another way; nobody waits until the time is over."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    assert comm.device_arena is not None
+    x, weight = torch.ones(4, 3), torch.ones(4, 3)
+    gather, scatter = (lambda: all_gather_matmul(x, [weight], comm)), (lambda: matmul_reduce_scatter(x, weight, comm))
+    messages = []
+    for strategies, calls in ((("fused",) * 2, (gather, scatter)), (("fused", "push"), (gather,) * 2)):
+        comm.strategy = strategies[comm.rank]
+        messages.append(raised_by(calls[comm.rank]))
+        dist.barrier()
+        comm.device_arena.reset(dist.group.WORLD)
+    return messages
+
+
+def test_different_kinds_of_call_are_no_timeout(interpreters: RankPool) -> None:
+    for messages in interpreters.run(errors_of_different_kinds, 2):
+        assert all(message.startswith("CallMismatch: every rank of group") for message in messages), messages
+
+
+def errors_heard_without_a_call() -> tuple[str, str]:
+    """Rank 1 leaves, as for want of memory; the others only ask, once at what their host knows, once at the device."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    arena = comm.device_arena
+    assert arena is not None
+    if comm.rank == 1:
+        arena.leave()
+    dist.barrier()
+    return raised_by(arena.check), raised_by(comm.check)
+
+
+def test_check_hears_of_what_no_kernel_has_seen(interpreters: RankPool) -> None:
+    for rank, (at_once, after) in enumerate(interpreters.run(errors_heard_without_a_call, 3)):
+        assert "rank 1 refused its own" in after
+        assert at_once == (after if rank == 1 else "")
+
+
+def errors_when_memory_is_short() -> str:
+    """A rank fails in the middle of a call: the others hear of it at once."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    if comm.rank == 1:
+        on_device.launch_sum_slots = failing
+    try:
+        return raised_by(lambda: [matmul_reduce_scatter(torch.ones(4, 3), torch.ones(4, 3), comm) for _ in range(2)])
+    finally:
+        on_device.launch_sum_slots = scatter_kernel.launch_sum_slots
+
+
+def failing(*_: Any) -> None:
+    raise MemoryError("no memory left")
+
+
+def test_a_rank_that_fails_in_a_call_is_named(interpreters: RankPool) -> None:
+    first, second, third = interpreters.run(errors_when_memory_is_short, 3)
+    assert second == "MemoryError: no memory left"
+    assert first == third and "rank 1 refused its own" in first
+
+
+def errors_of_a_bad_call() -> str:
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    weight = torch.ones(4, 5 if comm.rank == 1 else 3)
+    return raised_by(lambda: all_gather_matmul(torch.ones(2, 3), [weight], comm))
+
+
+def test_a_bad_call_of_one_rank_ends_on_all(interpreters: RankPool) -> None:
+    first, second, third = interpreters.run(errors_of_a_bad_call, 3)
+    assert second.startswith("ValueError: all_gather_matmul needs x[T/tp, D]")
+    assert first == third and first.startswith("CallMismatch") and "rank 1 refused its own" in first
+
+
+def check_unsupported_dtypes() -> None:
+    """On all ranks, before anything is poisoned."""
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    assert comm.device_arena is not None
+    for dtype in (torch.float8_e4m3fn, torch.int64, torch.complex64):
+        x = torch.ones(2, 4).to(dtype)
+        with pytest.raises(ValueError, match=f"all_gather_matmul multiplies .*: got {dtype}"):
+            all_gather_matmul(x, [x], comm)
+        with pytest.raises(ValueError, match=f"matmul_reduce_scatter multiplies .*: got {dtype}"):
+            matmul_reduce_scatter(x, x, comm)
+        comm.check()
+    wrong = wrong_results(comm, cases((7,))[3:4])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_dtypes_that_no_kernel_takes_leave_the_group_usable(interpreters: RankPool) -> None:
+    interpreters.run(check_unsupported_dtypes, 2)
+
+
+def errors_of_wide_rows() -> list[str]:
+    comm = kernel_communicator(dist.group.WORLD, "fused", 1 << 12)
+    rows = torch.ones(2, 2000)
+    return [
+        raised_by(lambda: all_gather_matmul(rows, [torch.ones(3, 2000)], comm)),
+        raised_by(lambda: matmul_reduce_scatter(torch.ones(4, 3), torch.ones(2000, 3), comm)),
+    ]
+
+
+def test_a_row_wider_than_the_arena_is_refused_on_every_rank(interpreters: RankPool) -> None:
+    first, second = interpreters.run(errors_of_wide_rows, 2)
+    assert first == second
+    assert all("a row must fit into the arena: rows of 8000 bytes" in message for message in first)
+
+
+def strategies_chosen() -> list[bool]:
+    """Whether the arena has seen a call, for a strategy each; the last is what "auto" is predicted to be best at."""
+    seen = []
+    for strategy in ("plain", "auto", "fused", "auto"):
+        comm = Communicator(dist.group.WORLD, arena_bytes=ROOMY, strategy=strategy)
+        arena = comm.device_arena
+        assert arena is not None and comm.arena is not None
+        assert arena.rates is not None
+        slow = {"launch_seconds": 1.0} if len(seen) == 3 else {"link_bytes_per_s": 1.0}
+        arena.rates = replace(arena.rates, **slow)
+        all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm)
+        seen.append(int(arena.epoch) > 0)
+    # Of a GPU whose rates nobody knows.
+    before = int(arena.epoch)
+    arena.rates = None
+    all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm)
+    seen.append(int(arena.epoch) > before)
+    return seen
+
+
+def test_strategies(interpreters: RankPool) -> None:
+    """ "auto" takes collectives, or here the host's arena, where links are slow, and kernels where launches are."""
+    assert interpreters.run(strategies_chosen, 2) == [[False, False, True, True, False]] * 2
+    with pytest.raises(ValueError, match="strategy must be auto, plain, fused or push"):
+        Communicator(None, strategy="fast")
+
+
+def skipped(*_: Any, **__: Any) -> Any:
+    return 0
+
+
+def early(control: Any, peer: Any, num_tiles: Any) -> bool:
+    """Say that all tiles are done when the first is."""
+    from tpkernels.symmetric import signals_kernel
+
+    signals_kernel.count_done(control, peer, num_tiles)
+    return True
+
+
+class Mutation(NamedTuple):
+    """What is taken out of the kernels.
+
+    Attributes:
+        module, function: its place.
+        other: what stands there instead.
+        strategy, case: where it is noticed first, of STRATEGIES and `mutation_cases`.
+    """
+
+    module: str
+    function: str
+    other: Callable[..., Any]
+    strategy: str = "fused"
+    case: int = 0
+
+
+NOTHING = "nothing"
+MUTATIONS = {
+    NOTHING: Mutation("fused.gather_kernel", "wait", gather_kernel.wait),
+    "tiles do not wait for the copy": Mutation("fused.gather_kernel", "wait_for_copy", skipped, case=1),
+    "tiles do not wait for what is pushed": Mutation("fused.gather_kernel", "wait", skipped, "push"),
+    "sums do not wait": Mutation("fused.on_device", "launch_wait", skipped, case=2),
+    "nobody is told of partial sums": Mutation("fused.scatter_kernel", "notify", skipped, case=1),
+    "partial sums are announced early": Mutation("fused.scatter_kernel", "count_done", early, case=1),
+    "the copy engine does not wait": Mutation("exchange.copies", "_has_published", lambda *_: True),
+    "calls of one generation do not meet": Mutation("symmetric.signals_kernel", "barrier", skipped),
+}
+
+
+def mutation_cases() -> list[Case]:
+    return [*cases((40,), dim=33)[::3], *cases((40,))[1:4:2]]
+
+
+def noticed(name: str) -> str:
+    """What this rank notices of a mutation: a wrong result, calls that differ, or that no rank can go on.
+
+    Nothing else is a verdict: it leaves this function. After the first that any rank notices all stop.
+    """
+    mutation = MUTATIONS[name]
+    module = importlib.import_module(f"tpkernels.{mutation.module}")
+    before = getattr(module, mutation.function)
+    setattr(module, mutation.function, mutation.other)
+    try:
+        for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != mutation.strategy):
+            comm = kernel_communicator(dist.group.WORLD, strategy, TINY, most_seconds=2e-2)
+            arena, said = comm.device_arena, ""
+            assert arena is not None
+            many = mutation_cases()
+            with Standstill(arena, dist.group.WORLD):
+                for case in many[mutation.case :] + many[: mutation.case]:
+                    if name.startswith("calls of one generation"):
+                        arena._generation = 0
+                    try:
+                        said = "".join(wrong_results(comm, [case]))
+                    except (PeerError, CallMismatch) as error:
+                        said = f"{type(error).__name__}: {error}"
+                    if said:
+                        break
+                if said:
+                    with contextlib.suppress(PeerError, CallMismatch):
+                        arena.leave()
+            num_noticed = torch.tensor(bool(said), dtype=torch.int32)
+            dist.all_reduce(num_noticed)
+            if num_noticed:
+                return said or "another rank noticed"
+        return ""
+    finally:
+        setattr(module, mutation.function, before)
+
+
+def test_mutations_of_the_kernels_protocol(interpreters: RankPool, count_mutations: CountMutations) -> None:
+    assert interpreters.run(noticed, 3, NOTHING) == [""] * 3
+    broken = [name for name in MUTATIONS if name != NOTHING]
+    unnoticed = [name for name in broken if not any(interpreters.run(noticed, 3, name))]
+    count_mutations("the kernels' protocol (fused operators)", len(broken) - len(unnoticed), len(broken))
+    assert not unnoticed

@@ -1,0 +1,1 @@
+"""Engines and runs that are compared with each other."""

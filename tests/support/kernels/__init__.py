@@ -1,0 +1,1 @@
+"""Kernels compiled, interpreted and looked at."""

@@ -1,0 +1,1 @@
+"""Plans made at random, and an independent judge of them."""

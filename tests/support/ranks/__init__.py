@@ -1,0 +1,1 @@
+"""Processes that work together, and proofs that none of them works any more."""

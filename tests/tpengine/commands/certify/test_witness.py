@@ -1,0 +1,278 @@
+"""Rung: gloo ranks. What certify sees of layouts that agree; that it names the culprit in engines broken on purpose.
+
+The mutations are such as tolerances hide: each changes a few last bits, or a thousandth of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks.rank_pool import RankPool
+from torch import Tensor
+
+from tpengine.commands.certify.command import Layout, Options, config_of, verdict
+from tpengine.commands.certify.evidence import Evidence, Observation, Phase
+from tpengine.commands.certify.witness import Witness
+from tpengine.config import Config
+from tpengine.layers import virtual
+from tpengine.plan import Kind
+from tpengine.training.trainer import Trainer
+
+ONE = Layout()
+
+
+def config_in(layout: Layout) -> Config:
+    """The preset's features, smaller: 8 micro-batches of 128 tokens, hidden 64."""
+    options = Options(layout, None, "certify", "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
+    config = config_of(options, layout)
+    return replace(
+        config,
+        model=replace(config.model, hidden_size=64, ffn_size=96),
+        train=replace(config.train, micro_batch_size=2, num_micro_batches=8 // layout.dp),
+    )
+
+
+def observe(config: Config, mutation: str = "no_mutation") -> list[Observation]:
+    witness = Witness(config)
+    globals()[mutation](witness.trainer)
+    return witness.step(0)[0]
+
+
+def evidence_of(ranks: RankPool, layout: Layout, mutation: str = "no_mutation") -> Evidence:
+    return Evidence(ranks.run(observe, layout.num_ranks, config_in(layout), mutation))
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool) -> Evidence:
+    return evidence_of(ranks, ONE)
+
+
+def no_mutation(trainer: Trainer) -> None:
+    """The engine as it is."""
+
+
+def on_rank(number: int) -> bool:
+    return dist.get_rank() == number
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
+    if on_rank(1):
+        mlp: Any = trainer.model.layers["2"].mlp
+        sink, up = mlp.sinks[0], mlp.shards["4"]["up_proj"].weight
+        weight_grad = sink.weight_grad
+
+        def wrong(param: Tensor, x: Tensor, dy: Tensor, partial: Any = None) -> None:
+            weight_grad(param, x, scaled(dy, 1 + 1e-6) if param is up else dy, partial)
+
+        sink.weight_grad = wrong
+
+
+def one_micro_batch_weighs_a_thousandth_more(trainer: Trainer) -> None:
+    stage = trainer.stages[trainer.mesh.at.pp]
+    weighted = stage._loss
+    if weighted is not None:
+        stage._loss = lambda y, mb: weighted(y, mb) * (1.001 if trainer.number_of(mb) == 5 else 1)
+
+
+def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
+    if on_rank(1):
+        dropouts: Any = trainer.model.layers["1"].dropouts
+        drop = dropouts.mlp_residual.__call__
+
+        def shifted(x: Tensor, first_row: int, first_column: int, row_length: int) -> Tensor:
+            return drop(x, first_row + 1, first_column, row_length)
+
+        object.__setattr__(dropouts, "mlp_residual", shifted)
+
+
+def attention_dropout_of_the_next_head(trainer: Trainer) -> None:
+    if on_rank(1):
+        attention: Any = trainer.model.layers["0"].self_attn
+        of_heads = attention.dropout.of_heads
+        attention.dropout.of_heads = lambda first, num: of_heads((first + 1) % num, num)
+
+
+def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
+    attention: Any = trainer.model.layers["3"].self_attn
+    forward, collect = attention.forward, virtual.collect
+
+    def swapped(partials: Sequence[Tensor], ranks: virtual.VirtualRanks) -> Tensor:
+        return collect([partials[i] for i in (0, 2, 1, 3)], ranks)
+
+    def forward_swapped(x: Tensor, seq: int) -> Tensor:
+        virtual.collect = swapped  # type: ignore[assignment]
+        try:
+            return forward(x, seq)
+        finally:
+            virtual.collect = collect  # type: ignore[assignment]
+
+    attention.forward = forward_swapped
+
+
+def blocks_added_one_after_the_other(trainer: Trainer) -> None:
+    blocks: Any = trainer.gradients._gradients._blocks  # type: ignore[attr-defined]
+    sums = {index: torch.zeros_like(flat) for index, flat in trainer.buckets.flat.items()}
+
+    def end_block(index: int) -> None:
+        flat = trainer.buckets.flat[index]
+        sums[index].add_(flat)
+        flat.copy_(sums[index]) if trainer.model.position.microbatch == 7 else flat.zero_()
+
+    blocks.end_block = end_block
+
+
+def one_virtual_ranks_part_of_a_norm_lost(trainer: Trainer) -> None:
+    if on_rank(0):
+        inner: Any = trainer.gradients._gradients  # type: ignore[attr-defined]
+        finish = inner.finish
+
+        def without() -> None:
+            trainer.buckets.gradients["layers.1.post_attention_layernorm.weight#2"].zero_()
+            finish()
+
+        inner.finish = without
+
+
+def after(trainer: Trainer, kind: Kind, change: Callable[[], object]) -> None:
+    """Run `change` after each action of a kind, before what follows sees it."""
+    inner = trainer.executor.handlers[kind]
+    closure = inner.__closure__  # type: ignore[attr-defined]
+    handlers: Any = next(cell.cell_contents for cell in closure if isinstance(cell.cell_contents, dict))
+    handler = handlers[kind]
+
+    def changed(action: Any) -> None:
+        handler(action)
+        change()
+
+    handlers[kind] = changed
+
+
+def one_moment_off_by_one_bit(trainer: Trainer) -> None:
+    if on_rank(1):
+        name = next(name for name in trainer.model.held if name.startswith("layers.4.mlp.down_proj.weight"))
+        moment = functools.partial(trainer.optimizer.state_of, name)
+        after(trainer, Kind.STEP, lambda: moment()["exp_avg"].view(torch.int32)[0, 0].bitwise_xor_(1))
+
+
+def one_rank_does_not_clip(trainer: Trainer) -> None:
+    if on_rank(1):
+        before: dict[str, Tensor] = {}
+        inner: Any = trainer.gradients._gradients  # type: ignore[attr-defined]
+        finish = inner.finish
+
+        def keep() -> None:
+            finish()
+            before.update({name: g.clone() for name, g in trainer.gradients.of.items()})
+
+        inner.finish = keep
+        after(trainer, Kind.CLIP, lambda: [trainer.gradients.of[name].copy_(g) for name, g in before.items()])
+
+
+def received_activation_off_by_one_bit(trainer: Trainer) -> None:
+    stage = trainer.stages[trainer.mesh.at.pp]
+    receive = stage.receive_input
+
+    def wrong(microbatch: int, x: Tensor) -> None:
+        x[0, 0] = torch.nextafter(x[0, 0], x.new_tensor(torch.inf))
+        receive(microbatch, x)
+
+    stage.receive_input = wrong  # type: ignore[method-assign]
+
+
+def weights_of_one_replica_differ(trainer: Trainer) -> None:
+    if on_rank(1):
+        norm: Any = trainer.model.layers["0"].input_layernorm
+        after(trainer, Kind.STEP, lambda: norm.weight.data.mul_(1 + 2.0**-23))
+
+
+def another_micro_batch_read(trainer: Trainer) -> None:
+    stage = trainer.stages[trainer.mesh.at.pp]
+    if stage._first_input is not None:
+        first_input = stage._first_input
+        stage._first_input = lambda mb: first_input(1 if mb == 2 else mb)
+
+
+# mutation -> the layout that can show it, and how the verdict begins
+MUTATIONS: dict[Callable[[Trainer], None], tuple[Layout, str]] = {
+    relative_error_in_one_ranks_gradient: (
+        Layout(tp=2),
+        "step 1: gradient of layers.2.mlp.up_proj.weight, micro-batch 0, virtual rank 4; made by tp 2 x pp 1 x dp 1: "
+        "0B0 on rank 1; one process: 0B0",
+    ),
+    one_micro_batch_weighs_a_thousandth_more: (
+        Layout(pp=2),
+        "step 1: gradient of embed_tokens.weight as output head, micro-batch 5, virtual rank 0; made by tp 1 x pp 2 x "
+        "dp 1: 1B5 on rank 1",
+    ),
+    dropout_mask_off_by_one_token: (
+        Layout(tp=2),
+        "step 1: output of layers.1, micro-batch 0, virtual rank 4; made by tp 2 x pp 1 x dp 1: 0F0 on rank 1",
+    ),
+    attention_dropout_of_the_next_head: (Layout(tp=2), "step 1: output of layers.0.self_attn, micro-batch 0"),
+    two_chunks_added_in_the_other_order: (Layout(tp=2), "step 1: output of layers.3.self_attn, micro-batch 0"),
+    blocks_added_one_after_the_other: (Layout(tp=2), "step 1: summed gradient of norm.weight; made by"),
+    one_virtual_ranks_part_of_a_norm_lost: (
+        Layout(tp=2),
+        "step 1: summed gradient of layers.1.post_attention_layernorm.weight; made by tp 2 x pp 1 x dp 1: CLIP",
+    ),
+    one_moment_off_by_one_bit: (
+        Layout(tp=2),
+        "step 1: optimizer's exp_avg of layers.4.mlp.down_proj.weight, virtual rank 4; made by tp 2 x pp 1 x dp 1: "
+        "STEP on rank 1",
+    ),
+    one_rank_does_not_clip: (Layout(tp=2), "step 1: optimizer's exp_avg of "),
+    received_activation_off_by_one_bit: (
+        Layout(pp=2),
+        "step 1: input of layers.3, micro-batch 0, virtual rank 0; made by tp 1 x pp 2 x dp 1: 1F0 on rank 1",
+    ),
+    weights_of_one_replica_differ: (
+        Layout(dp=2),
+        "step 1: weight layers.0.input_layernorm.weight; made by tp 1 x pp 1 x dp 2: STEP on rank 0; tp 1 x pp 1 x "
+        "dp 2: STEP on rank 1",
+    ),
+    another_micro_batch_read: (Layout(pp=2), "step 1: output of embed_tokens, micro-batch 2, virtual rank 0"),
+}
+
+
+def test_every_mutation_turns_certify_red_and_is_named(
+    ranks: RankPool, one_process: Evidence, count_mutations: Callable[[str, int, int], None]
+) -> None:
+    for layout in {layout for layout, _ in MUTATIONS.values()}:
+        assert verdict(evidence_of(ranks, layout), one_process, layout, ONE) == ""
+    wrong = {}
+    for mutation, (layout, beginning) in MUTATIONS.items():
+        found = verdict(evidence_of(ranks, layout, mutation.__name__), one_process, layout, ONE)
+        if not found.startswith(beginning):
+            wrong[mutation.__name__] = found or "certified: identical"
+    count_mutations("exact mode (certify)", len(MUTATIONS) - len(wrong), len(MUTATIONS))
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=2)])
+def test_layouts_see_the_same(ranks: RankPool, one_process: Evidence, layout: Layout) -> None:
+    evidence = evidence_of(ranks, layout)
+    assert verdict(evidence, one_process, layout, ONE) == ""
+    assert evidence.groups() == one_process.groups()
+
+
+def test_everything_is_seen(one_process: Evidence) -> None:
+    """Each micro-batch's outputs and gradients on each virtual rank, each parameter's sums, weights and moments."""
+    config = config_in(ONE)
+    blocks = [place for place in one_process.seen if place.name == "output of layers.4"]
+    assert sorted((p.microbatch, p.shard) for p in blocks) == [(m, v) for m in range(8) for v in range(8)]
+    ups = [place for place in one_process.seen if place.name == "gradient of layers.4.mlp.up_proj.weight"]
+    assert sorted((p.microbatch, p.shard) for p in ups) == [(m, v) for m in range(8) for v in range(8)]
+    num_pieces = 1 + config.model.num_layers * (2 + 2 * 4 + 5 * 8) + 8
+    updates = [place for place in one_process.seen if place.phase is Phase.UPDATE and place.name != "gradient norm"]
+    assert len(updates) == 3 * num_pieces + 3, "and loss, norm and learning rate as reported"
+    assert len([place for place in one_process.seen if place.phase is Phase.SUM]) == num_pieces

@@ -1,0 +1,113 @@
+"""Rung: gloo ranks. Weights laid out for their products once a step give the same training, and are never stale.
+
+Small models reach this path only where the products' least size is lowered, and some machines' fastest library has no
+such layout; both are overridden here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+from torch import Tensor
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.ops.matmul import host as host_gemm
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.layers import Attention, ColumnParallelLinear, RowParallelLinear, SwiGLU
+from tpengine.layers.collectives import Communicator
+from tpengine.model.transformer import Transformer
+from tpengine.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this build of torch has no oneDNN: weights are never laid out",
+)
+
+
+@contextlib.contextmanager
+def every_product_by_onednn() -> Iterator[None]:
+    """Products of any size, on any processor."""
+    with patch.object(host_gemm, "_FEWEST_MULTIPLICATIONS", 0), patch.object(host_gemm, "_has_onednn", lambda: True):
+        yield
+
+
+def train(config: Config, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses, this rank's parameters, and how many weights were laid out in the last step."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    laid_out = []
+    prepared = host_gemm.PreparedMatrix.__init__
+
+    def noting(self: host_gemm.PreparedMatrix, matrix: Tensor, num_rows: int) -> None:
+        prepared(self, matrix, num_rows)
+        laid_out.append(self.laid_out is not None)
+
+    losses = []
+    with every_product_by_onednn():
+        for step in range(num_steps):
+            laid_out.clear()
+            with patch.object(host_gemm.PreparedMatrix, "__init__", noting):
+                losses.append(trainer.train_step(step).loss)
+    return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, sum(laid_out)
+
+
+def largest_difference(config: Config) -> tuple[float, int]:
+    """Between training prepared and unprepared, relative to each tensor's largest element."""
+    losses, parameters, num_laid_out = train(config)
+    with patch.object(Transformer, "prepare", lambda self, num_tokens: None):
+        want_losses, wanted, none = train(config)
+    assert not none
+    pairs = [(torch.tensor(losses), torch.tensor(want_losses))] + [(p, wanted[name]) for name, p in parameters.items()]
+    finite = [(got, want) for got, want in pairs if torch.isfinite(want).all()]  # the first stage knows no loss
+    return max(((got - want).abs().max() / want.abs().max()).item() for got, want in finite), num_laid_out
+
+
+def single(config: Config) -> Config:
+    return replace(config, train=replace(config.train, dtype="float32"))
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (1, 2, 2)])
+def test_training_is_the_same(ranks: RankPool, layout: tuple[int, int, int]) -> None:
+    config = single(config_of(*layout, tied=False, kv_heads=2))
+    for difference, num_laid_out in ranks.run(largest_difference, layout[0] * layout[1] * layout[2], config):
+        # A pipeline whose stages are alone keeps no copies.
+        assert (num_laid_out > 0) == (layout != (1, 1, 2)) and difference < 1e-4
+
+
+def check_a_stale_layout_is_noticed() -> None:
+    comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(32, 4 * 24, dist.get_world_size()))
+    torch.manual_seed(0)
+    x = torch.randn(32, 24)[comm.rank * 32 // comm.size :][: 32 // comm.size]
+    modules: list[tuple[torch.nn.Module, Callable[..., Tensor], Tensor]] = []
+    for module in (ColumnParallelLinear(24, 48, comm), SwiGLU(24, 48, comm)):
+        modules.append((module, module, x))
+    modules.append((RowParallelLinear(48, 24, comm), lambda x: modules[2][0](x), torch.randn(32, 48 // comm.size)))
+    attention = Attention(24, 4, 4, comm)
+    modules.append((attention, lambda x: attention(x, 16), x))
+    with every_product_by_onednn():
+        for module, call, operand in modules:
+            module.prepare(32)  # type: ignore[operator]
+            prepared = call(operand)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(2)
+            changed = call(operand)
+            assert not torch.equal(changed, prepared)
+            module.release()  # type: ignore[operator]
+            torch.testing.assert_close(changed, call(operand))
+            # Memory that was replaced, too.
+            module.prepare(32)  # type: ignore[operator]
+            module.load_state_dict({name: p / 2 for name, p in module.state_dict().items()}, assign=True)
+            torch.testing.assert_close(call(operand), prepared)
+
+
+def test_a_stale_layout_is_noticed(ranks: RankPool) -> None:
+    ranks.run(check_a_stale_layout_is_noticed, 2)

@@ -1,0 +1,62 @@
+"""Rung: interpreter, several processes. A training step whose matmuls exchange inside their kernels.
+
+All of the engine's kernels are interpreted, on ranks that share memory. Numbers err from float64's by at most twice as
+much as a host's in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.training.trainer import Trainer
+
+pytest.importorskip("triton")
+
+Numbers = dict[str, float]
+
+
+def config(tp: int, dtype: str) -> Config:
+    """One layer, one micro-batch: the interpreter is slow."""
+    base = config_of(1, tp, 1, tied=False, kv_heads=2)
+    return replace(
+        base,
+        model=replace(base.model, num_layers=1),
+        train=replace(base.train, num_micro_batches=1, dtype=dtype),
+    )
+
+
+def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
+    """Loss, gradient norm and sums of the gradients' squares of the first step; the arena's calls; what is said."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer.comms.tp.strategy = strategy
+    arena = trainer.comms.tp.device_arena
+    said = trainer.comms.describe(trainer.mailbox)
+    result = trainer.train_step(0)
+    return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push"])
+def test_a_step_through_fused_kernels(ranks: RankPool, interpreters: RankPool, strategy: str) -> None:
+    ((exact, _, _),) = ranks.run(first_step, 1, config(1, "float64"), "plain")
+    ((host, _, _),) = ranks.run(first_step, 1, config(1, "float32"), "plain")
+    for numbers, calls, said in interpreters.run(first_step, 2, config(2, "float32"), strategy):
+        # A gather and a scatter forward and backward, for attention, feed-forward and the head's gather.
+        assert calls >= 10
+        assert "tp's matmuls by kernels through" in said
+        for name, want in exact.items():
+            # The rounding of a float32 result, where the host happened to hit closer.
+            allowed = 2 * max(abs(host[name] - want), 2.0**-23 * want)
+            assert abs(numbers[name] - want) <= allowed, (name, numbers, host, exact)
+
+
+def test_collectives_where_nothing_is_to_be_fused(interpreters: RankPool) -> None:
+    plain = replace(config(2, "float32"), parallel=replace(config(2, "float32").parallel, tp_comm="plain"))
+    for _, calls, said in interpreters.run(first_step, 2, plain, "auto"):
+        assert calls == 0 and "kernels" not in said

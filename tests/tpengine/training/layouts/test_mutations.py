@@ -1,0 +1,185 @@
+"""Rung: gloo ranks. The engine broken on purpose: parity must go red for each mutation.
+
+The verifier's own mutations (plans broken on purpose) are in plan/test_verify.py. Here the plan is right and a part
+of the engine does not do what it says; `test_parity.compare` must notice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from support.engine.parity import STEPS, Outcome, compare, config_of, outcome_of
+from support.kernels.mutations import survivors
+from support.ranks.rank_pool import RankPool
+
+from tpengine.data import open_corpus
+from tpengine.layers import IGNORED_LABEL
+from tpengine.layout.parameters import EMBEDDING
+from tpengine.training.trainer import Trainer
+
+
+def scale_loss(trainer: Trainer, factor: float) -> None:
+    load = trainer._load
+    trainer._load = lambda step: replace(load(step), loss_scale=load(step).loss_scale * factor)  # type: ignore[method-assign]
+
+
+def loss_scaled_by_a_thousandth(trainer: Trainer) -> None:
+    scale_loss(trainer, 1.001)
+
+
+def loss_not_divided_by_micro_batches(trainer: Trainer) -> None:
+    scale_loss(trainer, trainer.config.train.num_micro_batches)
+
+
+def mean_of_micro_batch_means(trainer: Trainer) -> None:
+    """The classic: every micro-batch weighs the same however many of its labels are ignored."""
+    weighted = trainer._weighted_loss
+
+    def loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+        batch = trainer._batch
+        valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
+        total = trainer.config.train.num_micro_batches * trainer.mesh.shape.dp
+        trainer._batch = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
+        value = weighted(logits, microbatch)
+        trainer._batch = batch
+        return value
+
+    stage = trainer.stages[trainer.mesh.at.pp]
+    stage._loss = loss if stage._loss is not None else None
+
+
+def reduce_dropped(trainer: Trainer) -> None:
+    """One bucket is not summed over its ranks."""
+    reduce = trainer.buckets._reduce
+    first = min(trainer.buckets.flat)
+    done = type("Done", (), {"wait": lambda self: None})()
+    trainer.buckets._reduce = lambda i, flat: done if i == first else reduce(i, flat)
+
+
+def norms_not_summed_over_tp(trainer: Trainer) -> None:
+    reduce = trainer.buckets._reduce
+    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
+    dp = trainer.comms.dp
+    trainer.buckets._reduce = lambda i, flat: (
+        dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_tp" else reduce(i, flat)
+    )
+
+
+def replicated_kv_not_summed(trainer: Trainer) -> None:
+    reduce = trainer.buckets._reduce
+    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
+    dp = trainer.comms.dp
+    trainer.buckets._reduce = lambda i, flat: (
+        dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_replica" else reduce(i, flat)
+    )
+
+
+def bucket_reduced_before_its_last_contribution(trainer: Trainer) -> None:
+    for index in trainer.buckets._expected:
+        trainer.buckets._expected[index] -= 1
+
+
+def previous_gradient_received(trainer: Trainer) -> None:
+    """Micro-batch 3 receives the gradient of micro-batch 2, as with two receives in the wrong order."""
+    take = trainer.stages[trainer.mesh.at.pp].take_input_grad
+    held: dict[int, torch.Tensor] = {}
+
+    def swapped(microbatch: int) -> torch.Tensor:
+        held[microbatch] = take(microbatch)
+        return held[microbatch if microbatch < 3 else 2]
+
+    trainer.stages[trainer.mesh.at.pp].take_input_grad = swapped  # type: ignore[method-assign]
+
+
+def layer_dropped(trainer: Trainer) -> None:
+    if "3" in trainer.model.layers:
+        trainer.model.layers["3"].forward = lambda x, seq: x  # type: ignore[method-assign]
+
+
+def tie_forgotten(trainer: Trainer) -> None:
+    trainer.executor.handlers = {
+        **trainer.executor.handlers,
+        next(k for k in trainer.executor.handlers if k.name == "TIE_REDUCE"): lambda _: None,
+    }
+
+
+def tied_copy_counted_in_the_norm(trainer: Trainer) -> None:
+    if trainer.mesh.at.pp > 0 and EMBEDDING in trainer.gradients.of:
+        trainer._places = trainer._places | {EMBEDDING: 0}
+
+
+def replicated_norms_counted_twice(trainer: Trainer) -> None:
+    trainer._places = {name: place for place, name in enumerate(trainer.gradients.of)}
+
+
+def gradients_not_zeroed(trainer: Trainer) -> None:
+    trainer.buckets.zero = lambda: None  # type: ignore[method-assign]
+
+
+def weights_differ_between_shards(trainer: Trainer) -> None:
+    """Every rank draws its shard as if it were the first."""
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.dim() == 2 and trainer.mesh.at.tp == 1:
+                parameter.mul_(1 + 1e-6)
+
+
+def data_order_ignores_the_replica(trainer: Trainer) -> None:
+    mesh = trainer.mesh
+    trainer._reader._mesh = replace(mesh, at=replace(mesh.at, dp=0))
+
+
+def positions_shifted(trainer: Trainer) -> None:
+    """Sequences are regrouped with the wrong length after the gather."""
+    half = trainer.config.train.seq_len // 2
+    trainer.forward = lambda x, chunk: trainer.model(x, half, chunk)  # type: ignore[method-assign]
+
+
+# mutation -> the layout (dp, tp, pp) that can show it
+MUTATIONS: dict[Callable[[Trainer], None], tuple[int, int, int]] = {
+    loss_scaled_by_a_thousandth: (1, 2, 1),
+    loss_not_divided_by_micro_batches: (1, 1, 2),
+    mean_of_micro_batch_means: (2, 1, 1),
+    reduce_dropped: (2, 1, 1),
+    norms_not_summed_over_tp: (1, 2, 1),
+    replicated_kv_not_summed: (1, 2, 1),
+    bucket_reduced_before_its_last_contribution: (2, 1, 1),
+    previous_gradient_received: (1, 1, 2),
+    layer_dropped: (1, 1, 2),
+    tie_forgotten: (1, 1, 2),
+    tied_copy_counted_in_the_norm: (1, 1, 2),
+    replicated_norms_counted_twice: (1, 2, 1),
+    gradients_not_zeroed: (1, 1, 2),
+    weights_differ_between_shards: (1, 2, 1),
+    data_order_ignores_the_replica: (2, 1, 1),
+    positions_shifted: (1, 2, 1),
+}
+
+
+def train_broken(config: Any, mutation: str) -> Outcome:
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    globals()[mutation](trainer)
+    return outcome_of(trainer)
+
+
+def test_every_mutation_turns_parity_red(ranks: RankPool, count_mutations: Callable[[str, int, int], None]) -> None:
+    (reference,) = ranks.run(train_broken, 1, config_of(1, 1, 1, tied=True, kv_heads=1), "no_mutation")
+    layouts = {mutation.__name__: layout for mutation, layout in MUTATIONS.items()}
+
+    def outcomes(mutation: str, layout: tuple[int, int, int]) -> list[Outcome]:
+        config = config_of(*layout, tied=True, kv_heads=1)
+        return ranks.run(train_broken, math.prod(layout), config, mutation)
+
+    for layout in set(layouts.values()):
+        compare(outcomes("no_mutation", layout), reference)
+    unnoticed = survivors(layouts, lambda name: outcomes(name, layouts[name]), lambda got: compare(got, reference))
+    count_mutations("the engine (parity)", len(layouts) - len(unnoticed), len(layouts))
+    assert not unnoticed, f"parity did not notice {unnoticed} in {STEPS} steps"
+
+
+def no_mutation(trainer: Trainer) -> None:
+    """The engine as it is: the same programs must be green without a mutation."""

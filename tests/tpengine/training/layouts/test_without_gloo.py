@@ -1,0 +1,106 @@
+"""Rung: fake ranks, one after the other. A run's calls where the ranks are not gloo's, as on several GPUs.
+
+What only GPUs check: NCCL itself, and that its streams wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.parity import config_of
+from support.ranks.fake_ranks import Call, check_legal, fake_rank
+from support.ranks.rank_pool import RankPool
+from torch import nn
+from tpkernels.exchange.communicator import Communicator
+
+from tpengine.config import Config
+from tpengine.data import Corpus, open_corpus
+from tpengine.data_parallel import DataParallel
+from tpengine.pipeline import Pipeline
+from tpengine.training import step_batch
+from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def cheap(config: Config, **train: Any) -> Config:
+    return replace(config, train=replace(config.train, eval_micro_batches=2, **train))
+
+
+LAYOUTS = {
+    "all axes, tied ends, kv replicas": config_of(2, 2, 2, tied=True, kv_heads=1, num_layers=2),
+    "exact sums": cheap(config_of(2, 2, 1, tied=True, kv_heads=2, num_layers=2), reduction="exact", dtype="float32"),
+    "tp alone, plain, gathered again": config_of(1, 2, 1, tied=False, kv_heads=4, tp_comm="plain", gathered="again"),
+    "tp 4 of 2 kv heads, bfloat16": cheap(config_of(1, 4, 1, tied=True, kv_heads=2, num_layers=1), dtype="bfloat16"),
+    "pp alone, split backward": config_of(1, 1, 2, tied=False, kv_heads=2, schedule="zb-h1"),
+    "pp alone, a V of chunks, tied": config_of(1, 1, 2, tied=True, kv_heads=2, schedule="zbv"),
+    "pp alone, tied, a stage in the middle": config_of(1, 1, 3, tied=True, kv_heads=2, schedule="gpipe"),
+    "dp alone": config_of(2, 1, 1, tied=False, kv_heads=2, num_layers=2),
+}
+
+
+def calls_of_run(config: Config) -> list[list[Call]]:
+    """Train, evaluate and sample on every rank in turn."""
+    parallel, calls = config.parallel, []
+    assert parallel.tp and parallel.pp and parallel.dp
+    corpus: Corpus = open_corpus(config)
+    world = parallel.tp * parallel.pp * parallel.dp
+    for rank in range(world):
+        with fake_rank(rank, world) as recorder, pytest.MonkeyPatch.context() as patch:
+            # A stage in the middle reads nothing, and hears only itself: that somebody has read.
+            report = step_batch._Report
+            patch.setattr(step_batch, "_Report", lambda *said, report=report: report(*(said or (1, 0, 24))))
+            trainer = Trainer(config, corpus, CPU)
+            trainer.train_step(0)
+            held_out_loss(trainer)
+            sample(trainer, [1, 2], 1)
+            calls.append(recorder.calls)
+            del trainer
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_calls_of_all_ranks_fit_together(ranks: RankPool, layout: str) -> None:
+    (calls,) = ranks.run(calls_of_run, 1, cheap(LAYOUTS[layout]))
+    check_legal(calls)
+    assert {call.operation for of_rank in calls for call in of_rank} >= {"allreduce_", "allgather_"}
+
+
+def calls_of_users_model() -> list[list[Call]]:
+    """A pipeline of two stages in two replicas, of a model that is no transformer."""
+    calls, told = [], [""]
+
+    def tell(value: Any, group: dist.ProcessGroup) -> Any:
+        if dist.get_rank(group) == 0:
+            told[0] = json.dumps(value)
+        return json.loads(told[0])
+
+    for rank in range(4):
+        with fake_rank(rank, 4) as recorder, pytest.MonkeyPatch.context() as patch:
+            # What rank 0 says no fake rank hears.
+            patch.setattr("tpengine.pipeline.profile.broadcast_json", tell)
+            pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+            loss = nn.functional.mse_loss
+            pipe = Pipeline(model, torch.ones(2, 3), loss, num_micro_batches=2, group=pipelines[rank % 2], cut=(2, 1))
+            replicas = DataParallel(pipe.stage, Communicator(stages[rank // 2]), bucket_bytes=20)
+            with replicas.no_sync():
+                pipe.step(torch.ones(4, 3), torch.ones(4, 2))
+            replicas.finish()
+            pipe.forward(torch.ones(4, 3))
+            calls.append(recorder.calls)
+    return calls
+
+
+def test_the_calls_of_a_users_own_pipeline_and_replicas_fit_together(ranks: RankPool) -> None:
+    (calls,) = ranks.run(calls_of_users_model, 1)
+    check_legal(calls)
+    assert all(call.members != (0, 1, 2, 3) for of_rank in calls for call in of_rank)
+    assert {"send", "recv_", "allreduce_"} <= {call.operation for of_rank in calls for call in of_rank}

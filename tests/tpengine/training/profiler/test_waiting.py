@@ -1,0 +1,70 @@
+"""Rung: gloo ranks. For each action of a plan, whom a rank waits for."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.training.profiler.peers import Peers
+from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.trainer import Trainer
+
+
+def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    actions = trainer.plan.actions[trainer.mesh.at.pp]
+    return {str(action): awaited(trainer, action) for action in actions} | {"words": awaited(trainer, "words")}
+
+
+def test_each_action_names_its_peers(ranks: RankPool) -> None:
+    """Rank = (pp * dp + dp index) * tp + tp index, so rank 5 is stage 1, replica 0, shard 1 of 2 x 2 x 2."""
+    config = config_of(2, 2, 2, tied=True, kv_heads=1)
+    by_action = ranks.run(who_waits_for_whom, 8, config)[5]
+    assert by_action["1F0"] == by_action["1B0"] == {"tp": [4]}
+    assert by_action["w[1RECV_F0]"] == {"pp": [1]}
+    assert by_action["CLIP"] == {"tp": [4], "pp": [1], "dp": [7]}  # the losses of the last stage
+    assert by_action["t0"] == {"pp": [1]}
+    assert by_action["STEP"] == {}
+    assert by_action["words"] == {"all": [0, 1, 2, 3, 4, 6, 7]}
+    (reductions,) = [action for action in by_action if action.startswith("w[") and " r" in action]
+    peers = by_action[reductions]
+    # One KV head is shared by both shards, norm weights by both shards of both replicas.
+    assert peers["dp"] == [7] and peers["dp_replica"] == peers["dp_tp"] == [4, 6, 7]
+
+
+def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
+    for rank, by_action in enumerate(ranks.run(who_waits_for_whom, 4, config_of(1, 1, 4, tied=False, kv_heads=1))):
+        for action, peers in by_action.items():
+            for members in peers.values():
+                assert rank not in members and members, action
+        waits = [action for action in by_action if action.startswith("w[")]
+        assert waits and all(by_action[action] for action in waits)
+
+
+def explanation(config: Config) -> tuple[str, str, int]:
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    peers = Peers(torch.device("cpu"))
+    alive = explain(trainer, peers, "words")
+    # A process that has ended and was not waited for is a zombie: gone as well.
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    peers._local[1 - dist.get_rank()] = child
+    while not peers.gone([1 - dist.get_rank()]):
+        pass
+    dead = explain(trainer, peers, "words")
+    os.waitpid(child, 0)
+    assert explain(trainer, peers, "words") == dead
+    return alive, dead, dist.get_rank()
+
+
+def test_the_words_of_a_report(ranks: RankPool) -> None:
+    for alive, dead, rank in ranks.run(explanation, 2, config_of(1, 1, 2, tied=False, kv_heads=1)):
+        assert alive == f", waiting for rank {1 - rank} (all)"
+        assert dead == f", waiting for rank {1 - rank} (all); rank {1 - rank} is gone"

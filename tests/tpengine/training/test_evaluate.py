@@ -1,0 +1,116 @@
+"""Rung: gloo ranks. What reads the held-out text: which ranks do, and what each mistake in it says on all of them.
+
+What the loss is for every layout: test_parity.py; which samples count: test_trainer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+
+from tpengine.config import Config, DataConfig
+from tpengine.data import Samples, open_corpus, write_tokens
+from tpengine.training.evaluate import held_out_loss, read_prompt
+from tpengine.training.trainer import RunError, Trainer
+
+CPU = torch.device("cpu")
+NUM_TOKENS, HELD_OUT = 9000, 900
+# Of the held-out part, in the third window: with two replicas of one micro-batch of two samples, the second reads it.
+BAD_PLACE = NUM_TOKENS - HELD_OUT + 2 * 16 + 5
+
+
+def config_for(path: Path, dp: int, tp: int, pp: int) -> Config:
+    config = config_of(dp, tp, pp, tied=False, kv_heads=2)
+    train = replace(config.train, seq_len=16, micro_batch_size=2, eval_micro_batches=2)
+    data = DataConfig(path=str(path), held_out_fraction=HELD_OUT / NUM_TOKENS)
+    return replace(config, train=train, data=data)
+
+
+def write(path: Path, *wrong: tuple[int, int]) -> None:
+    """A text whose header knows nothing of the tokens that are changed."""
+    write_tokens(path, np.arange(NUM_TOKENS) % 50, vocab_size=50)
+    with path.open("r+b") as file:
+        for place, token in wrong:
+            file.seek(64 + place)
+            file.write(bytes([token]))
+
+
+def outcome(config: Config, paths: list[str]) -> tuple[str, object, str]:
+    """What evaluation says, what it was last doing, and what reading a prompt says, on this rank with its own file."""
+    here = replace(config, data=replace(config.data, path=paths[dist.get_rank()]))
+    trainer = Trainer(config, open_corpus(here), CPU)
+    said = []
+    doing: object = None
+    for call in (lambda: held_out_loss(trainer), lambda: read_prompt(trainer, 4)):
+        try:
+            said.append(str(call()))
+        except RunError as error:
+            said.append(f"RunError: {error}")
+        doing = doing or trainer.activity.now.what
+    return said[0], doing, said[1]
+
+
+def test_a_bad_held_out_token_stops_every_rank_with_one_message(ranks: RankPool, tmp_path: Path) -> None:
+    """The second replica alone reads it: before, its ranks raised ValueError and the others waited."""
+    write(tmp_path / "t", (BAD_PLACE, 251))
+    config = config_for(tmp_path / "t", 2, 1, 2)
+    (answer,) = set(ranks.run(outcome, 4, config, [str(tmp_path / "t")] * 4))
+    message, doing, prompt = answer
+    assert message.startswith("RunError: tokens must be at least 0 and below model.vocab_size: got 251, ")
+    assert message.endswith("(ranks [1, 3] alone found this)")
+    assert doing == "reading the held-out text"
+    assert prompt == "[0, 1, 2, 3]"
+
+
+def test_a_bad_token_in_the_prompt_stops_every_rank_with_one_message(ranks: RankPool, tmp_path: Path) -> None:
+    write(tmp_path / "t", (NUM_TOKENS - HELD_OUT, 251))
+    answers = ranks.run(outcome, 2, config_for(tmp_path / "t", 1, 2, 1), [str(tmp_path / "t")] * 2)
+    for message, _, prompt in answers:
+        assert message == prompt and "got 251" in prompt and "alone" not in message
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_of_a_replica_that_read_other_held_out_tokens_stop(
+    ranks: RankPool, tmp_path: Path, tp: int, pp: int
+) -> None:
+    """Both headers say the same; tensor-parallel ranks must agree, and who embeds tokens with who has their labels."""
+    write(tmp_path / "a")
+    write(tmp_path / "b", (BAD_PLACE, 1))
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for message, _, prompt in ranks.run(outcome, 2, config_for(tmp_path / "a", 1, tp, pp), paths):
+        assert message == (
+            "RunError: all ranks of a replica must read the same held-out text: ranks [1] have read other tokens than "
+            "the first of theirs: give every host the same file"
+        )
+        assert prompt == "[0, 1, 2, 3]"
+
+
+def num_reads(config: Config) -> int:
+    """How often this rank reads the text in an evaluation."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    reads: list[int] = []
+    read = Samples.batch
+
+    def counting(self: Samples, first: int, count: int) -> object:
+        reads.append(first)
+        return read(self, first, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Samples, "batch", counting)
+        assert held_out_loss(trainer) is not None
+        before = len(reads)
+        assert read_prompt(trainer, 4) == [0, 1, 2, 3]
+    return 10 * before + len(reads) - before
+
+
+def test_only_ranks_that_use_the_held_out_text_read_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Of four stages the first, for its tokens, and the last, for its labels; the prompt on one rank."""
+    write(tmp_path / "t")
+    assert ranks.run(num_reads, 4, config_for(tmp_path / "t", 1, 1, 4)) == [11, 0, 0, 10]

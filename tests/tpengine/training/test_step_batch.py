@@ -1,0 +1,153 @@
+"""Rung: gloo ranks. What a step is trained on, who reads it, and what all ranks say of it; one wait for the device.
+
+What only a GPU checks: pinned copies, and that nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.exactness import digests_of
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpengine.config import Config
+from tpengine.data import Samples, open_corpus
+from tpengine.training.trainer import RunError, Trainer
+
+CPU = torch.device("cpu")
+
+
+def other_tokens(samples: Samples) -> Samples:
+    """The text with one token of each window altered."""
+    tokens = samples.tokens.copy()
+    tokens[:: samples.seq_len] ^= 1
+    return replace(samples, tokens=tokens)
+
+
+def step_on_another_text(config: Config, rank: int) -> tuple[str, bool]:
+    """One rank's file differs. Return the error, and whether anything has been updated."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    if dist.get_rank() == rank:
+        trainer._reader._samples = other_tokens(trainer._reader._samples)
+    before = digests_of(trainer)
+    try:
+        trainer.train_step(6)
+    except RunError as error:
+        after = digests_of(trainer)
+        return str(error), any(after[key] != before[key] for key in after if key[2] != "gradient")
+    return "no error", True
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "named"),
+    [
+        ((1, 2, 1), 1, "ranks [1] read others than rank 0"),
+        ((1, 1, 2), 1, "ranks [1] read others than rank 0"),
+        ((2, 2, 1), 2, "ranks [3] read others than rank 2"),
+    ],
+)
+def test_ranks_of_a_replica_that_read_other_tokens_end_the_run_before_an_update(
+    ranks: RankPool, layout: tuple[int, int, int], rank: int, named: str
+) -> None:
+    dp, tp, pp = layout
+    found = ranks.run(step_on_another_text, dp * tp * pp, config_of(dp, tp, pp, tied=False, kv_heads=2), rank)
+    assert {is_updated for _, is_updated in found} == {False}
+    (message,) = {error for error, _ in found}
+    assert message.startswith(f"the ranks of a replica must read the same tokens: in step 7 {named}")
+
+
+def windows_read(config: Config) -> int:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    with patch.object(Samples, "batch", autospec=True, side_effect=Samples.batch) as batch:
+        trainer.train_step(0)
+    return batch.call_count
+
+
+def test_only_the_first_and_the_last_stage_read(ranks: RankPool) -> None:
+    assert ranks.run(windows_read, 4, config_of(1, 1, 4, tied=False, kv_heads=2)) == [1, 0, 0, 1]
+
+
+_READS = ("tolist", "item", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__", "__array__")
+_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor", "barrier")
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what waits for a device inside torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "equal"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[str], Counter[str], Counter[str]]]:
+    """Count what the host reads, by the function that asks for it, waits inside torch, and collectives by name."""
+    reads: Counter[str] = Counter()
+    collectives: Counter[str] = Counter()
+    with ExitStack() as patches:
+        for name in _READS:
+            method = getattr(Tensor, name)
+
+            def read(self: Tensor, *args: Any, _method: Any = method, **kwargs: Any) -> Any:
+                frame = inspect.currentframe()
+                assert frame is not None and frame.f_back is not None
+                asks = frame.f_back.f_code
+                # Kernels of the host have their operands there; those of a GPU are other ones.
+                if "tpkernels" not in asks.co_filename:
+                    reads[f"{Path(asks.co_filename).name}:{asks.co_name}"] += 1
+                return _method(self, *args, **kwargs)
+
+            patches.enter_context(patch.object(Tensor, name, read))
+        for name in _COLLECTIVES:
+            function = getattr(dist, name)
+
+            def call(*args: Any, _function: Any = function, _name: str = name, **kwargs: Any) -> Any:
+                collectives[_name] += 1
+                return _function(*args, **kwargs)
+
+            patches.enter_context(patch.object(dist, name, call))
+        waits = patches.enter_context(_Waits())
+        yield reads, waits.counts, collectives
+
+
+def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer.train_step(0)
+    with counted() as (reads, waits, collectives):
+        trainer.train_step(1, lambda: [1.0, 2.0])
+    return dict(reads), dict(waits), dict(collectives)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2)])
+def test_a_step_waits_for_the_device_once(ranks: RankPool, layout: tuple[int, int, int], dtype: str) -> None:
+    """And makes three collectives over all ranks or a pipeline besides those of layers, stages and buckets."""
+    dp, tp, pp = layout
+    config = config_of(dp, tp, pp, tied=True, kv_heads=2)
+    config = replace(config, train=replace(config.train, dtype=dtype))  # type: ignore[arg-type]
+    for reads, waits, collectives in ranks.run(counts_of_a_step, dp * tp * pp, config):
+        # Labels are compared with the vocabulary where that waits for nothing: on a CPU.
+        num_compared = reads.pop("loss.py:<genexpr>", 0)
+        assert reads == {"distributed.py:read_with_largest": 1}
+        assert sum(waits.values()) == num_compared == waits.get("_local_scalar_dense", 0)
+        # Reports of the batch, figures of the step; over a pipeline the norm, which tp ranks exchange through memory.
+        assert collectives == ({"all_gather": 1, "all_reduce": 1 + (pp > 1)} if dp * tp * pp > 1 else {})
