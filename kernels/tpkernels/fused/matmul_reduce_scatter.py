@@ -5,8 +5,9 @@
     dw           = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
 Forward is `matmul_scatter`, dx is its dual `gather_matmul` (exchange_matmul.py), which also leaves the gathered dy that
-dw needs. What nobody differentiates is neither multiplied nor kept; gathered is dy in every case, so that ranks may
-differ in what they ask for. Here are the specification, the registration with torch.library and the public function.
+dw needs. What nobody differentiates is not kept, nor multiplied (but where kernels gather: they multiply meanwhile);
+gathered is dy in every case, in the same way, so that ranks may differ in what they ask for. Here are the
+specification, the registration with torch.library and the public function.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bo
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter_gather", mutates_args=())
 def _gather(dy: Tensor, group: str, num_tokens: int) -> Tensor:
-    # To the other ranks the same exchange as `_dgrad`'s: whether x needs a gradient is each rank's own.
+    # To the other ranks the same exchange as `_dgrad`'s, which may ask for the gradient of x: but not over kernels.
     full = communicator_named(group).all_gather_rows(dy, num_tokens, operation=_NAME)
     return full.clone() if full is dy else full
 
@@ -91,8 +92,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if needs_dx:
         dx, *kept = _dgrad(dy, weight, group, x.shape[0], needs_dw or needs_dbias)
         full = kept[0] if kept else None
-    elif needs_dw or needs_dbias:
+    elif (needs_dw or needs_dbias) and communicator_named(group).device_arena_for(dy) is None:
         full = _gather(dy, group, x.shape[0])
+    elif needs_dw or needs_dbias:
+        # Kernels gather while they multiply, by a strategy that depends on the product: take part as the others do.
+        full = _dgrad(dy, weight, group, x.shape[0], True)[1]
     dw = full.T @ x if full is not None and needs_dw else None
     return dx, dw, full.sum(0) if full is not None and needs_dbias else None, None
 

@@ -1,4 +1,4 @@
-"""Rung: gloo ranks. The fused operators against their specifications, integer-valued, tolerance zero.
+"""Rung: gloo ranks, one test: interpreter. The fused operators against their specifications; integers, tolerance zero.
 
 Every arena here is hostile (arena_ranks.py): NaN where nobody wrote, random delays on every rank.
 """
@@ -261,9 +261,9 @@ def test_gradients_of_some_inputs_only(ranks: RankPool) -> None:
     ranks.run(check_only_what_is_asked_for, 2)
 
 
-def backward_of_row_parallel(arena_bytes: int) -> dict[str, Any]:
+def backward_of_row_parallel(arena_bytes: int, strategy: str = "auto") -> dict[str, Any]:
     """By what each rank asks the gradient of: how often backward multiplied by the weight, whether it kept dy, bits."""
-    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes, strategy=strategy)
     generator = torch.Generator().manual_seed(comm.rank)
     # Numbers whose products and sums are exact, so that the order of sums does not matter.
     x, weight, bias, dy = (
@@ -305,6 +305,18 @@ def test_row_parallel_backward_does_what_is_asked_for(ranks: RankPool, arena_byt
         for names, multiplied, kept, grads in answers.values():
             assert multiplied == ("x" in names), names
             assert kept == ([len(names) > 1] if "x" in names else []), names
+            assert sorted(grads) == sorted(names)
+            assert all(torch.equal(grads[name], whole[name]) for name in names), names
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push"])
+def test_row_parallel_backward_over_kernels_gathers_alike(interpreters: RankPool, strategy: str) -> None:
+    """Whatever a rank asks for, it takes part in the others' exchange by kernels."""
+    pytest.importorskip("triton")
+    for answers in interpreters.run(backward_of_row_parallel, 2, ROOMY, strategy):
+        _, _, _, whole = answers["x weight bias"]
+        for names, _, kept, grads in answers.values():
+            assert kept == [names != ["x"]], names
             assert sorted(grads) == sorted(names)
             assert all(torch.equal(grads[name], whole[name]) for name in names), names
 
