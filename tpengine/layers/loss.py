@@ -12,7 +12,7 @@ from tpkernels.ops.cross_entropy.operator import (
     combine_partials,
     cross_entropy_gradient_,
     cross_entropy_partials,
-    is_a_leafs,
+    must_keep,
     token_losses,
 )
 
@@ -32,7 +32,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator, keeps_logits: bool
+    ) -> Tensor:
         num_shards, _, num_columns = logits.shape
         firsts = [(comm.rank * num_shards + i) * num_columns for i in range(num_shards)]
         ctx.columns = [(first, min(max(vocab_size - first, 0), num_columns)) for first in firsts]
@@ -42,7 +44,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ]
         combined = combine_partials(comm.all_gather(torch.stack(partials)))
         ctx.save_for_backward(logits, labels, *combined)
-        ctx.keeps_logits = is_a_leafs(logits)
+        ctx.keeps_logits = keeps_logits
         ctx.vocab_size = vocab_size
         return token_losses(combined, labels, vocab_size).sum()
 
@@ -57,7 +59,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             cross_entropy_gradient_(
                 z, labels, CombinedPartials(*combined), slopes, ctx.vocab_size, first_column=first, num_columns=valid
             )
-        return logits, None, None, None
+        return logits, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, comm: Communicator) -> Tensor:
@@ -67,7 +69,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
     Args:
         logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], them in n shards, each
-            of which is summed by itself. Backward writes their gradient in place of them, unless they are a leaf's.
+            of which is summed by itself. Backward writes their gradient in place of them, unless they are a leaf's or
+            the call is compiled.
         labels: [T] int64, equal on every tp rank, 0 <= label < vocab_size or -100 (ignored).
         vocab_size: columns at or beyond it are padding and take no part.
         comm: the tp ranks.
@@ -85,7 +88,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     """
     check_range("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
     shards = logits if logits.dim() == 3 else logits[None]
-    loss: Tensor = _VocabParallelCrossEntropy.apply(shards, labels, vocab_size, comm)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(shards, labels, vocab_size, comm, must_keep(logits))
     return loss
 
 

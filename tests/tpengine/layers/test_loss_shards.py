@@ -57,3 +57,20 @@ def test_cross_entropy_of_sharded_logits(ranks: RankPool, vocab_size: int) -> No
         for num_ranks in (2, 4):
             for other_loss, other_dz in ranks.run(sharded_loss, num_ranks, 8, dtype, vocab_size):
                 assert torch.equal(other_loss, loss) and torch.equal(other_dz, dz)
+
+
+def test_a_leafs_logits_are_left() -> None:
+    """Compiled too, where a traced tensor looks like no leaf; the gradient has memory of its own."""
+    comm = Communicator(None)
+
+    def loss(z: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(z, labels(100), 100, comm)
+
+    for run in (loss, torch.compile(loss, backend="aot_eager")):
+        for shape in ((T, VOCAB), (4, T, VOCAB // 4)):
+            leaf = tensor(0, *shape).requires_grad_()
+            before = leaf.detach().clone()
+            run(leaf).backward()
+            assert torch.equal(leaf, before) and leaf.grad is not None
+            assert not torch.equal(leaf.grad, before)
+    torch._dynamo.reset()

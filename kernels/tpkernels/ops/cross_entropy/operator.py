@@ -184,9 +184,9 @@ def _(logits: Tensor, *_: Any) -> None:
 
 @torch.library.custom_op("tpkernels::cross_entropy", mutates_args=())
 def cross_entropy_op(
-    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
+    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, keeps_logits: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, M, S) of whole rows."""
+    """(losses, M, S) of whole rows; the gradient is written over the logits unless `keeps_logits`."""
     vocab_size = logits.shape[1]
     combined = combine_partials(partials_op(logits, labels, 0, vocab_size)[None])
     losses = token_losses(combined, labels, vocab_size, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -194,14 +194,15 @@ def cross_entropy_op(
 
 
 @cross_entropy_op.register_fake
-def _(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, keeps_logits: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     return rows, torch.empty_like(rows), torch.empty_like(rows)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, *ctx.smoothing = inputs
-    ctx.keeps_logits = is_a_leafs(logits)
+    logits, labels, *ctx.smoothing, ctx.keeps_logits = inputs
     ctx.save_for_backward(logits, labels, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -209,12 +210,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 @differentiable_once
 def _backward(ctx: Any, dlosses: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dlosses is None:
-        return None, None, None, None
+        return None, None, None, None, None
     logits, labels, max_logit, exp_sum = ctx.saved_tensors
     logits = logits.detach().clone() if ctx.keeps_logits else logits.detach()
     vocab_size = logits.shape[1]
     gradient_op_(logits, labels, max_logit, exp_sum, dlosses, vocab_size, 0, vocab_size, *ctx.smoothing)
-    return logits, None, None, None
+    return logits, None, None, None, None
 
 
 cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
@@ -244,11 +245,14 @@ def check_smoothing(label_smoothing: float, z_loss: float) -> None:
         )
 
 
-def is_a_leafs(logits: Tensor) -> bool:
+def must_keep(logits: Tensor) -> bool:
     """Whether logits lie in the memory of a leaf of autograd: a parameter, or another tensor that a user holds.
 
-    Their gradient needs memory of its own: `z -= lr * z.grad` makes nonsense where both are one.
+    Their gradient needs memory of its own: `z -= lr * z.grad` makes nonsense where both are one. Yes for whatever
+    torch.compile traces: of a traced tensor nobody can tell, not even in the operator, whose inputs are leaves never.
     """
+    if torch.compiler.is_compiling():
+        return True
     return (logits if logits._base is None else logits._base).is_leaf
 
 
@@ -401,7 +405,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     Args:
         logits: z[T, V], floating point, any strides, V > 0. After backward they hold dz: read them before, if at all.
             An operator that keeps its output for backward, as tanh does, cannot have made them, which autograd says.
-            A leaf of autograd, or a view of one, is left as it is, and has a gradient in memory of its own.
+            A leaf of autograd, or a view of one, is left as it is, and has a gradient in memory of its own; so are all
+            logits under torch.compile.
         labels: [T] int64 below V, or -100 (ignored).
         label_smoothing, z_loss: as token_losses.
 
@@ -414,8 +419,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         ValueError: shapes, dtypes or numbers that do not fit.
         RuntimeError: a second backward of logits that are no leaf: autograd finds them changed.
 
-    Cost: forward reads the logits once, backward reads and writes them once, or copies them first if they are a leaf's;
-    keeps them and 2*T numbers. On a CPU several passes over some rows at a time.
+    Cost: forward reads the logits once, backward reads and writes them once, or copies them first where they are
+    left; keeps them and 2*T numbers. On a CPU several passes over some rows at a time.
     Numerics: float32 (float64 for float64), the gradient rounded once; deterministic.
     Source: Milakov and Gimelshein, arXiv 1805.02867; z-loss: arXiv 2204.02311; label smoothing: arXiv 1512.00567.
     """
@@ -423,8 +428,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     check_smoothing(label_smoothing, z_loss)
     if not logits.shape[1]:
         raise ValueError(f"cross-entropy takes logits of at least one column: got {tuple(logits.shape)}: pass [T, V]")
-    if logits.requires_grad and torch.is_grad_enabled() and not is_a_leafs(logits):
+    keeps_logits = must_keep(logits)
+    if logits.requires_grad and torch.is_grad_enabled() and not keeps_logits:
         _check_writable(logits)
     refuse_tangents("cross_entropy", logits)
-    losses: Tensor = cross_entropy_op(logits, labels, label_smoothing, z_loss)[0]
+    losses: Tensor = cross_entropy_op(logits, labels, label_smoothing, z_loss, keeps_logits)[0]
     return losses

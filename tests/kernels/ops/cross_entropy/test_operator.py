@@ -193,6 +193,20 @@ def test_gradient_of_a_leaf_has_memory_of_its_own(rung: Rung) -> None:
     rung(check_leaves)
 
 
+def test_compiled_logits_are_left() -> None:
+    """Traced logits look like no leaf: they are left whatever they are."""
+    compiled = torch.compile(lambda z, labels: cross_entropy(z, labels).sum(), backend="aot_eager", fullgraph=True)
+    drawn = operands(9, 33, torch.float32, "cpu", 0, 3.0)
+    (expected,) = torch.autograd.grad(cross_entropy_reference(**drawn).sum(), drawn["logits"])
+    leaf = drawn["logits"].detach().clone().requires_grad_()
+    for logits in (leaf, leaf.view(3, 3, 33).flatten(0, 1), 1 * leaf):
+        before = logits.detach().clone()
+        (gradient,) = torch.autograd.grad(compiled(logits, drawn["labels"]), leaf)
+        assert torch.equal(logits, before)
+        torch.testing.assert_close(gradient, expected)
+    torch._dynamo.reset()
+
+
 def test_logits_that_share_memory_need_no_gradient_of_their_own() -> None:
     """Where nobody takes the gradient, or it has memory of its own."""
     row, labels = torch.randn(1, 4, requires_grad=True), torch.tensor([0, 3, 1])
