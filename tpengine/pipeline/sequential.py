@@ -79,8 +79,8 @@ class Pipeline:
         plan: the verified plan of a step; what runs is `plan.actions[rank]`.
 
     Raises:
-        ValueError: on every rank alike: ranks differ in model or arguments, a forward other than nn.Sequential's, fewer
-            modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
+        ValueError: on every rank alike: ranks differ in model or arguments, `replicas` without `count`, a forward other
+            than nn.Sequential's, fewer modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
             the first that passes no gradient back, a schedule that splits backward over modules that cannot, modules
             on the meta device that get no values, a parameter beside tensor-parallel layers whose gradient nothing sums
             (see layers.replicate).
@@ -134,6 +134,11 @@ class Pipeline:
         modules = [type(model).__qualname__, *map(str, model._modules.values())]
         check_same([*describe_model(model), *modules, *arguments], self._device, self._comm)
         _check_arguments(model, sample, num_micro_batches, cut, init)
+        if replicas is not None and count is None:
+            raise ValueError(
+                f"replicas are for counting valid targets over them: {replicas.size} replicas, and no count: pass "
+                "count, or leave replicas out and average the gradients with DataParallel"
+            )
         check_beside_parallel_layers(model)
         made = self._schedule_of_all(schedule, model, chunks_per_rank)
         broadcast_model(model, self._comm)
@@ -209,12 +214,17 @@ class Pipeline:
 
         Raises:
             ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them; another
-                autocast than at construction; no valid target; a loss that returns something else. After the step: the
-                loss's own numbers of valid targets are not those of `count`.
+                autocast than at construction; no valid target; a loss that returns something else. After the step, on
+                every rank of every replica: the loss's own numbers of valid targets are not those of `count`. What the
+                step has added to `.grad` is not to be used then.
         """
         self._take(inputs, targets, training=True)
         self._run(self.plan, training=True)
-        return self._loss.total(self._comm.all_reduce_(self._loss.sums))
+        sums = self._comm.all_reduce_(self._loss.sums)
+        if self._loss.counts and self._replicas is not None:
+            # What one pipeline refuses all refuse: the others would wait for its gradients.
+            self._replicas.all_reduce_(sums[1:])
+        return self._loss.total(sums)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor | None) -> Tensor | None:
