@@ -8,7 +8,7 @@ from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParal
 from tpengine.layers.loss import vocab_parallel_cross_entropy
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
-from tpengine.layers.replicated import check_replicated, replicate, sharded
+from tpengine.layers.replicated import check_replicated, replicate, sharded, summed
 
 __all__ = [
     "IGNORED_LABEL",
@@ -23,5 +23,6 @@ __all__ = [
     "clip_grad_norm_",
     "replicate",
     "sharded",
+    "summed",
     "vocab_parallel_cross_entropy",
 ]

@@ -19,7 +19,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         norm = (sum over pp, tp and parameters of |gradient|^2, each counted once)^(1/2)
         gradient *= min(1, max_norm / norm)
 
-    A parameter that is whole on every tp rank (`replicate`, RMSNorm) counts once, shards count each.
+    A parameter that is whole on every tp rank (`replicate`, `summed`, RMSNorm) counts once, shards count each.
 
     Args:
         model: this rank's part, after the gradients have been summed over replicas.

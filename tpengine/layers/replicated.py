@@ -4,8 +4,9 @@ Activations are x[T/tp, D]: a rank's part of the tokens. The gradient of a param
 nn.LayerNorm's weight beside tensor-parallel layers, is then a sum over the ranks, of which autograd computes each
 rank's own term alone. Nothing fails: the loss is right, and the ranks drift apart.
 
-The layers of this package take those sums by themselves. `replicate` does it for any other module; `check_replicated`
-names what nobody sums. DataParallel and Pipeline ask it of every model that holds tensor-parallel layers.
+The layers of this package take those sums by themselves. `replicate` does it for any other module; `summed` and
+`sharded` say of a module of one's own that it is right already; `check_replicated` names what nobody sums. DataParallel
+and Pipeline ask it of every model that holds tensor-parallel layers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 # On a parameter, beside the hook that sums: both are gone together where a copy or another parameter takes its place.
 _SUMMED = "_tpengine_summed_over"
-# On a module: its own parameters are right as they are.
+# On a module: the ranks over which it sums the gradients of its own parameters by itself.
+_SUMS = "_tpengine_sums_over"
+# On a module: each rank holds its own part of its own parameters.
 _SHARDED = "_tpengine_sharded_over"
 _MOST_NAMES = 8
 
@@ -75,12 +78,11 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
 
 
 def sharded(module: _Module, tp: Communicator) -> _Module:
-    """Say that a module's own parameters need no sum over tp: this changes nothing, and keeps the guard silent.
+    """Say that each rank holds its own part of a module's parameters: this changes nothing, and the guard is silent.
 
         self.bias = sharded(Bias(4 * dim // tp.size), tp)
 
-    For parameters of which each rank holds a part of its own, and for modules that take the sum by themselves, as with
-    `collectives.copy(self.weight, tp)`.
+    `clip_grad_norm_` counts the part of each rank. A module that is whole on every rank and sums by itself is `summed`.
 
     Args:
         module: with all modules in it.
@@ -94,11 +96,38 @@ def sharded(module: _Module, tp: Communicator) -> _Module:
     return module
 
 
+def summed(module: _Module, tp: Communicator) -> _Module:
+    """Say that a module is whole on every tp rank and sums its parameters' gradients by itself; collective.
+
+        self.bias = summed(Bias(dim), tp)  # whose forward uses collectives.copy(self.bias, tp)
+
+    So the guard is silent, and `clip_grad_norm_` counts the parameters once. Parameters and buffers are overwritten
+    with those of the communicator's rank 0, as by `replicate`. A copy of the module is summed as well.
+
+    Args:
+        module: with all modules in it, but for this package's layers and those that are `sharded`.
+        tp: the tensor-parallel ranks.
+
+    Returns:
+        The module itself.
+    """
+    if tp.size == 1:
+        return module
+    over = _of_layers(module)
+    for part in module.modules():
+        if hasattr(part, _SHARDED) or any(parameter in over for parameter in part.parameters(recurse=False)):
+            continue
+        setattr(part, _SUMS, tp)
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            _equalise(tensor, tp)
+    return module
+
+
 def check_replicated(model: nn.Module, tp: Communicator) -> None:
     """Refuse a model with trained parameters whose gradients nothing sums over the tensor-parallel ranks.
 
-    Parameters pass that are frozen, lie in this package's tensor-parallel layers, or went through `replicate` or
-    `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
+    Parameters pass that are frozen, lie in this package's tensor-parallel layers, or went through `replicate`, `summed`
+    or `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
 
     Args:
         model: any module; before its first step.
@@ -119,6 +148,7 @@ def check_beside_parallel_layers(model: nn.Module) -> None:
     """
     over = _of_layers(model)
     marked = [vars(parameter)[_SUMMED].size for parameter in model.parameters() if hasattr(parameter, _SUMMED)]
+    marked += [vars(part)[_SUMS].size for part in model.modules() if hasattr(part, _SUMS)]
     size = max([1, *over.values(), *marked])
     if size > 1:
         _refuse(_unsummed(model, over), size)
@@ -155,6 +185,8 @@ def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
         elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
             alike[part.weight] = part.replicas
         for parameter in part.parameters(recurse=False):
+            if hasattr(part, _SUMS):
+                alike[parameter] = getattr(part, _SUMS)
             if hasattr(parameter, _SUMMED):
                 alike[parameter] = getattr(parameter, _SUMMED)
     return alike
@@ -175,7 +207,8 @@ def _of_layers(model: nn.Module) -> dict[Tensor, int]:
 
 def _unsummed(model: nn.Module, over: Mapping[Tensor, int]) -> dict[str, Parameter]:
     """Trained parameters that nothing sums, by name."""
-    owned = {p for part in model.modules() if hasattr(part, _SHARDED) for p in part.parameters(recurse=False)}
+    right = [part for part in model.modules() if hasattr(part, _SHARDED) or hasattr(part, _SUMS)]
+    owned = {parameter for part in right for parameter in part.parameters(recurse=False)}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -194,7 +227,8 @@ def _refuse(names: Iterable[str], size: int) -> None:
     raise ValueError(
         f"a parameter that is whole on every tp rank needs its gradient summed over them: tp {size}, nothing sums "
         f"{', '.join(unsummed[:_MOST_NAMES])}{more}: wrap the modules in tpengine.layers.replicate(module, tp), make "
-        "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part"
+        "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
+        "summed(module, tp) that the module sums by itself"
     )
 
 

@@ -20,8 +20,10 @@ from tpengine.layers import (
     SwiGLU,
     check_replicated,
     clip_grad_norm_,
+    collectives,
     replicate,
     sharded,
+    summed,
 )
 from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
@@ -134,6 +136,49 @@ def test_a_layer_norm_has_one_process_gradient_with_replicate_and_not_without(ra
         assert {name for name, error in of_rank.items() if error > 0.1} == {"norm.weight", "norm.bias", "outer.bias"}
 
 
+class SummingBias(Bias):
+    """x + b for this rank's tokens, of which b collects the gradient of all ranks' by itself."""
+
+    def __init__(self, size: int, tp: Communicator) -> None:
+        super().__init__(size)
+        self._tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + collectives.copy(self.bias, self._tp)
+
+
+def norm_of_a_module_that_sums(on_meta: bool) -> tuple[float, float, list[float], str]:
+    """The norm before clipping at tp 2 and of one process; the bias; what the guard says."""
+    tp = Communicator(dist.group.WORLD)
+    weights = numbers(TOKENS, DIM, seed=1)
+    torch.manual_seed(tp.rank)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Sequential(summed(SummingBias(DIM, tp), tp), ColumnParallelLinear(DIM, WIDE, tp, dtype=DTYPE))
+    said = said_by(lambda: check_replicated(model, tp))
+    if on_meta:
+        group = [dist.new_group([0]), dist.new_group([1])][tp.rank]
+        x = torch.zeros(TOKENS // 2, DIM, dtype=DTYPE)
+        loss = lambda y, _: y.sum()  # noqa: E731
+        pipe = Pipeline(model, x, loss, num_micro_batches=1, group=group, init=draw_parameters)
+        model = pipe.stage
+    model[0](weights.new_zeros(TOKENS // 2, DIM)).backward(weights.chunk(2)[tp.rank])
+    norm = clip_grad_norm_(model, 1e6, tp)
+    return float(norm), float(weights.sum(0).norm()), model[0].bias.tolist(), said
+
+
+def draw_parameters(module: nn.Module, _: int) -> None:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_module_that_sums_by_itself_is_clipped_as_one(ranks: RankPool, on_meta: bool) -> None:
+    first, second = ranks.run(norm_of_a_module_that_sums, 2, on_meta)
+    norm, want, bias, said = first
+    assert norm == pytest.approx(want, rel=1e-12) and said == ""
+    assert second == first and any(bias)
+
+
 def started_values(_: int) -> list[Tensor]:
     tp = Communicator(dist.group.WORLD)
     torch.manual_seed(tp.rank)
@@ -200,6 +245,8 @@ def judged(what: str) -> str:
             model[1].requires_grad_(False)
         case "declared":
             sharded(model[1], tp)
+        case "sums by itself":
+            summed(model, tp)
         case "tp 1":
             return said_by(lambda: check_replicated(model, Communicator(None)))
         case "a copy":
@@ -226,6 +273,7 @@ def judged(what: str) -> str:
     [
         ("frozen", ""),
         ("declared", ""),
+        ("sums by itself", ""),
         ("tp 1", ""),
         ("a copy", "nothing sums 1.weight, 1.bias: wrap"),
         ("replaced", "nothing sums 1.weight: wrap"),
