@@ -80,10 +80,10 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank alike: ranks differ in model or arguments, `replicas` without `count`, a forward other
-            than nn.Sequential's, fewer modules than parts, an unknown schedule, a parameter or buffer shared between ranks, a part other than
-            the first that passes no gradient back, a schedule that splits backward over modules that cannot, modules
-            on the meta device that get no values, a parameter beside tensor-parallel layers whose gradient nothing sums
-            (see layers.replicate).
+            than nn.Sequential's, fewer modules than parts, an unknown schedule, a parameter or buffer shared between
+            ranks, a part other than the first that passes no gradient back, a schedule that splits backward over
+            modules that cannot, modules on the meta device that get no values, a parameter beside tensor-parallel
+            layers whose gradient nothing sums (see layers.replicate).
         RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
