@@ -92,8 +92,15 @@ class Meeting:
 
         Returns:
             Whether all ranks go on.
+
+        Raises:
+            ValueError: the store is another run's, whose ranks have been here.
         """
         rank, store = self._launch.rank, self._store
+        if store.add(f"here/{rank}", 1) > 1:
+            raise ValueError(self._another_run(f"rank {rank} has been here"))
+        if rank == 0:
+            store.set("world_size", str(self._launch.world_size))
         store.set(f"mistake/{rank}", mistake)
         store.add("mistakes", int(bool(mistake)))
         store.add("arrived", 1)
@@ -113,6 +120,8 @@ class Meeting:
                 speak(mistake)
                 silent_until = float("inf")
         self._awaited = ""
+        if (size := int(store.get("world_size"))) != self._launch.world_size:
+            raise ValueError(self._another_run(f"it has {size} ranks, this one {self._launch.world_size}"))
         verdict = store.get("verdict")
         store.add("heard", 1)
         return not verdict
@@ -120,6 +129,13 @@ class Meeting:
     def another_client(self) -> Any:
         """A connection of its own to the same store, for a thread that must not wait for other threads' calls."""
         return self._client(is_master=False)
+
+    def _another_run(self, why: str) -> str:
+        place = f"{self._launch.address}:{self._launch.port}"
+        return (
+            f"the port at which the ranks meet must be this run's alone: {place} is another run's, {why}: use another "
+            "MASTER_PORT; an elastic torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
     def _client(self, *, is_master: bool) -> Any:
         launch = self._launch

@@ -38,8 +38,10 @@ def test_processes_started_by_hand_are_on_one_host() -> None:
 
 def test_srun_without_a_wrapper_says_every_place() -> None:
     """Read as local rank 0, all tasks of a node would take its first GPU."""
-    assert Launch.of(SRUN) == Launch(4, 8, 1, 3, "rack3-n07", 15000 + (40123 + 202) % 10000)
+    place = Launch.of(SRUN)
+    assert place == Launch(4, 8, 1, 3, "rack3-n07", place.port)
     last = {**SRUN, "SLURM_PROCID": "7", "SLURM_NODEID": "2"}
+    assert Launch.of(last).port == place.port
     assert (Launch.of(last).local_rank, Launch.of(last).local_world_size) == (1, 2)
 
 
@@ -84,8 +86,18 @@ def test_tasks_of_one_node_meet_on_the_loopback() -> None:
     one_node = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "4"}
     assert Launch.of(one_node).address == "127.0.0.1"
     assert Launch.of(one_node).variables()["LOCAL_WORLD_SIZE"] == "8"
-    other_job = {**one_node, "SLURM_JOB_ID": "40124"}
-    assert Launch.of(other_job).port != Launch.of(one_node).port
+
+
+def test_job_steps_side_by_side_meet_at_ports_of_their_own() -> None:
+    steps = [(job, step) for job in range(1, 107) for step in range(2)]
+    ports = {
+        (job, step): Launch.of({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job, step in steps
+    }
+    assert ports[106, 0] != ports[5, 1]
+    # So many numbers drawn from 10,000 meet two or three times.
+    assert len(set(ports.values())) > len(steps) - 8
+    assert all(15000 <= port < 25000 for port in ports.values())
 
 
 @pytest.mark.parametrize(

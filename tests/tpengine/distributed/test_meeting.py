@@ -23,14 +23,23 @@ class Ranks:
         self._world_size = world_size
         self.said: dict[int, list[str]] = {rank: [] for rank in range(world_size)}
         self.goes_on: dict[int, bool] = {}
+        self.refused: list[str] = []
         self._threads: list[threading.Thread] = []
 
-    def come(self, rank: int, mistake: str, clock: Callable[[], float] = time.monotonic) -> None:
-        meeting = Meeting(Launch(rank, self._world_size, rank, self._world_size, "nowhere", 1), {}, clock)
+    def come(
+        self, rank: int, mistake: str, clock: Callable[[], float] = time.monotonic, world_size: int | None = None
+    ) -> None:
+        size = world_size or self._world_size
+        meeting = Meeting(Launch(rank, size, rank, size, "nowhere", 1), {}, clock)
         meeting._store = self._store
 
         def meet() -> None:
-            self.goes_on[rank] = meeting.agree(mistake, self.said[rank].append)
+            try:
+                goes_on = meeting.agree(mistake, self.said.setdefault(rank, []).append)
+            except ValueError as error:
+                self.refused.append(str(error))
+            else:
+                self.goes_on[rank] = goes_on
 
         self._threads.append(threading.Thread(target=meet, daemon=True))
         self._threads[-1].start()
@@ -46,6 +55,21 @@ def test_all_go_on_if_nobody_has_a_mistake() -> None:
         ranks.come(rank, "")
     ranks.end()
     assert ranks.goes_on == {0: True, 1: True, 2: True} and not any(ranks.said.values())
+
+
+def test_a_rank_of_another_run_leaves_and_disturbs_nobody() -> None:
+    """Its own rank 0 has been refused the port, so it has come to the store of the run that was there before."""
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.come(rank, "")
+    ranks.end()
+    ranks.come(1, "")
+    ranks.come(2, "", world_size=4)
+    ranks.end()
+    assert ranks.goes_on == {0: True, 1: True}
+    for said, why in zip(sorted(ranks.refused), ("it has 2 ranks, this one 4", "rank 1 has been here"), strict=True):
+        assert said.startswith("the port at which the ranks meet must be this run's alone: nowhere:1 is another run's")
+        assert why in said and "\n" not in said
 
 
 def test_rank_0_says_every_mistake_of_the_others_once() -> None:

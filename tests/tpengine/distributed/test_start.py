@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 from support.ranks.progress import LOOK_SECONDS, Progress
+
+from tpengine.distributed.launch import _port
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -35,9 +38,10 @@ def free_port() -> int:
 
 
 def srun(rank: int, num_tasks: int, port: int) -> dict[str, str]:
-    """What srun says to a task of a step on one node."""
+    """What srun says to a task of a step on one node, of a job whose tasks meet at this port."""
+    jobs = map(str, itertools.count(1))
     return {
-        "SLURM_JOB_ID": str(port - 15000),
+        "SLURM_JOB_ID": next(job for job in jobs if _port({"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}) == port),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "n[07]",
         "SLURM_STEP_NUM_TASKS": str(num_tasks),
