@@ -71,6 +71,9 @@ def main() -> None:
                 raise
             mistake = one_line(str(error))
         watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
+        if prepared is not None:
+            # Until the first step: another host may still be reading its text.
+            watch.timeout_seconds += prepared.corpus.reading_seconds
         meeting = _meet(launch, mistake, watch)
         assert prepared is not None
         message = _train(prepared, launch, meeting, watch)
@@ -92,7 +95,7 @@ def _prepare(launch: Launch) -> _Prepared:
     from tpengine.data import open_corpus
 
     config = parse_config(sys.argv[1:], launch.world_size)
-    # Reading a text without a hash takes as long as the disk does.
+    # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
     corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
     shared_cores = _take_threads(config, launch)
     from tpengine.distributed.process import choose_device

@@ -1,17 +1,23 @@
 """The hash of a token file's content where its header has none, and the note that spares the next run from reading it.
 
-The note `.NAME.hash` lies beside the file or, where nobody may write there, in the run directory. It counts only as
-long as the file has the size, the time of change and the inode that the note names.
+The note `.NAME.hash` lies beside the file or, where nobody may write there, in the run directory; there it is
+`.NAME.INODE.hash`, as each host may have a file of its own. It counts only as long as the file has the size, the time
+of change and the inode that the note names.
+
+The ranks of a host start together and all find no note: one of them reads the file, and the others wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tpengine.data.stored_tokens import StoredTokens
@@ -30,6 +36,37 @@ def content_sha256(tokens: StoredTokens) -> str:
     for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def once_per_host(tokens: StoredTokens, make: Callable[[], str]) -> str:
+    """Have one process of this host make the hash, and the others wait for it and take it.
+
+    A process that dies while it makes it, or fails, leaves that to the next: its lock falls with it. Where the system's
+    directory for temporary files takes none, every process makes its own.
+    """
+    of_file = hashlib.sha256(f"{tokens.file.path.resolve()} {tokens.file.identity()}".encode()).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"tpengine-{os.getuid()}-{of_file[:16]}.hash"
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            shared = stack.enter_context(os.fdopen(os.open(path, flags, 0o600), "r+"))
+            fcntl.flock(shared, fcntl.LOCK_EX)
+            made = shared.read() if os.fstat(shared.fileno()).st_uid == os.getuid() else ""
+        except (OSError, ValueError):
+            return make()
+        if _HEX.fullmatch(made):
+            return made
+        try:
+            made = make()
+            with contextlib.suppress(OSError):
+                shared.seek(0)
+                shared.write(made)
+                shared.flush()
+            return made
+        finally:
+            # Who waits has it open.
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def noted_sha256(tokens: StoredTokens, directories: Iterable[Path]) -> str:
@@ -64,4 +101,6 @@ def note_sha256(tokens: StoredTokens, sha256: str, directory: Path) -> bool:
 
 
 def _note(tokens: StoredTokens, directory: Path) -> Path:
-    return directory / f".{tokens.file.path.name}.hash"
+    path = tokens.file.path
+    of_host = "" if directory == path.parent else f".{tokens.file.identity().inode}"
+    return directory / f".{path.name}{of_host}.hash"

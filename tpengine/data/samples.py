@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data.content_hash import content_sha256, note_sha256, noted_sha256
+from tpengine.data.content_hash import content_sha256, note_sha256, noted_sha256, once_per_host
 from tpengine.data.order import permute
 from tpengine.data.sources import stdlib_text
 from tpengine.data.stored_tokens import StoredTokens, Tokens
@@ -24,6 +24,8 @@ from tpengine.data.token_file import TokenFile, check_tokens, open_tokens
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _END_TOKENS = 1 << 16
+# A file system that is slower than this is broken.
+_LEAST_BYTES_PER_S = 10e6
 # Half a SHA-256 tells any two texts apart, and fits a line.
 _SHOWN_DIGITS = 32
 
@@ -89,12 +91,15 @@ class Corpus:
         train, held_out: the parts.
         text: the whole, with the SHA-256 of its tokens.
         is_noted: whether the next run finds that hash without reading the text.
+        reading_seconds: how much longer than this rank another host's may take to open the text, which it may have to
+            read whole; 0 where the header has the hash.
     """
 
     train: Samples
     held_out: Samples
     text: TokenFile
     is_noted: bool
+    reading_seconds: float
 
     def fingerprint(self) -> str:
         """Tell texts apart: number, dtype and vocabulary of the tokens, and their hash; nothing is read for it."""
@@ -158,8 +163,9 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     _check_length("training", train_samples, config)
     if needs_held_out:
         _check_length("held-out", held_out_samples, config)
+    num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
     text, is_noted = _with_hash(text, config.run_dir, say)
-    return Corpus(train_samples, held_out_samples, text, is_noted)
+    return Corpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S)
 
 
 def first_sample_index(
@@ -209,7 +215,7 @@ def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tup
         return text._replace(sha256=noted), True
     identity = tokens.file.identity()
     say(f"{path} was written without a hash of its content: reading its {identity.size / 1e6:,.0f} MB once to make one")
-    sha256 = content_sha256(tokens)
+    sha256 = once_per_host(tokens, lambda: content_sha256(tokens))
     if tokens.file.identity() != identity:
         raise ValueError(
             f"a token file must not change while it is read: {path}: wait until it is written, then start again"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import struct
+import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ import numpy as np
 import pytest
 
 from tpengine.config import Config, DataConfig
-from tpengine.data import Corpus, open_corpus, open_tokens, stdlib_text, write_tokens
+from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, stdlib_text, write_tokens
+from tpengine.data.content_hash import note_sha256, noted_sha256, once_per_host
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
 TOKENS = np.arange(400_000) % 251
@@ -84,7 +89,91 @@ def test_a_note_in_the_run_directory_serves_where_none_can_lie_beside(
     corpus.note_hash(run_dir)
     again, said = opened(texts / "t", run_dir)
     assert not said and again.is_noted and again.fingerprint() == corpus.fingerprint()
-    assert [p.name for p in texts.iterdir()] == ["t"] and [p.name for p in run_dir.iterdir()] == [".t.hash"]
+    assert [p.name for p in texts.iterdir()] == ["t"] and [p.name for p in run_dir.iterdir()] == [
+        f".t.{(texts / 't').stat().st_ino}.hash"
+    ]
+
+
+def test_hosts_with_files_of_their_own_keep_notes_of_their_own_in_a_run_directory(tmp_path: Path) -> None:
+    """A file of the same name on each host's disk, and one run directory that all see."""
+    (tmp_path / "run").mkdir()
+    texts = []
+    for host in ("a", "b"):
+        (tmp_path / host).mkdir()
+        write_without_hash(tmp_path / host / "t")
+        text = open_tokens(tmp_path / host / "t").tokens
+        assert isinstance(text, StoredTokens) and note_sha256(text, SHA256, tmp_path / "run")
+        texts.append(text)
+    assert [noted_sha256(text, [tmp_path / "run"]) for text in texts] == [SHA256] * 2
+
+
+def once_for_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: list[Callable[[], str]]) -> list[object]:
+    """Two processes of a host, as threads, want a hash; the first makes it until the second waits. What each got."""
+    write_without_hash(tmp_path / "t")
+    texts = [open_tokens(tmp_path / "t").tokens for _ in range(2)]
+    begun, waits = threading.Event(), threading.Event()
+    lock = fcntl.flock
+    got: list[object] = [None, None]
+
+    def locking(file: Any, operation: int) -> None:
+        if threading.current_thread() is second:
+            waits.set()
+        lock(file, operation)
+
+    def first_make() -> str:
+        begun.set()
+        waits.wait()
+        return makes[0]()
+
+    def want(number: int, make: Callable[[], str]) -> None:
+        text = texts[number]
+        assert isinstance(text, StoredTokens)
+        try:
+            got[number] = once_per_host(text, make)
+        except ValueError as error:
+            got[number] = str(error)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    first = threading.Thread(target=want, args=(0, first_make))
+    second = threading.Thread(target=want, args=(1, makes[1]))
+    first.start()
+    begun.wait()
+    second.start()
+    first.join()
+    second.join()
+    assert not list((tmp_path / "temporary").iterdir())
+    return got
+
+
+def test_one_process_of_a_host_makes_the_hash_and_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No note is needed for it: the file may lie where nobody may write."""
+    assert once_for_two(tmp_path, monkeypatch, [lambda: "a" * 64, lambda: "b" * 64]) == ["a" * 64] * 2
+
+
+def test_who_fails_to_make_the_hash_leaves_it_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise ValueError("cut short")
+
+    assert once_for_two(tmp_path, monkeypatch, [fail, lambda: "b" * 64]) == ["cut short", "b" * 64]
+
+
+def test_without_temporary_files_each_makes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    write_without_hash(tmp_path / "t")
+    corpus, said = opened(tmp_path / "t")
+    assert said and corpus.text.sha256 == SHA256
+
+
+def test_a_text_without_a_hash_is_waited_for_longer(tmp_path: Path) -> None:
+    """Also by ranks that have found a note: other hosts may have none."""
+    write_without_hash(tmp_path / "t")
+    assert [opened(tmp_path / "t")[0].reading_seconds for _ in range(2)] == [pytest.approx(0.04)] * 2
+    write_tokens(tmp_path / "with", TOKENS, 251)
+    assert opened(tmp_path / "with")[0].reading_seconds == 0
 
 
 def test_a_note_is_left_in_one_place_only(tmp_path: Path) -> None:

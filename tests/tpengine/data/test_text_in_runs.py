@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from tpengine import train
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
+from tpengine.observe.watch import Watch
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "2"),
@@ -39,6 +42,30 @@ def start(num_ranks: int, path: Path, steps: int = 100_000) -> subprocess.Popen[
 def lines(errors: str) -> list[str]:
     """Ours, among torchrun's."""
     return [line for line in errors.splitlines() if line.startswith("tpengine: ")]
+
+
+def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 10 MB/s; a slow host's start would be ended again and again."""
+    path = tmp_path / "some.tokens"
+    write_tokens(path, np.arange(90_000) % 200, 200)
+    limits: list[float] = []
+
+    def meet(_: object, __: object, watch: Watch) -> None:
+        limits.append(watch.timeout_seconds)
+        raise SystemExit
+
+    monkeypatch.setattr(train, "_meet", meet)
+    for run_dir in ("with a hash", "without"):
+        if run_dir == "without":
+            content = path.read_bytes()
+            path.write_bytes(content[:32] + bytes(32) + content[64:])
+        flags = ["--data.path", str(path), "--train.timeout-seconds", "60", "--run-dir", str(tmp_path / run_dir)]
+        monkeypatch.setattr(sys, "argv", ["train", *SMALL, *flags])
+        with pytest.raises(SystemExit):
+            train.main()
+    assert limits == [60, pytest.approx(60.009)]
 
 
 def change(path: Path, place: int, token: int) -> None:
