@@ -58,9 +58,9 @@ class CheckpointDirectory:
         if final.exists():
             self.abandon(step)
         else:
-            _sync(beside)
+            sync_directory(beside)
             beside.rename(final)
-        _sync(self.path)
+        sync_directory(self.path)
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that could not be completed."""
@@ -79,7 +79,7 @@ class CheckpointDirectory:
             number += 1
             aside = damaged.with_name(f"{damaged.name}.damaged-{number}")
         damaged.rename(aside)
-        _sync(self.path)
+        sync_directory(self.path)
         return aside
 
     def prune(self, keep: int) -> None:
@@ -105,7 +105,8 @@ class CheckpointDirectory:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Have what was renamed in a directory on disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

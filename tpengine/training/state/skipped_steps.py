@@ -1,12 +1,13 @@
 """Steps whose update is left out because it is not finite: which they are, and when there are too many in a row.
 
-    skipped.jsonl    one JSON object a step, on disk before the next step ends:
+    skipped.jsonl    one JSON object a step, on disk as soon as it is skipped:
                      {"step": 12, "samples": [384, 416], "tensor": "the gradient of model.layers.3.mlp.up_proj.weight",
                       "layer": 3, "micro_batch": 1, "loss": "2.25", "grad_norm": "nan"}
 
-Steps count from 0 there, as in metrics.jsonl; `samples` is a half-open range of the run's order. The data of a step is
-a function of its number, so a run that starts again would meet the same step: it leaves the listed ones out, without
-computing them, and gets further each time. Who wants them computed removes their lines.
+What was not finite first is found by computing the step once more; until then `tensor` is null, and stays so if the run
+ends meanwhile. Steps count from 0 there, as in metrics.jsonl; `samples` is a half-open range of the run's order. The
+data of a step is a function of its number, so a run that starts again would meet the same step: it leaves the listed
+ones out, without computing them, and gets further each time. Who wants them computed removes their lines.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tpengine.checkpoint.directory import sync_directory
 from tpengine.distributed.messages import broadcast_json
 from tpengine.observe.metrics import keep_aside
 from tpengine.training.state.diagnosis import find_first
@@ -74,27 +76,34 @@ class SkippedSteps:
         if not result.skipped:
             self._in_a_row = []
             return
-        self._trainer.activity.begin("finding what is not finite")
-        first = find_first(self._trainer, step)
         train = self._train
         num_samples = train.micro_batch_size * train.num_micro_batches * self._trainer.mesh.shape.dp
         self._skipped.add(step)
         self._in_a_row.append(step)
-        samples = [step * num_samples, (step + 1) * num_samples]
+        record = {
+            "step": step,
+            "samples": [step * num_samples, (step + 1) * num_samples],
+            "tensor": None,
+            "layer": None,
+            "micro_batch": None,
+            "seen_again": None,
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+        }
+        # At once: the run may end while the reason is sought.
+        self._write(record, f"a restart meets step {step + 1} again")
+        self._trainer.activity.begin("finding what is not finite")
+        first = find_first(self._trainer, step)
+        found = {
+            "tensor": first.tensor,
+            "layer": first.layer,
+            "micro_batch": first.micro_batch,
+            "seen_again": first.again,
+        }
+        self._trainer.activity.begin("writing what is not finite", timed=False)
+        self._write({**record, **found}, f"it does not say what was first in step {step + 1}")
         numbers = f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}"
         if self._path is not None:
-            self._write(
-                {
-                    "step": step,
-                    "samples": samples,
-                    "tensor": first.tensor,
-                    "layer": first.layer,
-                    "micro_batch": first.micro_batch,
-                    "seen_again": first.again,
-                    "loss": str(result.loss),
-                    "grad_norm": str(result.grad_norm),
-                }
-            )
             self._say(f"step {step + 1} is skipped, its update is not finite: {numbers}, first {first}")
         if len(self._in_a_row) >= train.nonfinite_steps:
             steps = ", ".join(str(skipped + 1) for skipped in self._in_a_row[-train.nonfinite_steps :])
@@ -111,27 +120,43 @@ class SkippedSteps:
             return []
         if not path.exists():
             return []
-        # A last line that a kill has cut is of a step that is met again.
-        whole, _, cut = path.read_bytes().rpartition(b"\n")
-        if cut:
-            os.truncate(path, len(whole) + bool(whole))
+        lines = path.read_bytes().splitlines(keepends=True)
+        # A last line that is cut is of a step that is met again.
+        if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
+            lines.pop()
         steps = []
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(lines, 1):
             step = _step_of(line)
             if step is None:
                 raise ValueError(f"line {number} names no step")
             steps.append(step)
         return steps
 
-    def _write(self, record: dict[str, Any]) -> None:
-        assert self._path is not None
+    def _write(self, record: dict[str, Any], without: str) -> None:
+        """Write a step's line, in place of the one that it may have: the list is the old one or the whole new one.
+
+        Args:
+            record: the line.
+            without: what follows if it cannot be written, which is said.
+        """
+        if self._path is None:
+            return
+        beside = self._path.with_name(f".{self._path.name}")
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+            if lines and _step_of(lines[-1]) in (None, record["step"]):
+                lines.pop()
+            lines.append(json.dumps(record).encode())
+            with beside.open("wb") as file:
+                file.write(b"".join(line + b"\n" for line in lines))
                 file.flush()
                 os.fsync(file.fileno())
+            beside.replace(self._path)
+            sync_directory(self._path.parent)
         except OSError as error:
-            self._say(f"{self._path} cannot be written: {error}: a restart meets step {record['step'] + 1} again")
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            self._say(f"{self._path} cannot be written: {error}: {without}")
 
     @staticmethod
     def _say(line: str) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,10 +37,13 @@ from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.observe.activity import Activity
 from tpengine.training import run
+from tpengine.training.state import skipped_steps
+from tpengine.training.state.diagnosis import Finding
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import RunError, StepResult, Trainer
 
 # What goes wrong where: (step, micro-batch over all replicas) -> what of the loss.
 Poison = Mapping[tuple[int, int], str]
@@ -201,6 +207,70 @@ def test_the_first_tensor_layer_and_micro_batch_are_named_by_all(ranks: RankPool
     for message, (_, expected) in zip(first, ACCIDENTS.values(), strict=True):
         assert message.startswith("updates must be finite: those of steps 1, --train.nonfinite-steps 1 in a row")
         assert f", first {expected}: lower --optim.lr" in message
+
+
+def listed(run_dir: Path, what: str) -> list[Any]:
+    """Skip steps 0 and 1, of which one may not be written; return the lines of the list while the reason of each is
+    sought, what the next start knows, and the tensors of the list."""
+    config = replace(config_for(1, 1, 1), resume=True)
+    trainer: Any = SimpleNamespace(
+        config=config, activity=Activity(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
+    )
+    path, seen = run_dir / "skipped.jsonl", []
+
+    def find(_: Trainer, step: int) -> Finding:
+        seen.append(path.read_text().splitlines() if path.exists() else [])
+        return Finding(f"tensor {step}", None, None)
+
+    opened = Path.open
+
+    class Full:
+        """A disk that takes half a line."""
+
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def write(self, content: Any) -> None:
+            self._file.write(content[: len(content) // 2])
+            self._file.flush()
+            raise OSError(28, "No space left on device")
+
+    def full(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = opened(path, mode, *args, **kwargs)
+        return Full(file) if "skipped.jsonl" in path.name and set(mode) & set("wa") else file
+
+    skipped = SkippedSteps(trainer, run_dir)
+    with patch.object(skipped_steps, "find_first", find):
+        for step in range(2):
+            with patch.object(Path, "open", full) if what == f"full in {step}" else nullcontext():
+                skipped.note(step, StepResult(1.0, float("nan"), 0.0, skipped=True))
+    tensors = [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
+    if what == "no newline":
+        path.write_text(path.read_text().rstrip("\n"))
+    return [seen, sorted(SkippedSteps(trainer, run_dir).known), tensors]
+
+
+def test_a_skipped_step_is_listed_before_its_reason_is_sought(ranks: RankPool, tmp_path: Path) -> None:
+    """The run may end while the step is computed again. It has one line, which gets the reason."""
+    ((seen, known, tensors),) = ranks.run(listed, 1, tmp_path, "")
+    found = [[(entry["step"], entry["tensor"]) for entry in map(json.loads, lines)] for lines in seen]
+    assert found == [[(0, None)], [(0, "tensor 0"), (1, None)]]
+    assert known == [0, 1] and tensors == ["tensor 0", "tensor 1"]
+
+
+@pytest.mark.parametrize(("what", "known"), [("full in 0", [1]), ("full in 1", [0]), ("no newline", [0, 1])])
+def test_a_list_stays_readable_when_the_disk_is_full_and_without_a_last_newline(
+    ranks: RankPool, tmp_path: Path, what: str, known: list[int]
+) -> None:
+    ((_, found, _),) = ranks.run(listed, 1, tmp_path, what)
+    assert found == known
+    assert [path.name for path in tmp_path.iterdir()] == ["skipped.jsonl"]
 
 
 SMALL = (
