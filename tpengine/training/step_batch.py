@@ -8,6 +8,7 @@ whose file cannot be read trains on zeros meanwhile, and no rank applies an upda
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,18 +58,19 @@ class StepBatch:
     reports: Tensor
     error: str = ""
 
-    def refusal(self, step: int) -> str:
-        """Say why the batch is not usable, in one line; waits for the device. Equal on all ranks but for `error`.
+    def refusal(self, step: int, errors: Sequence[str]) -> str:
+        """Say why the batch is not usable, in one line; waits for the device. Equal on all ranks.
 
         Args:
             step: 0-based.
+            errors: every rank's `error`, by rank.
         """
         status, digests, num_valid = self.reports.cpu().unbind(-1)
         ranks = torch.arange(status.numel()).view_as(status)
-        unreadable = (status == _UNREADABLE).any(0).any(-1).nonzero().flatten().tolist()
-        if unreadable:
-            rule = "all replicas must read their data"
-            return self.error or f"{rule}: replicas {unreadable} could not in step {step + 1}"
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if failed:
+            alone = f", ranks {failed} alone found this" if (status == _READ).any() else ""
+            return f"{errors[failed[0]]} (in step {step + 1}{alone})"
         for replica in range(status.shape[1]):
             reads = status[:, replica] == _READ
             members, found = ranks[:, replica][reads], digests[:, replica][reads]
@@ -78,7 +80,7 @@ class StepBatch:
                     f"the ranks of a replica must read the same tokens: in step {step + 1} ranks {others} read others "
                     f"than rank {int(members[0])}: give all nodes the same --data.path, and check their disks"
                 )
-        assert not num_valid.any(), "a batch is refused, and nothing is wrong with it"
+        assert not num_valid.any() and (status != _UNREADABLE).all(), "a batch is refused, and nothing is wrong with it"
         return (
             f"a step needs at least one valid target: all labels of step {step + 1} are ignored: "
             "change --data.ignore-token"

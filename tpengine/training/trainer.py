@@ -23,6 +23,7 @@ from tpengine.config.toml import dump_toml
 from tpengine.data import Corpus
 from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
+from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.gradient_sink import WeightHalves
@@ -367,7 +368,7 @@ class Trainer:
         # The device has been waited for: what its kernels gave up on is known.
         self.comms.tp.check()
         if not usable:
-            raise RunError(self._batch.refusal(step))
+            raise RunError(self._batch.refusal(step, all_gather_json(self._batch.error)))
         if some_skip != -all_skip:
             raise RunError(
                 f"all ranks must agree whether a step is finite: in step {step + 1} rank {dist.get_rank()} has loss "

@@ -6,6 +6,7 @@ What only a GPU checks: pinned copies, and that nothing else waits for it.
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.config import Config
-from tpengine.data import Samples, open_corpus
+from tpengine.data import Samples, open_corpus, open_tokens, write_tokens
 from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
@@ -67,6 +69,44 @@ def test_ranks_of_a_replica_that_read_other_tokens_end_the_run_before_an_update(
     assert {is_updated for _, is_updated in found} == {False}
     (message,) = {error for error, _ in found}
     assert message.startswith(f"the ranks of a replica must read the same tokens: in step 7 {named}")
+
+
+def step_on_a_bad_text(config: Config, path: str, bad: int) -> tuple[str, bool]:
+    """One rank's file is cut short once it is open, or holds a token too many. Return the error, and whether anything
+    has been updated."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    if dist.get_rank() == bad:
+        text = open_tokens(path).tokens
+        trainer._reader._samples = replace(trainer._reader._samples, tokens=text)
+        if path.endswith("short"):
+            os.truncate(path, 100)
+    before = digests_of(trainer)
+    try:
+        trainer.train_step(6)
+    except RunError as error:
+        after = digests_of(trainer)
+        return str(error), any(after[key] != before[key] for key in after if key[2] != "gradient")
+    return "no error", True
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("short", ("must not be cut short while it is read: ", " has 100 bytes now and needs ", ": restore it and")),
+        ("other", ("tokens must be at least 0 and below model.vocab_size: got 255, ",)),
+    ],
+)
+def test_what_one_replica_cannot_read_is_said_by_all_ranks(
+    ranks: RankPool, tmp_path: Path, kind: str, words: tuple[str, ...]
+) -> None:
+    path = tmp_path / kind
+    write_tokens(path, np.full(9_000, 255), 256)
+    config = config_of(2, 1, 2, tied=False, kv_heads=2)
+    found = ranks.run(step_on_a_bad_text, 4, config, str(path), 3)
+    assert {is_updated for _, is_updated in found} == {False}
+    (message,) = {error for error, _ in found}
+    assert all(word in message for word in words), message
+    assert message.endswith(" (in step 7, ranks [3] alone found this)") and "\n" not in message
 
 
 def windows_read(config: Config) -> int:
