@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,21 +42,41 @@ def check_matrix(strategy: str, arena_bytes: int, token_counts: tuple[int, ...],
     assert not wrong, "\n".join(wrong)
 
 
+WORLDS = ((1, (7, 0)), (2, (1, 100)), (3, (0, 63)), (4, (7, 65)))
+NUM_OPTIONS = len(cases((1,)))
+
+
+class Chosen(NamedTuple):
+    """A call of part of the matrix: numbers of the strategy, of the number of tokens and of the operator's options."""
+
+    strategy: int
+    tokens: int
+    option: int
+
+
+def some_of_matrix(world: int) -> list[Chosen]:
+    """Every operator with every option once, in turns of strategy and number of tokens."""
+    turns = [(option, (world + option) % 4) for option in range(NUM_OPTIONS)]
+    return [Chosen(turn // 2, turn % 2, option) for option, turn in turns]
+
+
+def test_some_of_the_matrix_has_each_pair() -> None:
+    """Of number of ranks, strategy, the first or second number of tokens, and option."""
+    calls = [(i, *chosen) for i, (world, _) in enumerate(WORLDS) for chosen in some_of_matrix(world)]
+    counts = (len(WORLDS), len(STRATEGIES), 2, NUM_OPTIONS)
+    for one, other in itertools.combinations(range(len(counts)), 2):
+        wanted = set(itertools.product(range(counts[one]), range(counts[other])))
+        assert {(call[one], call[other]) for call in calls} == wanted, (one, other)
+
+
 def check_some_of_matrix(token_counts: tuple[int, int]) -> None:
-    """Every operator with every option once, so that over 1 to 4 ranks each pair of number of ranks, strategy, number
-    of tokens and option comes.
-    """
     every = [cases((tokens,)) for tokens in token_counts]
-    number = dist.get_world_size() - 1
     for i, strategy in enumerate(STRATEGIES):
         comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY, seed=i)
         assert (comm.device_arena is not None) == (comm.size > 1)
-        chosen = [every[(number // 2 + j) % 2][j] for j in range(len(every[0])) if (number + j) % 2 == i]
-        wrong = wrong_results(comm, chosen)
+        chosen = [call for call in some_of_matrix(comm.size) if call.strategy == i]
+        wrong = wrong_results(comm, [every[call.tokens][call.option] for call in chosen])
         assert not wrong, "\n".join(wrong)
-
-
-WORLDS = ((1, (7, 0)), (2, (1, 100)), (3, (0, 63)), (4, (7, 65)))
 
 
 @pytest.mark.parametrize(("world", "token_counts"), WORLDS)
