@@ -63,6 +63,9 @@ def _marked(found: Any) -> Any:
 def refuse_tangents(operator: str, *inputs: Tensor | None) -> None:
     """Raise RuntimeError if an input carries a tangent, which an operator without a jvp would drop.
 
+    What torch.compile traces shows no tangent. Inside of a dual level this raises while tracing: torch then calls the
+    function uncompiled, where tangents are seen, or raises with fullgraph=True.
+
     Args:
         operator: its name, for the message.
         inputs: what it is differentiable in.
@@ -77,3 +80,8 @@ def refuse_tangents(operator: str, *inputs: Tensor | None) -> None:
                 f"{operator} has no forward-mode derivative: got an input {tuple(x.shape)} with a tangent: use "
                 "backward mode, or its reference"
             )
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{operator} has no forward-mode derivative, and compiled it cannot see whether an input has a tangent: "
+            "got a call inside of a dual level: leave the level, or call it without torch.compile"
+        )

@@ -141,3 +141,21 @@ def test_inputs_without_a_tangent_pass() -> None:
     partials = pytest.raises(RuntimeError, match="cross_entropy_partials has no forward-mode derivative")
     with forward_ad.dual_level(), partials:
         cross_entropy_partials(forward_ad.make_dual(x, torch.ones_like(x)), LABELS)
+
+
+def test_a_tangent_raises_in_what_is_compiled() -> None:
+    """Traced inputs show no tangents; what was compiled before is not used where there may be some."""
+    x = drawn(0, 3, 6)
+    for fullgraph in (False, True):
+        compiled = torch.compile(lambda x: rms_norm(2 * x, B), backend="aot_eager", fullgraph=fullgraph)
+        want = compiled(x)
+        said = "Observed exception" if fullgraph else "rms_norm has no forward-mode derivative: got an input"
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=said):
+            compiled(forward_ad.make_dual(x, torch.ones_like(x)))
+        with pytest.raises(RuntimeError, match="rms_norm has no forward-mode derivative: got an input"):
+            torch.func.jvp(compiled, (x,), (torch.ones_like(x),))
+        assert torch.equal(compiled(x), want)
+        if not fullgraph:
+            with forward_ad.dual_level():
+                assert torch.equal(compiled(x), want)
+        torch._dynamo.reset()
