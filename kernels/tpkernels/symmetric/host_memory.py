@@ -88,8 +88,12 @@ def _mounts_of_control_groups(mountinfo: str) -> dict[bool, list[tuple[str, str]
     mounts: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
     for line in mountinfo.splitlines():
         mount, _, kind = line.partition(" - ")
-        shown, place = mount.split()[3:5]
-        file_system, _, options = kind.split()[:3]
+        # One blank between fields: a field may be empty, as the source is of what was mounted without one.
+        of_mount, of_kind = mount.split(" "), kind.split(" ")
+        if len(of_mount) < 5 or len(of_kind) < 3:  # no line that a kernel writes
+            continue
+        shown, place = of_mount[3:5]
+        file_system, _, options = of_kind[:3]
         if file_system == "cgroup2" or (file_system == "cgroup" and "memory" in options.split(",")):
             mounts[file_system == "cgroup2"].append((shown, place))
     return mounts

@@ -69,7 +69,10 @@ def machine_with(
     (proc / "cgroup").write_text(f"0::{path}\n" if kind == "cgroup2" else f"9:cpu:/\n4:hugetlb,memory:{path}\n0::/\n")
     mounted = str(place.relative_to(root))
     (proc / "mountinfo").write_text(
-        f"23 1 0:22 / /proc rw - proc proc rw\n30 24 0:26 {shown} /{mounted} rw,nosuid shared:4 - {kind} {options}\n"
+        "23 1 0:22 / /proc rw - proc proc rw\n"
+        # A mount without a source; what no kernel writes hides none of the next lines.
+        "24 1 0:23 / /mnt rw - tmpfs  rw\n25 1 0:24 / / rw - tmpfs\n\n"
+        f"30 24 0:26 {shown} /{mounted} rw,nosuid shared:4 - {kind} {options}\n"
     )
     return root
 
@@ -100,6 +103,13 @@ def test_limits_of_all_control_groups_count(
     limits = {group: limit * MEGABYTE if isinstance(limit, int) else limit for group, limit in groups.items()}
     free = available_bytes(machine_with(tmp_path, version, path, limits, shown))
     assert free == (MEMORY if least is None else (least - 1) * MEGABYTE)
+
+
+@pytest.mark.parametrize("version", [VERSION_1, VERSION_2], ids=["version 1", "version 2"])
+def test_a_hierarchy_mounted_without_a_source_counts(tmp_path: Path, version: tuple[str, ...]) -> None:
+    without_source = (*version[:4], f" {version[4].split()[1]}")
+    root = machine_with(tmp_path, without_source, "/job", {"job": 300 * MEGABYTE})
+    assert available_bytes(root) == 299 * MEGABYTE
 
 
 def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
