@@ -250,7 +250,7 @@ def test_a_cpu_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None
         import torch, tpkernels.ops.attention.host
-        from tpkernels.dropout import DropoutStream, dropout
+        from tpkernels.ops.dropout import DropoutStream, dropout
         dropout(torch.ones(2, 3), DropoutStream(rate=0.5, seed=0, site="x", step=0, microbatch=0))
     """
     done = subprocess.run([sys.executable, "-c", inspect.cleandoc(program)], capture_output=True, text=True)

@@ -152,7 +152,7 @@ def test_a_peer_sees_the_same_bytes() -> None:
     memory = map_shared(fd, MEGABYTE)
     memory[-4:] = b"mine"
     program = f"""
-        from tpkernels.host_memory import map_shared, open_of_peer
+        from tpkernels.symmetric.host_memory import map_shared, open_of_peer
         memory = map_shared(open_of_peer({os.getpid()}, {fd}), {MEGABYTE})
         assert memory[-4:] == b"mine"
         memory[:4] = b"your"
@@ -198,7 +198,7 @@ def test_what_no_file_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_limit_of_the_process_is_an_error_and_no_signal() -> None:
     done = child(f"""
         import resource
-        from tpkernels.host_memory import MemoryRefused, allocate
+        from tpkernels.symmetric.host_memory import MemoryRefused, allocate
         resource.setrlimit(resource.RLIMIT_FSIZE, ({MEGABYTE // 2}, {MEGABYTE // 2}))
         try:
             allocate({MEGABYTE})
@@ -217,7 +217,7 @@ SMALL_TMPFS = f"""
     def forbidden(name, flags=0):
         raise OSError(38, "a sandbox forbids it")
     os.memfd_create = forbidden
-    from tpkernels.host_memory import MemoryRefused, allocate, map_shared
+    from tpkernels.symmetric.host_memory import MemoryRefused, allocate, map_shared
     try:
         allocate({2 * MEGABYTE})
     except MemoryRefused as error:
