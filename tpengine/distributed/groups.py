@@ -94,7 +94,7 @@ class Communicators:
         if used:
             parts.append(f"{', '.join(used)} through {num_bytes / 1e6:.1f} MB of shared memory a rank")
         kernels = self.tp.device_arena
-        if kernels is not None:
+        if kernels is not None and self.tp.may_use_kernels():
             size = f"{kernels.memory.num_bytes / 1e6:.1f} MB"
             parts.append(f"tp's matmuls by kernels through {size} of symmetric memory a rank")
         if others:

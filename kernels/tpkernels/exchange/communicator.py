@@ -14,6 +14,7 @@ ranks, so that it is the same on every run.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import sys
 import time
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import Arena, shard_rows
-from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.device_arena import DeviceArena, model_of
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
@@ -182,6 +183,8 @@ class Communicator:
                     self.arena = Arena.open(group, arena_bytes, timeout_seconds=timeout_seconds)
                 if device.type != "cpu" or INTERPRETED:
                     self.device_arena = DeviceArena.open(group, arena_bytes, device, timeout_seconds=timeout_seconds)
+                    if self.rank == 0 and strategy == "auto" and self.device_arena.rates is None:
+                        _say_that_nothing_is_chosen(model_of(device))
             except MemoryRefused as error:
                 if self.rank == 0:
                     print(f"tpkernels: group {group.group_name} uses collectives: {error}", file=sys.stderr)
@@ -225,6 +228,11 @@ class Communicator:
         if self.device_arena is None or x.dtype not in KERNEL_DTYPES:
             return None
         return self.device_arena if x.device == self.device_arena.control.device else None
+
+    def may_use_kernels(self) -> bool:
+        """Whether fused matmuls of some sizes exchange by kernels; "auto" chooses none for a GPU that nobody knows."""
+        arena = self.device_arena
+        return arena is not None and self.strategy != "plain" and (self.strategy != "auto" or arena.rates is not None)
 
     def check(self) -> None:
         """Raise if a kernel of this group has given up, as far as this rank has heard; call it after a synchronisation.
@@ -481,6 +489,16 @@ def communicator_named(name: str) -> Communicator:
     if communicator is None:
         raise ValueError(f"an operator needs the communicator of its group: none is named {name!r}: keep it alive")
     return communicator
+
+
+@functools.cache
+def _say_that_nothing_is_chosen(model: str) -> None:
+    """Once a process, however many groups it makes."""
+    print(
+        f"tpkernels: the rates and links of {model} are not known: strategy auto takes collectives: name fused or push "
+        "to try the kernels",
+        file=sys.stderr,
+    )
 
 
 def _all_reduce_timed(arena: Arena, x: Tensor) -> int:

@@ -13,7 +13,6 @@ they write after a peer is lost is garbage that a later call, or the next `check
 
 from __future__ import annotations
 
-import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -173,17 +172,9 @@ class DeviceArena:
             copies = StreamCopies(memory.device)
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
-        # Interpreted kernels are chosen as those of an H100.
-        model = "H100" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        rates = rates_of(model)
+        rates = rates_of(model_of(device))
         mine = -1 if rates is None else models.index(rates)
         first = exchange(group, [mine], device_for_numbers(group))[0][0]
-        if first < 0 and dist.get_rank(group) == 0:
-            print(
-                f"tpkernels: group {group.group_name} has GPUs {model}, whose rates and links are not known: strategy "
-                "auto takes collectives: name fused or push to try the kernels",
-                file=sys.stderr,
-            )
         arena = cls(
             memory,
             record,
@@ -349,6 +340,11 @@ class DeviceArena:
         if self.control.is_cuda:
             torch.cuda.synchronize(self.control.device)
         dist.barrier(group)
+
+
+def model_of(device: torch.device) -> str:
+    """The GPU's name; interpreted kernels are chosen as those of an H100."""
+    return "H100" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def shard_pieces(num_tokens: int, world: int, rows_that_fit: int) -> list[tuple[int, int]]:

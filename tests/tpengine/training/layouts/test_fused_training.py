@@ -6,15 +6,21 @@ much as a host's in float32.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
+from tpkernels.exchange import device_arena
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.distributed.groups import Communicators
 from tpengine.training.trainer import Trainer
 
 pytest.importorskip("triton")
@@ -60,3 +66,25 @@ def test_collectives_where_nothing_is_to_be_fused(interpreters: RankPool) -> Non
     plain = replace(config(2, "float32"), parallel=replace(config(2, "float32").parallel, tp_comm="plain"))
     for _, calls, said in interpreters.run(first_step, 2, plain, "auto"):
         assert calls == 0 and "kernels" not in said
+
+
+def exchanges_said() -> list[tuple[str, str]]:
+    """For a strategy each: what a communicator says of a GPU that nobody knows, and what the engine says of the run."""
+    alone, found = Communicator(None), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_arena, "rates_of", lambda model: None)
+        for strategy in ("auto", "auto", "fused", "plain"):
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said):
+                tp = Communicator(dist.group.WORLD, arena_bytes=1 << 16, strategy=strategy)
+            comms = Communicators(tp, alone, alone, None, alone, alone, alone)
+            found.append((said.getvalue(), comms.describe(None)))
+    return found
+
+
+def test_what_is_said_of_a_gpu_that_nobody_knows(interpreters: RankPool) -> None:
+    """By kernels exchange only those whom the strategy lets; the choice of collectives is said once, if it is one."""
+    for rank, found in enumerate(interpreters.run(exchanges_said, 2)):
+        assert [bool(said) for said, _ in found] == [rank == 0, False, False, False]
+        assert ["by kernels" in described for _, described in found] == [False, False, True, False]
+        assert rank or "the rates and links of H100 are not known: strategy auto takes collectives" in found[0][0]
