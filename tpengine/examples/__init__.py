@@ -1,0 +1,10 @@
+"""Complete scripts, a use of the building blocks each; a file's docstring tells how to run it, and the tests run it.
+
+- block: tensor-parallel layers in a model of your own, and any optimizer
+- feed_forward: the fused matmuls of tpkernels, without the engine
+- operators: the operators between the matmuls: a block and its loss on one device
+- images: data parallelism for any module
+- stages: a pipeline out of an nn.Sequential
+- gpt: a model of your own on all three axes: tensor, pipeline and data parallel
+- swap: an operator of your own: an exchange inside a Triton kernel; a module, not a script
+"""

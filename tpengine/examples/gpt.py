@@ -1,0 +1,106 @@
+"""Train a GPT-2-like model of your own on tp 2 x pp 2; on 8 ranks dp is 2.
+
+Run: torchrun --nproc-per-node 4 -m tpengine.examples.gpt
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tpengine.data_parallel import DataParallel
+from tpengine.distributed.process import stop
+from tpengine.layers import (
+    Attention,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+    replicate,
+    vocab_parallel_cross_entropy,
+)
+from tpengine.layers.collectives import Communicator
+from tpengine.pipeline import Pipeline
+
+VOCAB, DIM, HEADS, SEQ, IGNORED = 32, 64, 4, 16, -100
+
+
+class Embedding(nn.Module):
+    """Tokens and positions; all tokens in, this rank's rows x[T/tp, D] out."""
+
+    def __init__(self, tp: Communicator) -> None:
+        super().__init__()
+        self.tp = tp
+        self.tokens = VocabParallelEmbedding(VOCAB, DIM, tp)
+        self.positions = replicate(nn.Embedding(SEQ, DIM), tp)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens[B, SEQ] -> x[T/tp, D]."""
+        x: Tensor = self.tokens(tokens.flatten())
+        places = torch.arange(len(x)) + self.tp.rank * len(x)
+        return x + self.positions(places % SEQ)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network with GELU; every rank holds the norms whole."""
+
+    def __init__(self, tp: Communicator) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (replicate(nn.LayerNorm(DIM), tp) for _ in range(2))
+        self.attention = Attention(DIM, HEADS, HEADS, tp)
+        self.up, self.down = ColumnParallelLinear(DIM, 4 * DIM, tp), RowParallelLinear(4 * DIM, DIM, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        x = x + self.attention(self.norm1(x), SEQ)
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return y
+
+
+def main() -> None:
+    """Learn a function of the token, with a fifth of the labels ignored; print the stages and the loss."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+    pp, dp, tp = (Communicator(mesh.get_group(axis)) for axis in ("pp", "dp", "tp"))
+    # Tensor-parallel ranks hold other shards.
+    torch.manual_seed(tp.rank)
+    ends = [replicate(nn.LayerNorm(DIM), tp), ColumnParallelLinear(DIM, VOCAB, tp)]
+    model = nn.Sequential(Embedding(tp), *(Block(tp) for _ in range(4)), *ends)
+
+    # Replicas have other data.
+    generator = torch.Generator().manual_seed(dp.rank)
+    tokens = torch.randint(VOCAB, (16, SEQ), generator=generator)
+    labels = (5 * tokens + 3) % VOCAB
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED
+    pipe = Pipeline(
+        model,
+        # A micro-batch's input.
+        tokens[:2],
+        # A sum over the micro-batch's targets, which `count` counts.
+        lambda logits, labels: vocab_parallel_cross_entropy(logits, labels.flatten(), VOCAB, tp),
+        count=lambda labels: (labels != IGNORED).sum(),
+        num_micro_batches=8,
+        group=pp.group,
+        replicas=dp,
+    )
+    replicas = DataParallel(pipe.stage, dp)
+    optimizer = torch.optim.AdamW(pipe.stage.parameters(), lr=1e-2)
+    for _ in range(40):
+        # Micro-batches add up on this rank.
+        with replicas.no_sync():
+            loss = pipe.step(tokens, labels)
+        # Gradients are those of the batch of all replicas from here on.
+        replicas.finish()
+        clip_grad_norm_(pipe.stage, 1.0, tp, pp)
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"stages {pipe.layers}, loss {loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()
+    # End the groups' threads while the interpreter still runs.
+    stop()

@@ -1,0 +1,49 @@
+"""Train a convolutional network on four replicas: gradients are summed while backward still runs.
+
+Run: torchrun --nproc-per-node 4 -m tpengine.examples.images
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tpengine.data_parallel import DataParallel
+from tpengine.distributed.process import stop
+from tpengine.layers.collectives import Communicator
+
+
+def main() -> None:
+    """Train two epochs on random images of two classes, dark and bright, and print the loss."""
+    dist.init_process_group("gloo")
+    # The same images and the same initial weights on every rank.
+    torch.manual_seed(0)
+    classes = torch.randint(2, (64,))
+    data = TensorDataset(torch.randn(64, 3, 224, 224) + classes.view(-1, 1, 1, 1), classes)
+    sampler: DistributedSampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    convs = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
+    model = nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 2))
+
+    replicas = DataParallel(model, Communicator(dist.group.WORLD))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(model(images), labels)
+            # Gradients are summed while this runs,
+            loss.backward()
+            # and are the mean over the replicas from here on.
+            replicas.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
+    # End the groups' threads while the interpreter still runs.
+    stop()
