@@ -1,7 +1,7 @@
 """Operators of tensor-parallel transformers: usable alone, without the tpengine engine.
 
 The public names load on first use (PEP 562), so that `tpkernels.work` stays free of torch and importing the
-package never loads triton. What exists today is listed in `_HOME`; the README beside this package is its catalogue.
+package never loads triton. What exists today is listed in `_HOME`; the README above this package is its catalogue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rung: interpreter, several processes; compiled in one. The exchange that kernels/README.md takes as its example.
+"""Rung: interpreter, several processes; compiled in one. The worked example, tpengine/examples/swap.py.
 
-It runs as it stands there, over hostile memory (kernel_ranks.py), tolerance zero; the messages shown there are those
-that ranks raise. In compiled code the order of signals is looked at (ptx_rules.py); only GPUs show that it works.
+It runs over hostile memory (kernel_ranks.py), tolerance zero. The messages that the README of tpkernels.fused shows are
+those that ranks raise. In compiled code the order of signals is looked at (ptx_rules.py); only GPUs show that it works.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from tpkernels.symmetric.signals import PeerError
 
 from benchmarks.compile import TARGETS
 
-CATALOGUE = (ROOT / "kernels/README.md").read_text()
+README = (ROOT / "kernels/tpkernels/fused/README.md").read_text()
+EXAMPLE = ROOT / "tpengine/examples/swap.py"
 ARENA_BYTES = 1 << 18
 # (rows a rank, columns a rank): nothing, one tile, several; the next call after nothing overwrites the one before.
 SIZES = ((1, 1), (7, 5), (5, 1024), (0, 3))
@@ -48,10 +49,9 @@ PAUSE_SECONDS = 2e-2
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The example as a module: triton reads the source of what it compiles from a file."""
-    (source,) = re.findall(r"<!-- tested: swap -->\n```python\n(.*?)```", CATALOGUE, re.DOTALL)
+    """A copy of the example under a name of its own: triton reads the source of what it compiles from a file."""
     path = tmp_path / f"swap_{tmp_path.name}.py"
-    path.write_text(source)
+    path.write_text(EXAMPLE.read_text())
     return path
 
 
@@ -191,7 +191,7 @@ def messages_of_failures(path: str) -> list[str]:
 
 
 def test_the_messages_shown_are_the_messages_raised(interpreters: RankPool, example: Path) -> None:
-    shown = " ".join(CATALOGUE.split())
+    shown = " ".join(README.split())
     (late, _, mismatch, refused), (_, poisoned, _, wrong) = interpreters.run(messages_of_failures, 2, str(example))
     assert late.startswith("PeerTimeout: ") and late in shown
     assert poisoned == late.replace("PeerTimeout: rank 0", "GroupPoisoned: rank 1")

@@ -5,7 +5,8 @@
     matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
 
 exchange_matmul.py decides whether a call comes here. What is larger than a generation of the arena moves in pieces,
-each a call of its own. kernels/README.md draws what the kernels write and wait for, and works out one more exchange.
+each a call of its own. README.md beside this file draws what the kernels write and wait for, and explains one more
+exchange.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from benchmarks.harness.timing import Comparison
 from benchmarks.overlap import command as overlap
 from benchmarks.run import main
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "benchmarks/README.md").read_text()
 BARS = ("torch.mm", "host_gemm", "prepared", "own", "split", "serial", "fused")
 
 

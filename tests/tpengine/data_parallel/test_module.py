@@ -50,7 +50,7 @@ def compare(got: list[Record], wanted: Record) -> None:
                     assert worst <= TOLERANCE, f"{where}: off by {worst}"
 
 
-# The images of the README's example, in float64.
+# The images of tpengine/examples/images.py, in float64.
 
 IMAGE_BATCH, IMAGE_RANKS, IMAGE_STEPS = 2, 4, 3
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 from support.ranks.progress import finish, wait_until
+from support.readmes import the_command
 
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.resume import checkpoints_of
@@ -153,16 +154,13 @@ def test_a_restart_gets_past_a_damaged_checkpoint(tmp_path: Path) -> None:
 
 
 def documented_restart(readme: Path, values: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The README's command for nodes that come and go: its environment and arguments, with words replaced."""
-    text = readme.read_text()
-    variable = re.search(r"^    export (TORCH\w+)=(\w+)$", text, re.MULTILINE)
-    command = re.search(r"^    torchrun (--nnodes 1:.*)$", text, re.MULTILINE)
-    assert variable is not None and command is not None
-    line = command[1]
+    """A README's command for nodes that come and go: its environment and arguments, with words replaced."""
+    variable = the_command(readme, "export TORCH").removeprefix("export ").partition("=")
+    line = the_command(readme, "torchrun --nnodes 1:").removeprefix("torchrun ")
     for word, value in values.items():
         assert word in line, word
         line = line.replace(word, value)
-    return {variable[1]: variable[2]}, line.split()
+    return {variable[0]: variable[2]}, line.split()
 
 
 def start_node(environ: dict[str, str], arguments: list[str], drill: str) -> subprocess.Popen[str]:
@@ -189,7 +187,7 @@ def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environ, arguments = documented_restart(
-        ROOT / "README.md",
+        ROOT / "tpengine/checkpoint/README.md",
         {
             "HOST:29500": f"127.0.0.1:{port}",
             "DIR": str(tmp_path / "out"),
