@@ -81,20 +81,25 @@ def test_the_two_ways_name_a_function_in_every_line() -> None:
             assert re.search(r"`[\w/]+\.py: [\w.]+`", step), step
 
 
-def test_every_room_is_named() -> None:
-    """The top README has a line for each room, a room's README one for each of its files."""
+def test_every_room_and_every_file_is_named() -> None:
+    """The top README names each room; a room's README, or its package's docstring, names each of its files."""
     top = TOP.read_text()
-    for room in (path for path in ENGINE.iterdir() if (path / "__init__.py").exists()):
+    rooms = [path.parent for path in ENGINE.glob("*/__init__.py")]
+    for room in rooms:
         assert f"`{room.name}/`" in top, room
-    for path in READMES:
-        if path.parent.parent != ENGINE:
-            continue
-        text = path.read_text()
-        for entry in path.parent.iterdir():
+    rooms += [path.parent for path in KERNELS.glob("*/__init__.py")]
+    for room in rooms:
+        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        if (room / "README.md").exists():
+            text += (room / "README.md").read_text()
+        if room.parent == KERNELS:
+            text += CATALOGUE
+        for entry in room.iterdir():
             if entry.name.startswith("__") or entry.suffix not in ("", ".py"):
                 continue
-            name = f"`{entry.name}/`" if entry.is_dir() else f"`{entry.name}`"
-            assert name in text, f"{name} is missing from {path}"
+            name = f"{entry.name}/" if entry.is_dir() else entry.name
+            # A script of tpengine/examples is listed by its name as a module.
+            assert name in text or f"- {entry.stem}:" in text, f"say in {room} what {name} is for"
 
 
 @every_readme

@@ -1,4 +1,11 @@
-"""The configuration of a run, and which configurations are legal. No torch."""
+"""The configuration of a run, and which configurations are legal. No torch.
+
+settings.py      the settings: dataclasses, nothing else
+rules.py         which values are legal, and how a layout is completed
+toml.py          a configuration written as TOML and read back
+presets.py       named runs
+exact_sizes.py   how exact mode cuts model and batch, whatever the layout
+"""
 
 from tpengine.config.exact_sizes import num_blocks, virtual_tp_of
 from tpengine.config.rules import profiled_steps, resolve_layout, schedule_of, validate

@@ -1,4 +1,10 @@
-"""Text as tokens: token files, where text comes from, and which sample is which. No torch."""
+"""Text as tokens: token files, where text comes from, and which sample is which. No torch.
+
+token_file.py stored_tokens.py     token files, and tokens read when they are asked for
+sources.py                         where bytes come from: a directory, the standard library
+samples.py order.py                which sample is which, and the order in which they are read
+content_hash.py content_check.py   the hash of a text, and its check while training goes on
+"""
 
 from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
 from tpengine.data.order import permute

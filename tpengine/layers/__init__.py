@@ -1,4 +1,13 @@
-"""Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model."""
+"""Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model.
+
+linear.py attention.py mlp.py norm.py embedding.py loss.py   the layers of a transformer
+dropout.py         masks that are the same in every layout
+gradient_sink.py   where weight gradients go
+collectives.py     the seam between layers and communication
+replicated.py      modules that every tensor-parallel rank holds whole
+clip.py            the norm of all gradients of a model of your own
+virtual.py         the layers of exact mode
+"""
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention

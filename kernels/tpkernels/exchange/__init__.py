@@ -1,1 +1,7 @@
-"""What ranks exchange over: communicators, and the shared memory that they and the fused matmuls read and write."""
+"""What ranks exchange over: communicators, and the shared memory that they and the fused matmuls read and write.
+
+communicator.py             a group of ranks: exchanges through an arena, or collectives
+arena.py mailbox.py         gather and reduce-scatter, and messages, through memory of one host
+device_arena.py copies.py   that memory as kernels exchange through it; the copy engine
+tree.py                     sums in a balanced tree, the order of every sum between ranks
+"""
