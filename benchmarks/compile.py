@@ -3,19 +3,26 @@
 The launches are not listed anywhere: operators run on tensors without memory, for the per-rank shapes of
 harness/shapes.py, and what they would launch is compiled instead (tpkernels.launch.observed). So what is compiled has
 the dtypes, constants and alignment that a launch would have, and no configuration can be forgotten.
+
+`--lock` keeps what was found in results/compile.jsonl, by a key of all that a kernel was compiled from, and compiles
+only what is not there yet. The tests take what the lock knows from it, and compile a changing part again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -27,6 +34,7 @@ from torch import Tensor
 from tpkernels.launch import Target, observed
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.harness.revision import ROOT
 from benchmarks.harness.rows import append, make_row
 from benchmarks.launches import LAUNCHES
 
@@ -36,6 +44,7 @@ TARGETS = {
     "sm_100": Target("cuda", 100),
     "gfx942": Target("hip", "gfx942"),
 }
+LOCK = ROOT / "benchmarks" / "results" / "compile.jsonl"
 _MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
 
@@ -51,6 +60,8 @@ class Options:
     """Processes."""
     out: Path | None = None
     """Append a JSON line a kernel and target to this file."""
+    lock: bool = False
+    """Compile only what benchmarks/results/compile.jsonl does not know, and note it there."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Compiled:
         has_dot: whether the source multiplies matrices of 16-bit numbers: in float32 there are no matrix units for it.
         matrix_instructions: those found in the code: "wgmma.mma_async".
         error: why it does not compile; then there are no numbers.
+        key: of its sources, arguments and options, the target and triton's release.
     """
 
     op: str
@@ -82,6 +94,7 @@ class Compiled:
     has_dot: bool = False
     matrix_instructions: tuple[str, ...] = ()
     error: str = ""
+    key: str = ""
 
     @property
     def fault(self) -> str:
@@ -101,7 +114,12 @@ def main(options: Options) -> int:
     for flag, chosen, known in (("--op", options.op, LAUNCHES), ("--target", options.target, TARGETS)):
         if unknown := [name for name in chosen if name not in known]:
             raise ValueError(f"{flag} must be of {', '.join(known)}: got {', '.join(unknown)}: leave it out for all")
-    every = compile_all([(op, target) for op in options.op for target in options.target], options.jobs, track)
+    pairs = [(op, target) for op in options.op for target in options.target]
+    known = read_lock() if options.lock else {}
+    every = compile_all(pairs, options.jobs, track, known=known)
+    if options.lock:
+        others = [one for one in known.values() if (one.op, one.target) not in pairs]
+        write_lock([*others, *every])
     table = Table(title="compiled, not run", box=box.SIMPLE)
     for name in ("operator", "kernel", "target", "registers", "spilled", "shared", "matrix instructions", "constants"):
         table.add_column(name, justify="right" if name in ("registers", "spilled", "shared") else "left")
@@ -115,7 +133,7 @@ def main(options: Options) -> int:
         if one.fault:
             print(f"{one.op}: {one.kernel} for {one.target} {one.fault}: {one.config}")
         if options.out is not None:
-            fields = {name: getattr(one, name) for name in Compiled.__dataclass_fields__ if name != "op"}
+            fields = {name: value for name, value in asdict(one).items() if name not in ("op", "key")}
             row = make_row(f"compile/{one.op}", threads_per_rank=1, fields={**fields, "fault": one.fault})
             append(options.out, row)
     return int(any(one.fault for one in every))
@@ -126,6 +144,7 @@ def compile_all(
     jobs: int,
     progress: Callable[..., Any] = lambda them, **_: them,
     cache: Path | None = None,
+    known: Mapping[str, Compiled] = MappingProxyType({}),
 ) -> list[Compiled]:
     """Compile what each (operator, target) would launch, in `jobs` processes.
 
@@ -134,14 +153,40 @@ def compile_all(
         jobs: number of processes.
         progress: wraps what is iterated over.
         cache: where triton looks for what it has compiled, and keeps it; None for nowhere.
+        known: by key, what need not be compiled.
     """
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        done = pool.map(partial(_compile_one, cache=cache), *zip(*pairs, strict=True))
+        jobs_of = [
+            (op, target, [one for one in known.values() if (one.op, one.target) == (op, target)])
+            for op, target in pairs
+        ]
+        done = pool.map(partial(_compile_one, cache=cache), *zip(*jobs_of, strict=True))
         return [one for some in progress(done, total=len(pairs), description="compiling") for one in some]
 
 
-def _compile_one(op: str, target_name: str, cache: Path | None = None) -> list[Compiled]:
+def read_lock(path: Path = LOCK) -> dict[str, Compiled]:
+    """What has been found before, by key; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    rows = map(json.loads, path.read_text().splitlines())
+    every = (replace(Compiled(**row), matrix_instructions=tuple(row["matrix_instructions"])) for row in rows)
+    return {one.key: one for one in every}
+
+
+def write_lock(every: Iterable[Compiled], path: Path = LOCK) -> None:
+    """Replace the file; what did not compile is left out, so that it is tried again."""
+    rows = {one.key: json.dumps(asdict(one)) for one in every if not one.error}
+    ordered = sorted(rows.values())
+    beside = path.with_suffix(".new")
+    beside.write_text("".join(f"{row}\n" for row in ordered))
+    beside.replace(path)
+
+
+def _compile_one(
+    op: str, target_name: str, known: Sequence[Compiled] = (), cache: Path | None = None
+) -> list[Compiled]:
     target = TARGETS[target_name]
+    known_by_key = {one.key: one for one in known}
     found: dict[tuple[str, str], Compiled] = {}
     with tempfile.TemporaryDirectory() as directory:
         _pretend(target, cache or Path(directory))
@@ -152,17 +197,49 @@ def _compile_one(op: str, target_name: str, cache: Path | None = None) -> list[C
             name, config = kernel.fn.__name__, describe(kernel, arguments, options)
             if (name, config) in found:
                 return
+            key = _key(kernel, arguments, options, target_name)
+            if key in known_by_key:
+                found[name, config] = known_by_key[key]
+                return
             try:
                 compiled = kernel.warmup(*arguments, grid=grid, **options)
             except Exception as error:  # whatever the compiler raises: the other kernels are still worth a look
                 text = " ".join(str(error).split())[:200]
                 found[name, config] = Compiled(op, name, target_name, config, error=f"{type(error).__name__}: {text}")
                 return
-            found[name, config] = _look_at(compiled, op, name, target_name, config, Path(directory))
+            found[name, config] = replace(_look_at(compiled, op, name, target_name, config, Path(directory)), key=key)
 
         with observed(target, compile_launch):
             LAUNCHES[op]()
     return list(found.values())
+
+
+def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[object, ...]:
+    """All that triton compiles another variant for."""
+    of_arguments: list[object] = []
+    for parameter, value in zip(kernel.params, arguments, strict=False):
+        if isinstance(value, int):
+            of_arguments.append(None if parameter.do_not_specialize else (value % 16 == 0, value == 1))
+        else:
+            of_arguments.append(value.dtype if isinstance(value, Tensor) else type(value).__name__)
+    return kernel.fn.__name__, *of_arguments, *sorted(options.items())
+
+
+def _key(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any], target_name: str) -> str:
+    """What is compiled: the kernel with all functions it calls, for what, by which compiler."""
+    _forget_lines(kernel)
+    of_launch = repr(specialised(kernel, arguments, options))
+    text = "\0".join((kernel.cache_key, of_launch, target_name, triton.__version__))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _forget_lines(kernel: Any) -> None:
+    """Have triton's key of a kernel not change where lines above it do."""
+    if kernel.hash is None:
+        for module in [module for name, module in sys.modules.items() if name.startswith(("tpkernels", "test_"))]:
+            for function in vars(module).values():
+                if isinstance(function, triton.JITFunction):
+                    function.starting_line_number = 0
 
 
 def describe(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> str:

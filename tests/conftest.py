@@ -1,12 +1,13 @@
-"""Fixtures of the whole suite: the pool of ranks, and the count of mutations that the summary ends with.
+"""Fixtures of the whole suite: the pools of ranks; and what the summary ends with: mutations, CPU seconds.
 
 With pytest-xdist each of its workers is a session of its own, with its own pools; it hands its counts over at its end.
+Tests that share a pool form a group, which one worker runs, so that no pool is started twice.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import torch
 from support import CountMutations
+from support.budget import cpu_seconds
 from support.kernels.compiled import CACHE_VARIABLE
 from support.kernels.rungs import Rung
 from support.ranks.rank_pool import RankPool
+from support.slices import Slice
 
 # A stalled core is no failure, and a failure is the same on every run.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
@@ -74,6 +77,38 @@ def rung(request: pytest.FixtureRequest, interpreters: RankPool) -> Rung:
 
 MutationCounts = dict[str, tuple[int, int]]
 MUTATIONS = pytest.StashKey[MutationCounts]()
+# CPU seconds by test, and of everything, imports and pools with it.
+COSTS = pytest.StashKey[dict[str, float]]()
+ALL = "everything"
+NUM_DEAREST = 10
+# Whoever asks for one of these shares its processes; who asks for none is grouped with the tests of the same file.
+POOLS = {"ranks": "ranks", "interpreters": "interpreters", "rung": "interpreters", "run": "interpreters"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tpengine")
+    group.addoption("--slice", metavar="k/N", type=Slice.of, help="run one N-th of the chosen tests, the k-th")
+    group.addoption("--budget", metavar="SECONDS", type=float, help="fail when the run takes more CPU seconds")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        group = next((POOLS[name] for name in names if name in POOLS), item.location[0])
+        item.add_marker(pytest.mark.xdist_group(group))
+    if config.option.slice is not None:
+        items[:], others = config.option.slice.cut(items)
+        config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    before = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        item.config.stash.setdefault(COSTS, {})[item.nodeid] = cpu_seconds() - before
 
 
 @pytest.fixture
@@ -89,16 +124,39 @@ def _add_mutations(config: pytest.Config, more: MutationCounts) -> None:
         counts[what] = before[0] + killed, before[1] + tried
 
 
+def _add_costs(config: pytest.Config, more: dict[str, float]) -> None:
+    costs = config.stash.setdefault(COSTS, {})
+    for name, seconds in more.items():
+        costs[name] = costs.get(name, 0.0) + seconds
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["mutations"] = session.config.stash.get(MUTATIONS, {})
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["mutations"] = config.stash.get(MUTATIONS, {})
+        config.workeroutput["costs"] = config.stash.get(COSTS, {}) | {ALL: cpu_seconds()}
+        return
+    if ALL not in config.stash.setdefault(COSTS, {}):
+        _add_costs(config, {ALL: cpu_seconds()})
+    budget, seconds = config.option.budget, config.stash[COSTS][ALL]
+    if budget is not None and seconds > budget:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    _add_mutations(node.config, getattr(node, "workeroutput", {}).get("mutations", {}))
+    output = getattr(node, "workeroutput", {})
+    _add_mutations(node.config, output.get("mutations", {}))
+    _add_costs(node.config, output.get("costs", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for what, (killed, tried) in sorted(config.stash.get(MUTATIONS, {}).items()):
         terminalreporter.write_line(f"mutations of {what}: killed {killed} / tried {tried}")
+    costs = dict(config.stash.get(COSTS, {}))
+    seconds, budget = costs.pop(ALL, 0.0), config.option.budget
+    for name, of_test in sorted(costs.items(), key=lambda cost: -cost[1])[:NUM_DEAREST]:
+        terminalreporter.write_line(f"{of_test:6.1f} CPU s  {name}")
+    limit = "" if budget is None else f" of {budget:.0f} that the run may take"
+    terminalreporter.write_line(f"{seconds:6.0f} CPU s in all{limit}", red=budget is not None and seconds > budget)

@@ -1,7 +1,9 @@
 """Rung: pure: compiles, runs nothing. Every kernel that operators launch builds for every target as it should.
 
 As it should: nothing is spilled, shared memory suffices, and matrices of 16-bit numbers are multiplied by the target's
-matrix instructions. That a fault is found is shown on kernels made to have it. Only a GPU shows what is fast.
+matrix instructions. What benchmarks/results/compile.jsonl knows of unchanged kernels is taken from there; a part that
+changes with every commit is compiled again and must be as noted. That a fault is found is shown on kernels made to have
+it. Only a GPU shows what is fast.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import io
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.ranks.rank_pool import RankPool
+from support.slices import num_commits
 
 pytest.importorskip("triton")
 
@@ -30,7 +32,7 @@ from tpkernels.launch import jit, observed, run, tl
 
 from benchmarks import compile as benchmark
 from benchmarks import launches
-from benchmarks.compile import TARGETS, Compiled, compile_all
+from benchmarks.compile import TARGETS, Compiled, compile_all, read_lock, specialised
 from benchmarks.launches import LAUNCHES
 from benchmarks.run import main
 
@@ -38,20 +40,37 @@ from benchmarks.run import main
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
-# Those of the others take five minutes, in CI too (.ci/run); what one target's compiler refuses most others refuse.
-EACH_TARGET = [pytest.param(target, marks=() if target == "sm_90" else pytest.mark.slow) for target in TARGETS]
+NUM_PARTS = 24
 CompileFor = Callable[[str], list[Compiled]]
 
 
 @pytest.fixture(scope="module")
 def compiled(compile_cache: Path) -> CompileFor:
-    """Compiles what all operators launch, for a target."""
+    """What becomes of all that operators launch, for a target."""
+    part = num_commits() % NUM_PARTS
+    known = {key: one for key, one in read_lock().items() if int(key, 16) % NUM_PARTS != part}
+    pairs = {target: [(op, target) for op in LAUNCHES] for target in TARGETS}
     return functools.cache(
-        lambda target: compile_all([(op, target) for op in LAUNCHES], jobs=2, cache=compile_cache / "triton")
+        lambda target: compile_all(pairs[target], jobs=2, cache=compile_cache / "triton", known=known)
     )
 
 
-@pytest.mark.parametrize("target", EACH_TARGET)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_compiled_again_is_as_noted(compiled: CompileFor, target: str) -> None:
+    noted = read_lock()
+    assert [one for one in compiled(target) if one.key in noted and one != noted[one.key]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_everything_is_as_noted(op: str, target: str, compile_cache: Path) -> None:
+    noted = read_lock()
+    every = compile_all([(op, target)], jobs=2, cache=compile_cache / "triton")
+    assert every and [one for one in every if one.key in noted and one != noted[one.key]] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_nothing_is_wrong_with_a_kernel(compiled: CompileFor, op: str, target: str) -> None:
     of_these = [one for one in compiled(target) if one.op == op]
@@ -59,7 +78,7 @@ def test_nothing_is_wrong_with_a_kernel(compiled: CompileFor, op: str, target: s
     assert not [f"{one.kernel} {one.fault}: {one.config}" for one in of_these if one.fault]
 
 
-@pytest.mark.parametrize("target", EACH_TARGET)
+@pytest.mark.parametrize("target", TARGETS)
 def test_no_kernel_is_left_out(compiled: CompileFor, target: str) -> None:
     """Those of the package's modules, whose names end in `_kernel`, are compiled."""
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tpkernels.__path__, "tpkernels.")]
@@ -69,7 +88,7 @@ def test_no_kernel_is_left_out(compiled: CompileFor, target: str) -> None:
 
 
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("target", EACH_TARGET)
+@pytest.mark.parametrize("target", TARGETS)
 def test_attention_uses_the_targets_matrix_units(compiled: CompileFor, target: str, head: int) -> None:
     """For the sizes that models have; larger heads take blocks too small for wgmma."""
     of_these = [one for one in compiled(target) if one.op == "attention" and one.has_dot]
@@ -87,7 +106,7 @@ def test_attention_uses_the_targets_matrix_units(compiled: CompileFor, target: s
         ("matmul_reduce_scatter", "matmul_scatter_kernel"),
     ],
 )
-@pytest.mark.parametrize("target", EACH_TARGET)
+@pytest.mark.parametrize("target", TARGETS)
 def test_matmuls_use_the_targets_matrix_units(compiled: CompileFor, target: str, op: str, kernel: str) -> None:
     """Whatever their tiles, also those of few tokens, and however their operands come."""
     of_these = [one for one in compiled(target) if (one.op, one.kernel) == (op, kernel) and one.has_dot]
@@ -219,17 +238,6 @@ def test_what_does_not_compile_costs_the_others_nothing(compilers: RankPool, tmp
     faults = [json.loads(line)["fault"] for line in out.read_text().splitlines()]
     assert code == 1 and "_broken_kernel for sm_90 does not compile: CompilationError" in printed
     assert faults[0].startswith("does not compile: ") and faults[1:] == ["", ""]
-
-
-def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[object, ...]:
-    """All that triton compiles another variant for."""
-    of_arguments = []
-    for parameter, value in zip(kernel.params, arguments, strict=False):
-        if isinstance(value, int):
-            of_arguments.append(None if parameter.do_not_specialize else (value % 16 == 0, value == 1))
-        else:
-            of_arguments.append(value.dtype if isinstance(value, torch.Tensor) else type(value))
-    return kernel.fn.__name__, *of_arguments, *sorted(options.items())
 
 
 @pytest.mark.parametrize("op", LAUNCHES)
