@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
-from tpkernels.ops.embedding import embedding
+from tpkernels.ops.embedding import embedding_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
@@ -28,7 +28,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         rows = tokens - comm.rank * weight.shape[0]
         ctx.save_for_backward(rows)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        partial = embedding(rows, weight)
+        partial = embedding_forward(rows, weight)
         return partial if comm.size == 1 else comm.reduce_scatter(partial)
 
     @staticmethod

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.launch import accumulation_dtype as accumulation_dtype
-from tpkernels.ops.embedding import embedding_backward_
+from tpkernels.ops.embedding import add_rows_
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
@@ -83,7 +83,7 @@ class ParamGradSink(_ImmediateSink):
         _gradient_of(param).add_(grad)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        embedding_backward_(_gradient_of(param), rows, grad.to(param.dtype))
+        add_rows_(_gradient_of(param), rows, grad.to(param.dtype))
 
 
 class BufferSink(_ImmediateSink):
@@ -122,7 +122,7 @@ class BufferSink(_ImmediateSink):
         self._contributed(param)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        embedding_backward_(self._buffers[param], rows, grad)
+        add_rows_(self._buffers[param], rows, grad)
         self._contributed(param)
 
     def _contributed(self, param: Parameter) -> None:

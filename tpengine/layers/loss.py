@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from tpkernels.derivatives import differentiable_once
 from tpkernels.ops.cross_entropy.operator import (
-    CombinedPartials,
+    check_writable,
     combine_partials,
-    cross_entropy_gradient_,
-    cross_entropy_partials,
+    gradient_of_,
     must_keep,
+    partials_of,
     token_losses,
 )
 
@@ -38,10 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         num_shards, _, num_columns = logits.shape
         firsts = [(comm.rank * num_shards + i) * num_columns for i in range(num_shards)]
         ctx.columns = [(first, min(max(vocab_size - first, 0), num_columns)) for first in firsts]
-        partials = [
-            cross_entropy_partials(z, labels, first_column=first, num_columns=valid)
-            for z, (first, valid) in zip(logits, ctx.columns, strict=True)
-        ]
+        partials = [partials_of(z, labels, first, valid) for z, (first, valid) in zip(logits, ctx.columns, strict=True)]
         combined = combine_partials(comm.all_gather(torch.stack(partials)))
         ctx.save_for_backward(logits, labels, *combined)
         ctx.keeps_logits = keeps_logits
@@ -52,13 +49,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # The second backward of a graph finds the logits changed, and autograd says so.
-        logits, labels, *combined = ctx.saved_tensors
+        logits, labels, max_logit, exp_sum, *_ = ctx.saved_tensors
         logits = logits.clone() if ctx.keeps_logits else logits
+        check_writable(logits)
         slopes = dloss.expand(labels.shape)
         for z, (first, valid) in zip(logits, ctx.columns, strict=True):
-            cross_entropy_gradient_(
-                z, labels, CombinedPartials(*combined), slopes, ctx.vocab_size, first_column=first, num_columns=valid
-            )
+            gradient_of_(z, labels, max_logit, exp_sum, slopes, ctx.vocab_size, first, valid)
         return logits, None, None, None, None
 
 

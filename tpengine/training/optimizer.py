@@ -1,13 +1,15 @@
-"""Optimizer: torch's AdamW over the flat gradients, the learning-rate schedule, and the global gradient norm."""
+"""Optimizer: AdamW over the flat gradients, the learning-rate schedule, and the global gradient norm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 from tpengine.config import OptimConfig
 
@@ -51,11 +53,25 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         gradient.mul_(by_dtype.setdefault(gradient.dtype, scale.to(gradient.dtype)))
 
 
+class _Moments(NamedTuple):
+    """What AdamW keeps of a master: both moments, and how many updates they have seen, a float32 scalar."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+
 class AdamW:
-    """torch.optim.AdamW (fused) on masters in the accumulation dtype.
+    """AdamW, by torch's fused kernel, on masters in the accumulation dtype.
+
+        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+        w = (1 - lr decay) w - lr (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^n)) + eps)
 
     Parameters in float32 and float64 are their own masters. Below that each has a master copy, which the optimizer
     updates and which is rounded into the parameter after the step.
+
+    The decision a reader will question: torch.optim.AdamW runs the same kernel, but its class imports torch's compiler,
+    2 CPU seconds of every start.
 
     Args:
         parameters: by name.
@@ -74,29 +90,27 @@ class AdamW:
         decayed: Sequence[str],
         config: OptimConfig,
     ) -> None:
+        self._config, self._gradients = config, gradients
         self._copies: list[tuple[Parameter, Tensor]] = []
-        masters: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            gradient = gradients[name]
-            if parameter.dtype == gradient.dtype:
-                master: Tensor = parameter
-            else:
-                master = parameter.detach().to(gradient.dtype)
+            master: Tensor = parameter
+            if parameter.dtype != gradients[name].dtype:
+                master = parameter.detach().to(gradients[name].dtype)
                 self._copies.append((parameter, master))
-            master.grad = gradient
-            masters[name] = master
-        self.masters = masters
-        groups = [
-            {"params": [masters[n] for n in masters if n in decayed], "weight_decay": config.weight_decay},
-            {"params": [masters[n] for n in masters if n not in decayed], "weight_decay": 0.0},
+            self.masters[name] = master
+        self._moments = {
+            name: _Moments(
+                torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False),
+                torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False),
+                torch.zeros((), dtype=torch.float32, device=master.device),
+            )
+            for name, master in self.masters.items()
+        }
+        self._groups = [
+            (config.weight_decay, [name for name in self.masters if name in decayed]),
+            (0.0, [name for name in self.masters if name not in decayed]),
         ]
-        self.torch = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
 
     @staticmethod
     def states_per_element(master_is_parameter: bool) -> int:
@@ -108,19 +122,14 @@ class AdamW:
 
         Returns: the tensors themselves, of the parameter's shape in the accumulation dtype, zero before the first step.
         """
-        master = self.masters[name]
-        state = self.torch.state[master]
-        if not state:  # as the fused AdamW makes it at its first step
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        master, moments = self.masters[name], self._moments[name]
+        tensors = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
         return tensors if isinstance(master, Parameter) else {**tensors, "master": master}
 
     def resume_after(self, num_updates: int) -> None:
         """Count `num_updates` as done: they decide the moments' bias correction."""
-        for state in self.torch.state.values():
-            state["step"].fill_(num_updates)
+        for moments in self._moments.values():
+            moments.step.fill_(num_updates)
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None) -> None:
@@ -130,10 +139,27 @@ class AdamW:
             skip: bool [] on the device; where it is true no parameter, moment or count changes, whatever the gradients
                 hold. The host does not learn of it.
         """
-        for group in self.torch.param_groups:
-            group["lr"] = lr
-        # What a GradScaler sets too: the fused kernel leaves everything as it is where this is 1.
-        self.torch.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-        self.torch.step()
+        for weight_decay, names in self._groups:
+            if not names:
+                continue
+            moments = [self._moments[name] for name in names]
+            adamw(
+                [self.masters[name] for name in names],
+                [self._gradients[name] for name in names],
+                [of_one.exp_avg for of_one in moments],
+                [of_one.exp_avg_sq for of_one in moments],
+                [],
+                [of_one.step for of_one in moments],
+                fused=True,
+                # What a GradScaler gives too: the kernel leaves everything as it is where this is 1.
+                found_inf=None if skip is None else skip.float(),
+                amsgrad=False,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self._config.eps,
+                maximize=False,
+            )
         for parameter, master in self._copies:
             parameter.copy_(master)

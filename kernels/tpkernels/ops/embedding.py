@@ -212,10 +212,27 @@ def _backward_on_host_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
     buffer.index_copy_(0, touched, sums.to(buffer.dtype))
 
 
+def embedding_forward(rows: Tensor, weight: Tensor) -> Tensor:
+    """y[T, D] of rows[T]. For the forward of a Function; nothing is checked."""
+    if torch.compiler.is_compiling():
+        return embedding_op(rows, weight)
+    return (launch_embedding if by_triton(weight) else _on_host)(rows, weight)
+
+
+def add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
+    """embedding_backward_ of rows[T] and dy[T, D]. For the backward of a Function; nothing is checked."""
+    if torch.compiler.is_compiling():
+        embedding_backward_op_(buffer, rows, dy)
+        return
+    (launch_embedding_backward_ if by_triton(dy) else _backward_on_host_)(buffer, rows, dy)
+    # What a kernel wrote autograd has not seen.
+    torch.autograd.graph.increment_version(buffer)
+
+
 @torch.library.custom_op("tpkernels::embedding", mutates_args=())
 def embedding_op(rows: Tensor, weight: Tensor) -> Tensor:
-    """y of flat rows."""
-    return (launch_embedding if by_triton(weight) else _on_host)(rows, weight)
+    """As embedding_forward."""
+    return embedding_forward(rows, weight)
 
 
 @embedding_op.register_fake
@@ -225,8 +242,8 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("tpkernels::embedding_backward_", mutates_args=("buffer",))
 def embedding_backward_op_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """embedding_backward_ of flat rows."""
-    (launch_embedding_backward_ if by_triton(dy) else _backward_on_host_)(buffer, rows, dy)
+    """As add_rows_."""
+    add_rows_(buffer, rows, dy)
 
 
 @embedding_backward_op_.register_fake

@@ -74,8 +74,8 @@ def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -
     def compare() -> None:
         assert torch.equal(parameters[0]["w"], parameters[1]["w"])
         assert torch.equal(one.masters["w"], other.masters["w"])
-        for name, tensor in one.torch.state[one.masters["w"]].items():
-            assert torch.equal(tensor, other.torch.state[other.masters["w"]][name]), name
+        for name, tensor in one.state_of("w").items():
+            assert torch.equal(tensor, other.state_of("w")[name]), name
 
     for poison in (torch.nan, torch.inf):
         gradients[1]["w"].fill_(poison)

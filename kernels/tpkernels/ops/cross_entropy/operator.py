@@ -136,16 +136,67 @@ def _gradient_on_host_(
     logits.index_fill_(0, (labels == IGNORED_LABEL).nonzero()[:, 0], 0)
 
 
-@torch.library.custom_op("tpkernels::cross_entropy_partials", mutates_args=())
-def partials_op(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """partials[4, T] of one shard's columns: m, s, t, u."""
+def partials_of(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
+    """partials[4, T] of one shard's columns: m, s, t, u. For the forward of a Function; nothing is checked."""
+    if torch.compiler.is_compiling():
+        return partials_op(logits, labels, first_column, num_columns)
     partials = launch_cross_entropy_partials if by_triton(logits) else _partials_on_host
     return partials(logits, labels, first_column, num_columns)
+
+
+@torch.library.custom_op("tpkernels::cross_entropy_partials", mutates_args=())
+def partials_op(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
+    """As partials_of."""
+    return partials_of(logits, labels, first_column, num_columns)
 
 
 @partials_op.register_fake
 def _(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
     return empty_partials(logits)
+
+
+def gradient_of_(
+    logits: Tensor,
+    labels: Tensor,
+    max_logit: Tensor,
+    exp_sum: Tensor,
+    slopes: Tensor,
+    vocab_size: int,
+    first_column: int,
+    num_columns: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> None:
+    """Overwrite one shard's columns with their gradient. For the backward of a Function; nothing is checked."""
+    if torch.compiler.is_compiling():
+        gradient_op_(
+            logits,
+            labels,
+            max_logit,
+            exp_sum,
+            slopes,
+            vocab_size,
+            first_column,
+            num_columns,
+            label_smoothing,
+            z_loss,
+        )
+        return
+    gradient_ = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
+    gradient_(
+        logits,
+        labels,
+        max_logit,
+        exp_sum,
+        slopes,
+        vocab_size,
+        first_column,
+        num_columns,
+        label_smoothing,
+        z_loss,
+    )
+    # What a kernel wrote autograd has not seen.
+    torch.autograd.graph.increment_version(logits)
 
 
 @torch.library.custom_op("tpkernels::cross_entropy_gradient_", mutates_args=("logits",))
@@ -161,9 +212,8 @@ def gradient_op_(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """Overwrite one shard's columns with their gradient."""
-    gradient_ = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
-    gradient_(
+    """As gradient_of_."""
+    gradient_of_(
         logits,
         labels,
         max_logit,
@@ -256,7 +306,7 @@ def must_keep(logits: Tensor) -> bool:
     return (logits if logits._base is None else logits._base).is_leaf
 
 
-def _check_writable(logits: Tensor) -> None:
+def check_writable(logits: Tensor) -> None:
     """Raise where elements of logits share memory, as an expanded tensor's do."""
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise ValueError(
@@ -377,7 +427,7 @@ def cross_entropy_gradient_(
     num_columns = logits.shape[-1] if num_columns is None else num_columns
     _check_logits(logits, labels, first_column, num_columns)
     check_smoothing(label_smoothing, z_loss)
-    _check_writable(logits)
+    check_writable(logits)
     if slopes.shape != labels.shape:
         raise ValueError(
             f"every token needs its slope: slopes {tuple(slopes.shape)}, labels {tuple(labels.shape)}: expand slopes"
@@ -430,7 +480,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         raise ValueError(f"cross-entropy takes logits of at least one column: got {tuple(logits.shape)}: pass [T, V]")
     keeps_logits = must_keep(logits)
     if logits.requires_grad and torch.is_grad_enabled() and not keeps_logits:
-        _check_writable(logits)
+        check_writable(logits)
     refuse_tangents("cross_entropy", logits)
     losses: Tensor = cross_entropy_op(logits, labels, label_smoothing, z_loss, keeps_logits)[0]
     return losses

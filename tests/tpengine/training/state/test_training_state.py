@@ -206,8 +206,8 @@ def steps_forgotten(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def moments_swapped(trainer: Trainer, checkpoint: Checkpoint) -> None:
     restore(trainer, checkpoint)
-    for state in trainer.optimizer.torch.state.values():
-        state["exp_avg_sq"].mul_(1 + 1e-6)
+    for name in trainer.optimizer.masters:
+        trainer.optimizer.state_of(name)["exp_avg_sq"].mul_(1 + 1e-6)
 
 
 def shards_exchanged(trainer: Trainer, checkpoint: Checkpoint) -> None:
