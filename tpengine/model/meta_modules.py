@@ -29,7 +29,8 @@ def materialise(
     Args:
         module: its other tensors stay as they are.
         device: where.
-        fill: their values; default a mark that `check_filled` finds: NaN, or the least integer.
+        fill: their values; default a mark by which `fill_modules` notices what gets no value: NaN, the least integer,
+            or zero where all values are in use (bool and integers of up to 16 bits).
         made: tensor on the meta device -> its successor; what is in it is used again, what is new is added, so that
             tensors shared between modules stay shared.
     """
@@ -55,8 +56,11 @@ def fill_modules(modules: Iterable[tuple[int, str, nn.Module]], init: Init, seed
         device: its generator is seeded beside the CPU's. Afterwards both are as they were.
 
     Raises:
-        ValueError: a tensor has got no value, or the state dict's has another shape.
+        ValueError: a tensor has got no value, or the state dict's has another shape. Of bool and integers of up to 16
+            bits only a tensor is noticed that nothing has written to.
     """
+    modules = list(modules)
+    versions = {tensor: tensor._version for _, _, module in modules for _, tensor in _named_tensors(module)}
     for place, prefix, module in modules:
         if isinstance(init, Mapping):
             _load(module, prefix, init)
@@ -65,7 +69,7 @@ def fill_modules(modules: Iterable[tuple[int, str, nn.Module]], init: Init, seed
                 digest = hashlib.sha256(f"{seed} {place}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:7], "little"))
                 init(module, place)
-        unfilled = [f"{prefix}.{name}" for name, tensor in _named_tensors(module) if _has_mark(tensor)]
+        unfilled = [f"{prefix}.{name}" for name, tensor in _named_tensors(module) if _is_unfilled(tensor, versions)]
         if unfilled:
             raise ValueError(
                 f"init must fill every parameter and buffer on the meta device: {', '.join(unfilled)} got no value "
@@ -91,11 +95,15 @@ def _mark(dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else 0
 
 
-def _has_mark(tensor: Tensor) -> bool:
+def _is_unfilled(tensor: Tensor, versions: Mapping[Tensor, int]) -> bool:
+    """Whether a tensor still has the mark; `versions` of the tensors when they had nothing else."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     mark = _mark(tensor.dtype)
-    return mark != 0 and bool((tensor == mark).any())
+    if mark != 0:
+        return bool((tensor == mark).any())
+    # Zero may be its value: then something has written it. What is written past autograd's count is not zero.
+    return tensor.numel() > 0 and versions.get(tensor) == tensor._version and not bool(tensor.any())
 
 
 def _load(module: nn.Module, prefix: str, state: Mapping[str, Tensor]) -> None:

@@ -193,14 +193,46 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int64, torch.complex64])
+_SMALL = [torch.bool, torch.uint8, torch.int8, torch.int16]
+_DTYPES = [torch.float16, torch.float8_e4m3fn, torch.int64, torch.complex64, *_SMALL]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
 def test_what_has_no_value_is_noticed_in_every_dtype(dtype: torch.dtype) -> None:
     module = nn.Module()
     module.register_buffer("table", torch.empty(3, dtype=dtype, device="meta"))
     materialise(module, CPU)
     with pytest.raises(ValueError, match=r"m\.table got no value from init"):
         fill_modules([(0, "m", module)], lambda module, index: None, 0, CPU)
+    with pytest.raises(ValueError, match=r"m\.table got no value from the state dict"):
+        fill_modules([(0, "m", module)], {}, 0, CPU)
     fill_modules([(0, "m", module)], lambda module, index: module.table.copy_(torch.ones(3)), 0, CPU)
+
+
+@pytest.mark.parametrize("dtype", _SMALL)
+@pytest.mark.parametrize("way", ["in place", "another tensor", "past autograd", "a shared one"])
+def test_zeros_are_values_of_masks_and_small_integers(dtype: torch.dtype, way: str) -> None:
+    modules = [nn.Module() for _ in range(2 if way == "a shared one" else 1)]
+    table, empty = torch.empty(3, dtype=dtype, device="meta"), torch.empty(0, dtype=dtype, device="meta")
+    for module in modules:
+        module.register_buffer("table", table)
+        module.register_buffer("empty", empty)
+    made: dict[Tensor, Tensor] = {}
+    for module in modules:
+        materialise(module, CPU, made=made)
+
+    def fill(module: nn.Module, index: int) -> None:
+        match way:
+            case "in place":
+                module.table.zero_()
+            case "another tensor":
+                module.table = torch.zeros(3, dtype=dtype)
+            case "past autograd":
+                module.table.data.fill_(1)
+            case "a shared one" if index == 0:
+                module.table.zero_()
+
+    fill_modules([(number, str(number), module) for number, module in enumerate(modules)], fill, 0, CPU)
 
 
 def test_what_is_shared_stays_shared_and_what_is_written_on_it_stays() -> None:
