@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.messages import all_gather_json, broadcast_json
 from tpengine.layers.collectives import Communicator
 from tpengine.model.meta_modules import is_on_meta, materialise
 from tpengine.plan import TensorSpec
@@ -125,13 +125,26 @@ def profile_on_rank_0(
     return [ModuleProfile(**{**row, "output": _spec(**row["output"])}) for row in told]
 
 
-def slowest_over_world(seconds: Sequence[float], world: Communicator, device: torch.device) -> list[float]:
+def slowest_over_world(
+    seconds: Sequence[float], problem: str, world: Communicator, device: torch.device
+) -> list[float]:
     """The longest that each module took in any pipeline: the same on all ranks of the world; collective.
 
+    Args:
+        seconds: of this pipeline's modules.
+        problem: why there are none; else empty.
+        world: the ranks of all pipelines.
+        device: what they talk over.
+
     Raises:
-        ValueError: on every rank: pipelines of other numbers of modules.
+        ValueError: on every rank: a pipeline has a problem, or they have other numbers of modules.
     """
-    counts = world.all_gather(torch.tensor([len(seconds)], device=device)).tolist()
+    told = all_gather_json([len(seconds), problem], world.group)
+    failed = [rank for rank, (_, of_rank) in enumerate(told) if of_rank]
+    if failed:
+        alone = f" (ranks {failed} alone found this)" if len(failed) < len(told) else ""
+        raise ValueError(told[failed[0]][1] + alone)
+    counts = [count for count, _ in told]
     if len(set(counts)) > 1:
         raise ValueError(
             f"pipelines that are measured together must have the same modules: numbers of modules by rank {counts}: "

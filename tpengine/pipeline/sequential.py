@@ -63,7 +63,7 @@ class Pipeline:
         cut: modules of each part, in model order; default a cut that balances the modules' counted cost (flops and
             sizes: sequential_profile.profile), the same on every replica and every start. "measured": seconds of the
             sample on this machine instead, once; all ranks of the default group must construct their pipelines
-            together, and get one cut, by the slowest pipeline of each module.
+            together, and get one cut, by the slowest pipeline of each module. A model that cannot run fails on all.
         init: gives modules on the meta device their values. A function: init(module, index) fills all parameters and
             buffers of model[index]; it is called where the module is held, after torch.manual_seed of a number that
             follows from torch.initial_seed() of the group's rank 0 and the index, so that the values are the same for
@@ -142,10 +142,17 @@ class Pipeline:
         check_beside_parallel_layers(model)
         made = self._schedule_of_all(schedule, model, chunks_per_rank)
         broadcast_model(model, self._comm)
-        profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
+        profiles, problem = [], ""
+        try:
+            profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
+        except ValueError as error:
+            if cut != "measured":
+                raise
+            # The other pipelines wait for this one's seconds.
+            problem = str(error)
         costs = [module.cost for module in profiles]
         if cut == "measured":
-            costs = slowest_over_world(costs, Communicator(dist.group.WORLD), self._device)
+            costs = slowest_over_world(costs, problem, Communicator(dist.group.WORLD), self._device)
         if cut is None or cut == "measured":
             self.layers = cut_by_cost(costs, made.ranks)
         else:

@@ -156,6 +156,24 @@ def test_pipelines_of_other_modules_are_not_measured_together(ranks: RankPool) -
         assert "numbers of modules by rank [2, 3]" in said
 
 
+def one_fails(_: int) -> str:
+    """Two pipelines; the sample of one does not fit its model."""
+    rank = dist.get_rank()
+    group = [dist.new_group([0]), dist.new_group([1])][rank]
+    model, loss = nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss
+    try:
+        Pipeline(model, torch.randn(1, 2 + rank), loss, num_micro_batches=1, group=group, cut="measured")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_pipeline_that_cannot_be_measured_stops_all(ranks: RankPool) -> None:
+    for said in ranks.run(one_fails, 2, 0):
+        assert said.startswith("the sample must run through the model: ")
+        assert said.endswith(": check the sample's shape, dtype and device (ranks [1] alone found this)")
+
+
 def exchanging(_: int) -> tuple[tuple[int, int], ...]:
     """Tensor-parallel modules on the meta device: 2 stages x tp 2."""
     rank = dist.get_rank()
