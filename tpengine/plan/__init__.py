@@ -14,7 +14,7 @@ from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_o
 from tpengine.plan.slots import ReceiveSlots, receive_slots
 from tpengine.plan.text import parse_plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
-from tpengine.plan.verify import verify, verify_loss_weights
+from tpengine.plan.verify import verify
 from tpengine.plan.verify.fault import PlanError
 
 __all__ = [
@@ -48,5 +48,4 @@ __all__ = [
     "receive_slots",
     "slack",
     "verify",
-    "verify_loss_weights",
 ]

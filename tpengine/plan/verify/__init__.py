@@ -3,6 +3,6 @@
 A check takes a plan, returns None or raises PlanError. It may rely on those that run before it.
 """
 
-from tpengine.plan.verify.plan import verify, verify_loss_weights
+from tpengine.plan.verify.plan import verify
 
-__all__ = ["verify", "verify_loss_weights"]
+__all__ = ["verify"]
