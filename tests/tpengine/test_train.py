@@ -60,7 +60,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample, continuing"):
         assert text in done.stdout, done.stdout
     assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
-    assert done.stdout.count("MB a rank") == (2 if num_ranks else 1)
+    assert done.stdout.count("MB per rank") == (2 if num_ranks else 1)
 
     steps = records(tmp_path / "out")
     assert [record["step"] for record in steps] == [0, 1, 2, 3]
@@ -245,12 +245,12 @@ def test_ranks_of_a_run_share_the_cores(tmp_path: Path) -> None:
         env={**environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
-    assert "threads   3 a rank, its share of 6 cores (OMP_NUM_THREADS sets another number)" in done.stdout
+    assert "threads   3 per rank, its share of 6 cores (OMP_NUM_THREADS sets another number)" in done.stdout
     assert "threads of rank 1: 3, 3" in done.stdout
     assert read_index(checkpoints_of(tmp_path / "out").of_step(2)).state["threads"] == 3
     done = run(0, "--run-dir", "out", "--resume", cwd=tmp_path)
-    assert "threads   1 a rank\n" in done.stdout, done.stderr
-    assert "changed since the checkpoint: threads a rank from 3 to 1, which may change the last bits" in done.stdout
+    assert "threads   1 per rank\n" in done.stdout, done.stderr
+    assert "changed since the checkpoint: threads per rank from 3 to 1, which may change the last bits" in done.stdout
 
 
 def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:

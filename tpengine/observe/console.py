@@ -53,7 +53,7 @@ def show_plan(
     ]
     for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
         what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
-        size = f"{num_bytes / 1e6:.1f} MB a rank with gradients and moments"
+        size = f"{num_bytes / 1e6:.1f} MB per rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
@@ -61,7 +61,7 @@ def show_plan(
         lines.append(("sums", f"exact, the bits of every other layout: {virtual}"))
     if device.type == "cpu":
         share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
-        lines.append(("threads", f"{torch.get_num_threads()} a rank{share}"))
+        lines.append(("threads", f"{torch.get_num_threads()} per rank{share}"))
     lines.append(("exchange", exchange))
     lines.append(("output", str(run_dir)))
     for name, text in lines:
