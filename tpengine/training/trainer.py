@@ -196,8 +196,10 @@ class Trainer:
             ranks of what they tell.
 
         Raises:
-            RunError: no target of the global step is valid, a token lies outside the vocabulary, ranks of a replica
-                have read different tokens, or ranks do not agree whether the step is finite. Nothing was updated.
+            RunError: on all ranks alike. No target of the global step is valid, a text cannot be read, a token lies
+                outside the vocabulary, or ranks of a replica have read different tokens: nothing was updated. Or ranks
+                do not agree whether the step is finite: those that found it finite have updated their weights, so
+                that a checkpoint is the only way on.
 
         Order: one wait for the device, at the end.
         """
