@@ -88,7 +88,8 @@ def _find(trainer: Trainer, damaged: Mapping[int, str]) -> tuple[Checkpoint | No
         corpus = trainer.corpus
         ends = corpus.fingerprint_of_ends
         return find_checkpoint(trainer.config, corpus.fingerprint(), damaged, fingerprint_of_ends=ends), ""
-    except CheckpointError as error:
+    except ValueError as error:
+        # Of a checkpoint, or of the text, whose ends may have to be read.
         return None, str(error)
 
 

@@ -20,6 +20,7 @@ from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.training.state import restoring
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import RunError, Trainer
@@ -155,6 +156,30 @@ def test_no_whole_checkpoint_is_the_same_line_on_all_ranks(ranks: RankPool, save
 def test_ranks_that_see_different_directories_stop(ranks: RankPool, saved: Config) -> None:
     for message in ranks.run(restored, 2, saved, "step-00000006"):
         assert "all ranks must resume from the same checkpoint: ranks [1] have found another than rank 0" in message
+
+
+def restored_without_text(config: Config) -> object:
+    """Rank 1 has to read the ends of its text for an older checkpoint, and cannot."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("a token file must not be cut short")
+
+    find = restoring.find_checkpoint
+    trainer = Trainer(config, open_corpus(config), CPU)
+    found = find_checkpoint(config, trainer.corpus.fingerprint())
+    restoring.find_checkpoint = refused if dist.get_rank() == 1 else find  # type: ignore[assignment]
+    try:
+        restore_newest(trainer, found)
+    except RunError as error:
+        return str(error)
+    finally:
+        restoring.find_checkpoint = find
+    return "no error"
+
+
+def test_a_text_that_one_rank_cannot_read_for_an_older_checkpoint_ends_all(ranks: RankPool, saved: Config) -> None:
+    flip_byte(Path(saved.run_dir) / "checkpoints/step-00000006" / SHARD)
+    assert ranks.run(restored_without_text, 2, saved) == ["a token file must not be cut short"] * 2
 
 
 def test_a_damaged_checkpoint_that_cannot_be_renamed_ends_all_ranks(ranks: RankPool, saved: Config) -> None:
