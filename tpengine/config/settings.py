@@ -115,8 +115,9 @@ class TrainConfig:
     check_replicas_every: int = 20
     """Steps after which ranks that hold the same weights compare a hash of them; 0 does so at checkpoints only."""
     timeout_seconds: float = 300.0
-    """An action of a step, or the start, that takes longer ends the run, with a report of each rank. With 0, or more
-    than its own limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
+    """An action of a step, or of the start (meeting the other ranks, connecting, building the model), that takes longer
+    ends the run, with a report of each rank. What a disk does, a checkpoint above all, takes as long as it takes. With
+    0, or more than its own limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tpengine.config.toml import dump_toml
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
+from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
@@ -110,7 +111,7 @@ def _end_groups(watch: Watch) -> None:
 def _train(job: Job, watch: Watch) -> None:
     config, corpus, device = job.config, job.corpus, job.device
     console = console_for(job.launch.rank)
-    watch.activity.begin("building the model and its groups", timed=False)
+    watch.activity.begin("building the model and its groups")
     trainer = Trainer(config, corpus, device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(device))
     watch.waits = lambda what: bool(awaited(trainer, what))
@@ -140,11 +141,32 @@ def _train(job: Job, watch: Watch) -> None:
 def _open_writer(
     trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[MetricsWriter | None]:
-    """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end."""
-    run_dir = job.run_dir
-    if run_dir is None:
-        yield None
-        return
+    """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end.
+
+    Collective.
+
+    Raises:
+        RunError: on all ranks alike: rank 0 cannot write there.
+    """
+    writer, problem = None, ""
+    if job.run_dir is not None:
+        try:
+            writer = _begin_run_dir(trainer, job, job.run_dir, console, checkpoint)
+        except OSError as error:
+            problem = f"the run directory must take the run's files: {error}: mend that or use another --run-dir"
+    problem = broadcast_json(problem)
+    if problem:
+        raise RunError(problem)
+    try:
+        yield writer
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _begin_run_dir(
+    trainer: Trainer, job: Job, run_dir: Path, console: Console, checkpoint: Checkpoint | None
+) -> MetricsWriter:
     first_step = checkpoint.index.step if checkpoint is not None else 0
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
@@ -163,10 +185,7 @@ def _open_writer(
             markup=False,
             highlight=False,
         )
-    try:
-        yield writer
-    finally:
-        writer.close()
+    return writer
 
 
 def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
@@ -179,7 +198,7 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
         changes = changes_since(checkpoint.index, config)
         threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
         if config.train.reduction == "fast" and saved_threads not in (None, threads):
-            changes.append(f"threads a rank from {saved_threads} to {threads}, which may change the last bits")
+            changes.append(f"threads per rank from {saved_threads} to {threads}, which may change the last bits")
         lines += [f"changed since the checkpoint: {change}" for change in changes]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

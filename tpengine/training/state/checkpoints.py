@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shlex
 import signal
@@ -33,7 +34,8 @@ class RunCheckpoints:
         run_dir: the run's directory on rank 0; None elsewhere.
 
     Raises:
-        RunError: checkpoints are asked for and some rank does not see rank 0's directory.
+        RunError: on all ranks alike: checkpoints are asked for, and rank 0 cannot write to its directory or some rank
+            does not see it.
     """
 
     def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
@@ -144,20 +146,26 @@ class RunCheckpoints:
 
 def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
     """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
-    own: Path | None = None
+    own, problem = "", ""
     if run_dir is not None:
         directory = checkpoints_of(run_dir)
-        directory.clean()
-        directory.path.mkdir(exist_ok=True)
-        # Another node may have a directory of its own under the same name: a file tells them apart.
-        own = directory.path.resolve() / f".seen-{secrets.token_hex(8)}"
-        own.touch()
+        try:
+            own = str(_make_ready(directory))
+        except OSError as error:
+            problem = (
+                f"the directory of checkpoints must take files: {directory.path}: {error.strerror}: mend that, or use "
+                "another --run-dir or --train.checkpoint-every 0"
+            )
     # A file's name may hold bytes that are no text; JSON carries them as the escapes that os.fsdecode makes.
-    token = Path(broadcast_json(None if own is None else str(own)))
+    own, problem = broadcast_json([own, problem])
+    if problem:
+        raise RunError(problem)
+    token = Path(own)
     path = token.parent
-    blind = [rank for rank, seen in enumerate(all_gather_json(token.exists())) if not seen]
+    blind = [rank for rank, sees in enumerate(all_gather_json(_sees(token))) if not sees]
     if run_dir is not None:
-        token.unlink()
+        with contextlib.suppress(OSError):
+            token.unlink()
     if blind:
         raise RunError(
             f"all ranks must reach the run directory to write checkpoints: ranks {blind} do not see {path}: use a "
@@ -165,3 +173,19 @@ def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
         )
     # Rank 0 says the path as the user gave it.
     return checkpoints_of(run_dir) if run_dir is not None else CheckpointDirectory(path)
+
+
+def _make_ready(directory: CheckpointDirectory) -> Path:
+    """Make the directory; another node may have one of its own under the same name: the file given tells them apart."""
+    directory.clean()
+    directory.path.mkdir(exist_ok=True)
+    token = directory.path.resolve() / f".seen-{secrets.token_hex(8)}"
+    token.touch()
+    return token
+
+
+def _sees(token: Path) -> bool:
+    try:
+        return token.exists()
+    except OSError:
+        return False

@@ -125,6 +125,19 @@ def directory_of_one_rank(config: Config) -> str:
     return "no error"
 
 
+def refused_directory(config: Config) -> str:
+    with pytest.raises(RunError) as error:
+        prepared(config)
+    return str(error.value)
+
+
+def test_a_directory_that_rank_0_cannot_make_is_one_line_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    first, second = ranks.run(refused_directory, 2, config_saving(2, tmp_path))
+    assert first == second and "\n" not in first
+    assert first.startswith(f"the directory of checkpoints must take files: {tmp_path}/checkpoints: ")
+
+
 def test_a_directory_that_not_all_ranks_see_is_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(directory_of_one_rank, 2, config_saving(2, tmp_path)):
         assert "ranks [1] do not see" in message and "--train.checkpoint-every 0" in message

@@ -1,0 +1,67 @@
+"""Rung: pure, gloo ranks. How a run begins: what is timed, and files that cannot be written."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+
+from tpengine import train
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.observe.console import console_for
+from tpengine.training import run
+from tpengine.training.trainer import RunError, Trainer
+
+SMALL = (
+    *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "1"),
+    *("--train.seq-len", "16", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2", "--device", "cpu"),
+)
+
+
+def test_building_has_a_time_limit_and_a_disk_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for another while groups are made would wait for ever."""
+    timed: dict[str, bool] = {}
+
+    class Seen(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            timed[str(self.activity.now.what)] = self.activity.now.timed
+
+    def restore(trainer: Trainer, _: object) -> None:
+        timed[str(trainer.activity.now.what)] = trainer.activity.now.timed
+        raise RunError("enough")
+
+    monkeypatch.setattr(run, "Trainer", Seen)
+    monkeypatch.setattr(run, "restore_newest", restore)
+    monkeypatch.setattr(sys, "argv", ["train", *SMALL, "--run-dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert timed == {"building the model and its groups": True, "reading the checkpoint": False}
+
+
+def begun(config: Config, run_dir: str) -> str:
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    rank = dist.get_rank()
+    job: Any = SimpleNamespace(run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0)
+    with pytest.raises(RunError) as error, run._open_writer(trainer, job, console_for(rank), None):
+        pass
+    return str(error.value)
+
+
+def test_a_run_directory_that_takes_no_files_is_one_line_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """The others would lose their connection to rank 0."""
+    (tmp_path / "config.toml").mkdir()
+    config = config_of(1, 1, 2, tied=False, kv_heads=1)
+    config = replace(config, train=replace(config.train, eval_micro_batches=0))
+    first, second = ranks.run(begun, 2, config, str(tmp_path))
+    assert first == second and "\n" not in first
+    assert first.startswith("the run directory must take the run's files: [Errno 21] Is a directory")
