@@ -100,8 +100,11 @@ TICKS_PER_SECOND = 20_000
 
 
 def _ticks() -> int:
-    """The host's clock, for interpreted waits."""
-    return time.monotonic_ns() * TICKS_PER_SECOND // 10**9
+    """The host's clock, for interpreted waits.
+
+    Always of 64 bits: the interpreter keeps the type of a wait's first look, and 32 bits end after a day and a quarter.
+    """
+    return 2**40 + time.monotonic_ns() * TICKS_PER_SECOND // 10**9
 
 
 @jit
@@ -284,8 +287,8 @@ def give_up(
             tl.atomic_xchg(p_poison, reason, sem="release", scope="sys")
     # Another rank may have this rank's lock and be writing still, or have died of it: not to be told would be worse.
     p_own = p_control + _POISON * _LINE
-    limit = tl.load(p_control + _LIMIT_WORD)
-    polls = 0
+    limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
+    polls = limit - limit
     start = _now()
     while (tl.atomic_add(p_own, 0, sem="acquire", scope="sys") == 0) & (polls < limit):
         _rest()

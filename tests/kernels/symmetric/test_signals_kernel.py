@@ -6,8 +6,10 @@ end at its bound here. What order compiled code keeps is in test_signals_ptx.py;
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,6 +378,22 @@ def polls_until_a_wait_ends(ticks: int) -> int:
 def test_a_wait_ends_by_the_clock_however_slow_its_polls_are(interpreters: RankPool) -> None:
     assert interpreters.run(polls_until_a_wait_ends, 1, signals.TICKS_PER_SECOND) == [5]
     assert interpreters.run(polls_until_a_wait_ends, 1, 3 * signals.TICKS_PER_SECOND) == [2]
+
+
+def verdict_of_a_wait_across_32_bits() -> list[int]:
+    """Of a wait in vain whose clock passes 2**31 ticks, each look a second later."""
+    area = Area(epoch=5, most_polls=5 * signals.TICKS_PER_SECOND)
+    seconds = itertools.count(2**31 // signals.TICKS_PER_SECOND - 1)
+    clock = SimpleNamespace(monotonic_ns=lambda: next(seconds) * 10**9, sleep=time.sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signals, "time", clock)
+        area.launch(wait_kernel, 6, CALL, FIRST=0, LAST=1)
+    return area.verdict
+
+
+def test_a_wait_on_a_machine_that_runs_for_long(interpreters: RankPool) -> None:
+    (verdict,) = interpreters.run(verdict_of_a_wait_across_32_bits, 1)
+    assert verdict[0] == TIMED_OUT
 
 
 def run_other_calls() -> tuple[list[int], int]:
