@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.ops.activation import (
     activation_backward_op,
@@ -61,7 +61,7 @@ def check_all(device: str, dtype: torch.dtype) -> None:
             )
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_all, dtype)
 

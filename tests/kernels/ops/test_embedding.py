@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.embedding import (
@@ -47,7 +47,7 @@ def check_lookups(device: str, dtype: torch.dtype) -> None:
         check_errors(f"embedding {tokens, num_rows, columns}", embedding, embedding_reference, draw)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_lookups, dtype)
 
@@ -87,7 +87,7 @@ def check_accumulation(device: str, dtype: torch.dtype) -> None:
             check_errors(f"{what} into {buffer_dtype}", accumulate, embedding_backward_reference, draw, draws=1)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_accumulation_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_accumulation, dtype)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.kernels.compiled import codes_of
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import Target, num_processors, observed, target_of
@@ -80,7 +80,7 @@ def check_all_products(device: str, dtype: torch.dtype) -> None:
     check_a_product("a b bias residual", (5, 3, 0), dtype, device)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_all_products, dtype)
 
@@ -259,7 +259,7 @@ def check_all_swiglu(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(matmul_swiglu(x, weight), matmul_swiglu_reference(x, weight))
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_swiglus_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_all_swiglu, dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.launch import Target, observed
 from tpkernels.ops.norm.kernel import launch_norm_backward
@@ -67,7 +67,7 @@ def check_all_norms(device: str, dtype: torch.dtype) -> None:
     check_a_norm(layer_norm, "x weight bias", True, SIZES[-1], dtype, device)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_all_norms, dtype)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.rope import Llama3Scaling, document_positions, rope, rope_op, rope_reference, rope_tables
@@ -62,7 +62,7 @@ def check_one(
     check_errors(f"rope {size} {flags}", lambda **given: rope(**given, **flags), reference, draw)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_all_sizes, dtype)
 

@@ -23,12 +23,26 @@ _DTYPES = {
 }
 
 every_rung = pytest.mark.parametrize("rung", list(_DTYPES), indirect=True)
-every_rung_and_dtype = pytest.mark.parametrize(
-    ("rung", "dtype"),
-    [(rung, dtype) for rung, dtypes in _DTYPES.items() for dtype in dtypes],
-    indirect=["rung"],
-    ids=lambda value: str(value).removeprefix("torch."),
-)
+
+
+def _each(slow: torch.dtype | None) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("rung", "dtype"),
+        [
+            pytest.param(rung, dtype, marks=pytest.mark.slow if rung == "interpreter" and dtype == slow else ())
+            for rung, dtypes in _DTYPES.items()
+            for dtype in dtypes
+        ],
+        indirect=["rung"],
+        ids=lambda value: str(value).removeprefix("torch."),
+    )
+
+
+every_rung_and_dtype = _each(None)
+# For checks that are dear where kernels are interpreted: by default in the dtype that has more branches there. Kernels
+# that multiply matrices convert operands of 16 bits; the others compute all dtypes alike, and lose nothing in float32.
+every_rung_and_dtype_of_a_product = _each(slow=torch.float32)
+every_rung_and_dtype_of_rows = _each(slow=torch.float16)
 
 
 class Rung:

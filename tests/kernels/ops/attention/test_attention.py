@@ -20,7 +20,7 @@ from support.kernels.attention_cases import (
     specification,
 )
 from support.kernels.precision import check_errors, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
 from torch import Tensor
 from tpkernels.launch import Target, accumulation_dtype, observed
 from tpkernels.ops.attention import attention_qkv
@@ -113,7 +113,7 @@ def check_cases(device: str, dtype: torch.dtype, some: slice, draws: int) -> Non
         )
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_cases, dtype, *of_rung(rung, dtype))
 
@@ -176,7 +176,7 @@ def check_qkv_cases(device: str, dtype: torch.dtype, some: slice, draws: int) ->
         )
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_qkv_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_qkv_cases, dtype, *of_rung(rung, dtype))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernels.precision import check_errors, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +69,7 @@ def check_every_size(device: str, dtype: torch.dtype) -> None:
             )
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_every_size, dtype)
 

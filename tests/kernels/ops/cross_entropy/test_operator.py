@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.ops.cross_entropy.operator import (
     CombinedPartials,
@@ -75,7 +75,7 @@ def check_every_size(device: str, dtype: torch.dtype) -> None:
         check_one((63, 65), dtype, device, settings=settings, scale=1e4)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_every_size, dtype)
 
