@@ -50,8 +50,10 @@ def interpreters() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where compiled kernels are kept: see compiled.py."""
-    kept = os.environ.get("TPENGINE_TEST_CACHE")
-    path = Path(kept).absolute() if kept else tmp_path_factory.getbasetemp() / "compiled"
+    kept, own = os.environ.get("TPENGINE_TEST_CACHE"), tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist have directories of their own in one.
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    path = Path(kept).absolute() if kept else shared / "compiled"
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -125,7 +125,7 @@ def check_fake_shapes(by_kernels: bool = False) -> None:
             assert (a is None and b is None) or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_fake_tensors_on_uneven_shards(ranks: RankPool, world: int) -> None:
     ranks.run(check_fake_shapes, world)
 
@@ -157,7 +157,7 @@ def check_compiled(backend: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_as_eager(ranks: RankPool, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")

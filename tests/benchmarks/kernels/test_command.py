@@ -458,6 +458,7 @@ def test_a_revision_is_compared_with_the_working_tree(clone: Path, tmp_path: Pat
     assert "working_tree" in printed and num_worktrees(clone) == 1
 
 
+@pytest.mark.slow
 def test_a_revision_without_the_operator_is_refused(clone: Path) -> None:
     """A commit that holds a tpkernels with an empty __init__.py alone."""
 
@@ -476,6 +477,7 @@ def test_a_revision_without_the_operator_is_refused(clone: Path) -> None:
     assert num_worktrees(clone) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_removes_the_worktree(clone: Path) -> None:
     process = started(clone, "--op", "norm", "--rounds", "1000000", "--against", "HEAD")
     assert process.stdout is not None and "no GPU" in process.stdout.readline()  # both processes have answered

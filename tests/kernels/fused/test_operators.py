@@ -48,16 +48,17 @@ def check_dtypes_and_strides(arena_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("arena_bytes", [ROOMY, 0], ids=["arena", "collectives"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_outputs_and_gradients(ranks: RankPool, world: int, arena_bytes: int) -> None:
     ranks.run(check_matrix, world, arena_bytes, AWKWARD, 5)
 
 
-@pytest.mark.parametrize("world", [2, 3, 6])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_what_is_larger_than_the_arena_moves_in_pieces(ranks: RankPool, world: int) -> None:
     ranks.run(check_matrix, world, TINY, (2, 63, 100), 33)
 
 
+@pytest.mark.slow
 def test_eight_ranks(ranks: RankPool) -> None:
     ranks.run(check_matrix, 8, TINY, (1, 65), 7)
 

@@ -80,12 +80,14 @@ FLOAT32 = [
 ]
 BFLOAT16 = [(2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
 FLOAT64 = [(2, 1, 2), (1, 2, 2)]
+# Of each axis alone 4 is the stronger case, of float64 one layout enough by default.
+HALVES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "dp", "tp", "pp"),
     [
-        (dtype, *layout)
+        pytest.param(dtype, *layout, marks=pytest.mark.slow if layout in HALVES else ())
         for dtype, layouts in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float64", FLOAT64))
         for layout in layouts
     ],
@@ -97,7 +99,14 @@ def test_a_layout_gives_the_bits_of_one_process(
     assert_same_bits(bits_of(ranks, config), one_process(config))
 
 
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 8, 1), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp"),
+    [
+        (2, 2, 2),
+        pytest.param(1, 8, 1, marks=pytest.mark.slow),
+        pytest.param(8, 1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_as_many_virtual_ranks_and_blocks_as_there_can_be(
     ranks: RankPool, one_process: OneProcess, dp: int, tp: int, pp: int
 ) -> None:
@@ -137,7 +146,14 @@ def train_by_onednn(config: Config) -> Found:
         return train(config)
 
 
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp"),
+    [
+        (2, 2, 1),
+        pytest.param(1, 2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 4, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_library_of_large_products_gives_the_same_bits_too(ranks: RankPool, dp: int, tp: int, pp: int) -> None:
     config = exact_config(dp, tp, pp, steps=2)
     want = merge(alone(config), ranks.run(train_by_onednn, 1, alone(config)))
@@ -386,6 +402,7 @@ def start_run(name: str, *arguments: str, num_processes: int, threads: str | Non
     return [(record["loss"], record["grad_norm"]) for record in records], ending
 
 
+@pytest.mark.slow
 def test_a_run_of_four_processes_repeats_a_run_of_one_to_the_last_digit(tmp_path: Path) -> None:
     """The one process may use as many threads as the machine has, and leaves that to the library."""
     one = start_run("one", "--train.num-micro-batches", "4", num_processes=1, threads=None, cwd=tmp_path)

@@ -58,6 +58,7 @@ def test_a_difference_ends_in_its_name_and_exit_code_1(
     ), lines[-1]
 
 
+@pytest.mark.slow
 def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
@@ -67,6 +68,7 @@ def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+@pytest.mark.slow
 def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.certify, "__defaults__", (command._WITNESS, "broken_engine:WrongGradients"))
     assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 1
@@ -76,6 +78,7 @@ def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], m
     )
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_in_fast_mode_are_no_agreement(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
