@@ -129,6 +129,8 @@ class DeviceArena:
         self.processors: int | None = None
         self.split_bytes = _SPLIT_BYTES
         self.control = self.control_of(self.rank)
+        self._device = self.control.device
+        self._stream: torch.cuda.Stream | None = None
         self.address = memory.addresses[self.rank]
         self.epoch = self.word(STATE * LINE_WORDS + EPOCH)
         self.timeout_seconds = timeout_seconds
@@ -237,10 +239,23 @@ class DeviceArena:
             PeerTimeout, GroupPoisoned, CallMismatch: a kernel of an earlier call has given up.
         """
         self.check()
+        self.follow()
         self._generation = (self._generation + 1) % NUM_GENERATIONS
         name = str(dtype).removeprefix("torch.")
         what = f"{operation} of {num_rows} x {columns} {name} from row {first}, which {kind}"
         return self._generation, self.number(what)
+
+    def follow(self) -> None:
+        """Have what is launched next come after all that was: launches share counters, and a caller may change streams.
+
+        Not while a CUDA graph is captured, which cannot wait for what is outside of it: its calls are on one stream.
+        """
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def number(self, described: str) -> int:
         """The number of a call: equal where its description is."""

@@ -142,6 +142,7 @@ def finish_gather(arena: DeviceArena) -> None:
     if arena.calls_since_gather is None:
         return
     arena.calls_since_gather = None
+    arena.follow()
     arena.copies.join()
     launch_meet(arena, arena.number("finish_gather"))
     _raise_where_it_is_known(arena)

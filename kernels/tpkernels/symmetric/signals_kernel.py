@@ -32,7 +32,8 @@ patterns, of which every use is one:
  6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
     one resident program a rank suffices, whatever else runs on the device.
 
-All launches of a group are on one stream but for the copy engine's: counters of a launch are shared.
+All launches of a group come one after another but for the copy engine's: counters of a launch are shared. A caller
+that changes streams between calls is followed (DeviceArena.follow); replays of a CUDA graph are the caller's to order.
 
 Epochs are int32, compared by (seen - expected) >= 0, and may wrap around.
 """
