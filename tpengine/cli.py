@@ -1,18 +1,21 @@
-"""The `tpengine` command: what can be asked and prepared without a GPU. Training is `tpengine.train`.
+"""The `tpengine` command: training, and what can be asked and prepared without a GPU.
 
-Torch-free. Each subcommand is a parser and a function of its arguments; mistakes end in one line, exit code 2.
+Torch-free, but for `train`, which is tpengine/train.py. Each other subcommand is a parser and a function of its
+arguments; mistakes end in one line, exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from tpengine import train
 from tpengine.commands.schedule import add_arguments, print_schedule
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -28,11 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         SIGTERM.
     Raises: SystemExit: `--help` was given.
     """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["train"]:  # which has a parser, and ends, of its own
+        train.main(arguments[1:])
+        return 0
     try:
-        args = _parser().parse_args(argv)
-        code: int = args.run(args) or 0
-        # Here and not as the interpreter ends, where nobody could catch what is raised.
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(arguments)
+            code: int = args.run(args) or 0
+        finally:
+            # Here and not as the interpreter ends, where nobody could catch what is raised.
+            sys.stdout.flush()
     except BrokenPipeError:
         # `| head`: who reads has enough. What is still to be flushed goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,6 +111,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see {self.prog} --help")
 
 
+class _Version(argparse.Action):
+    """Print the version and leave; looked up only here, since that takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(f"tpengine {importlib.metadata.version('tpengine')}")
+        parser.exit()
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         near = 1 if text.removeprefix("-").isdecimal() else 4
@@ -110,8 +127,11 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tpengine", description="Tools around training that need no GPU.")
+    parser = _Parser(prog="tpengine", description="Train transformers, and look at what a training would do.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    commands.add_parser("train", help="train: as python -m tpengine.train; see tpengine train --help")
 
     schedule = commands.add_parser("schedule", help="print or draw a pipeline schedule, its bubble and its memory")
     add_arguments(schedule, _count)

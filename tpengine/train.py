@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,8 +54,12 @@ class _Prepared:
     checkpoint: Checkpoint | None
 
 
-def main() -> None:
-    """Parse, check, train."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, check, train.
+
+    Args: argv: arguments without the program's name; default those of the process.
+    Raises: SystemExit: `--help`, a mistake, or an end before the last step; see README.md for the exit codes.
+    """
     interrupt_in_one_line()
     from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
@@ -65,7 +70,7 @@ def main() -> None:
         os.environ.update(launch.variables())  # what srun said in other words
         prepared, mistake = None, ""
         try:
-            prepared = _prepare(launch)
+            prepared = _prepare(launch, sys.argv[1:] if argv is None else argv)
         except ValueError as error:
             if not _others_must_be_told(launch):
                 raise
@@ -83,7 +88,7 @@ def main() -> None:
         leave(message, os.environ, speaks=launch.rank == 0, wait_seconds=seconds, is_known=True)
 
 
-def _prepare(launch: Launch) -> _Prepared:
+def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     """Find whatever a user can get wrong and this rank can see.
 
     Raises:
@@ -94,7 +99,7 @@ def _prepare(launch: Launch) -> _Prepared:
     from tpengine.commands.arguments import parse_config
     from tpengine.data import open_corpus
 
-    config = parse_config(sys.argv[1:], launch.world_size)
+    config = parse_config(argv, launch.world_size)
     # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
     corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
     shared_cores = _take_threads(config, launch)

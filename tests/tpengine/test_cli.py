@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import signal
@@ -188,6 +189,38 @@ def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) 
         os.close(writes)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
     assert (tmp_path / "plan.txt").read_text().startswith("plan")
+
+
+@pytest.mark.parametrize("command", ["--help", "schedule --help", "train --help"])
+def test_a_reader_of_help_may_leave(command: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = run_program(
+            [sys.executable, "-m", "tpengine.cli", *command.split()], stdout=writes, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writes)
+    assert done.stderr == b""
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out == f"tpengine {importlib.metadata.version('tpengine')}\n"
+
+
+def test_train_is_the_training_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options, its refusals, its exit codes; test_train.py tells what it does."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--train.dtype", "float17"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "tpengine: error: --train.dtype must be one of float64, float32, bfloat16"
+    )
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0 and "--optim.lr FLOAT" in capsys.readouterr().out
 
 
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}

@@ -11,6 +11,8 @@ import contextlib
 import difflib
 import io
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -95,10 +97,18 @@ def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0
         yield launch
     except HelpRequested as request:
         if launch is None or launch.rank == 0:
-            print(request)
+            _print_help(str(request))
         raise SystemExit(0) from None
     except ValueError as error:
         leave(str(error), environ, speaks=launch is None or launch.rank == 0, wait_seconds=wait_seconds)
+
+
+def _print_help(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # `| head`: who reads has enough. What is still to be flushed as the interpreter ends goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(
