@@ -111,9 +111,9 @@ class Compiled:
 
 def main(options: Options) -> int:
     """Compile, print a table; return 1 if anything is wrong with a kernel."""
-    for flag, chosen, known in (("--op", options.op, LAUNCHES), ("--target", options.target, TARGETS)):
-        if unknown := [name for name in chosen if name not in known]:
-            raise ValueError(f"{flag} must be of {', '.join(known)}: got {', '.join(unknown)}: leave it out for all")
+    for flag, chosen, names in (("--op", options.op, LAUNCHES), ("--target", options.target, TARGETS)):
+        if unknown := [name for name in chosen if name not in names]:
+            raise ValueError(f"{flag} must be of {', '.join(names)}: got {', '.join(unknown)}: leave it out for all")
     pairs = [(op, target) for op in options.op for target in options.target]
     known = read_lock() if options.lock else {}
     every = compile_all(pairs, options.jobs, track, known=known)

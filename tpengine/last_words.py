@@ -25,7 +25,8 @@ def one_line(text: str) -> str:
 
 def say(line: str, environ: Mapping[str, str] = os.environ, *, prefix: str = "") -> None:
     """Write `tpengine: <prefix><line>` to standard error, and the line to torchrun. One write: lines of several
-    ranks do not mix."""
+    ranks do not mix.
+    """
     line = one_line(line)
     sys.stderr.write(f"tpengine: {prefix}{line}\n")
     sys.stderr.flush()

@@ -101,8 +101,8 @@ def _activation_cases(num_bytes: int) -> dict[str, Variants]:
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = num_bytes // (512 * _ITEM_BYTES)
     comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(tokens, 512 * _ITEM_BYTES, world))
-    mailbox = Mailbox.open(dist.group.WORLD, num_bytes, 2)
-    assert comm.arena is not None
+    assert comm.group is not None and comm.arena is not None
+    mailbox = Mailbox.open(comm.group, num_bytes, 2)
     shard, whole = _integers(rank, tokens // world, 512), _integers(10 + rank, tokens, 512)
     received = torch.zeros_like(whole)
 

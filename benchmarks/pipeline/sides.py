@@ -183,6 +183,7 @@ def batch_of(config: Config, corpus: Corpus) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a module of torch's, by tpengine's names."""
     return {_engine_name(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 

@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """y[B, S, D] = (silu(x @ wg.T) * (x @ wu.T)) @ wd.T"""
+    """y[B, S, D] = (silu(x @ wg.T) * (x @ wu.T)) @ wd.T."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

@@ -13,10 +13,10 @@ from support import ROOT
 
 
 class Slice(NamedTuple):
-    """Part `number`, 0-based, of `count`."""
+    """Part `number`, 0-based, of `num_parts`."""
 
     number: int
-    count: int
+    num_parts: int
 
     @classmethod
     def of(cls, text: str) -> Slice:
@@ -32,7 +32,7 @@ class Slice(NamedTuple):
 
     def holds(self, name: str) -> bool:
         """Whether a thing of this name is in the part; equal in every process and on every machine."""
-        return zlib.crc32(name.encode()) % self.count == self.number
+        return zlib.crc32(name.encode()) % self.num_parts == self.number
 
     def cut(self, items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """The tests of this part, and the others."""

@@ -149,7 +149,8 @@ def _ratio(layout: ParallelConfig, saved: ParallelConfig, axis: str) -> float:
 
 def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
     """Micro-batches of the run's global batch; of the saved size, and so too many or few, where another does not divide
-    it: find_checkpoint refuses that with a way out."""
+    it: find_checkpoint refuses that with a way out.
+    """
     number, rest = divmod(_samples_per_step(saved), max(1, micro_batch_size))
     return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
 

@@ -56,6 +56,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     Returns: preset (default tiny), then --config file, then flags; layout and optim.decay_steps resolved. With --resume
         and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and one of
         them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fills the processes.
+
     Raises:
         ConfigError: any mistake, one line.
         HelpRequested: argv asks for help.

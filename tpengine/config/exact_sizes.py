@@ -17,7 +17,8 @@ MOST_VIRTUAL_RANKS = 8
 
 def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int) -> int:
     """V: the largest power of two up to 8 that divides query heads, feed-forward width and tokens of a micro-batch, and
-    divides the KV heads or is divided by them (as tp must). The vocabulary is padded to a multiple of 8."""
+    divides the KV heads or is divided by them (as tp must). The vocabulary is padded to a multiple of 8.
+    """
     common = math.gcd(num_heads, ffn_size, num_tokens)
     return next(
         v for v in (MOST_VIRTUAL_RANKS, 4, 2, 1) if common % v == 0 and (num_kv_heads % v == 0 or v % num_kv_heads == 0)

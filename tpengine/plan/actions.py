@@ -78,6 +78,7 @@ class Action:
         index: the bucket (REDUCE, GATHER, FREE) or the tie (TIE_REDUCE), for these only.
         subs: for compute the bucket actions started inside it, in order; for WAIT the actions waited for. Empty for
             every other kind, never empty for WAIT.
+
     Raises:
         ValueError: the kind does not take, or lacks, one of the fields.
     """

@@ -317,5 +317,6 @@ def _steps(
 
 def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:
     """What a rank tells at the end of a step: seconds since it began, memory, the signal heard, what the text check has
-    found."""
+    found.
+    """
     return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]

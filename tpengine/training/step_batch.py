@@ -98,7 +98,9 @@ class BatchReader:
         device: where this rank computes.
     """
 
-    def __init__(self, config: Config, samples: Samples, mesh: Mesh, ends: tuple[int, int], device: torch.device):
+    def __init__(
+        self, config: Config, samples: Samples, mesh: Mesh, ends: tuple[int, int], device: torch.device
+    ) -> None:
         self._train, self._samples, self._mesh, self._ends, self._device = config.train, samples, mesh, ends, device
 
     def read(self, step: int) -> StepBatch:

@@ -445,7 +445,7 @@ def strategies_chosen() -> list[bool]:
 
 
 def test_strategies(interpreters: RankPool) -> None:
-    """ "auto" takes collectives, or here the host's arena, where links are slow, and kernels where launches are."""
+    """Where links are slow "auto" takes collectives, here the host's arena; where launches are, kernels."""
     assert interpreters.run(strategies_chosen, 2) == [[False, False, True, True, False]] * 2
     with pytest.raises(ValueError, match="strategy must be auto, plain, fused or push"):
         Communicator(None, strategy="fast")

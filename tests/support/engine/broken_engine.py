@@ -17,7 +17,8 @@ class LateWitness(Witness):
     def step(self, step: int) -> Any:
         seen = super().step(step)
         if step == 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
-            weight: Any = self.trainer.model.layers["1"].mlp.shards["7"]["up_proj"].weight
+            block: Any = self.trainer.model.layers["1"]
+            weight = block.mlp.shards["7"]["up_proj"].weight
             weight.data.view(torch.int32)[0, 0].bitwise_xor_(1)
         return seen
 

@@ -122,7 +122,7 @@ def main_with(accident: Accident) -> None:
             super().__init__(*args, **kwargs)
             accident.prepare(self)
 
-    save_file = storage.save_file
+    save_file = storage.save_file  # type: ignore[attr-defined]
 
     def half_a_file(blocks: Mapping[str, torch.Tensor], path: str) -> None:
         save_file(dict(blocks), path)
@@ -130,8 +130,8 @@ def main_with(accident: Accident) -> None:
             os.truncate(path, Path(path).stat().st_size // 2)
             die()
 
-    storage.save_file = half_a_file  # type: ignore[assignment]
-    run.Trainer = Endangered  # type: ignore[misc]
+    storage.save_file = half_a_file  # type: ignore[attr-defined, assignment]
+    run.Trainer = Endangered  # type: ignore[attr-defined]
     main()
 
 

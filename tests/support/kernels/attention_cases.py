@@ -100,8 +100,16 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if case.is_plain and q.device.type == "cpu" and q.element_size() == 2:
         # The public function leaves this to torch on the host, whose error torch's is.
         return attention_op(q, k, v, None, None, *sides, *case.options)[0]
-    packed = {"query_starts": sides.query_starts, "key_starts": sides.key_starts if case.key_starts else None}
-    return attention(q, k, v, causal=case.causal, window=case.window, dropout=case.dropout, **packed)
+    return attention(
+        q,
+        k,
+        v,
+        causal=case.causal,
+        window=case.window,
+        dropout=case.dropout,
+        query_starts=sides.query_starts,
+        key_starts=sides.key_starts if case.key_starts else None,
+    )
 
 
 def specification(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -239,8 +239,8 @@ def _amd_semantics(every: list[Instruction], i: int) -> set[str]:
     for step, name in ((-1, "buffer_wbl2"), (1, "buffer_inv")):
         if text := near(step, name):
             scope[name] = "sys" if "sc0 sc1" in text else "gpu" if "sc1" in text else "cta"
-    releases = every[i].kind != "load" and scope["buffer_wbl2"]
-    acquires = every[i].kind != "store" and scope["buffer_inv"]
+    releases = "" if every[i].kind == "load" else scope["buffer_wbl2"]
+    acquires = "" if every[i].kind == "store" else scope["buffer_inv"]
     if releases or acquires:
         return {"acq_rel" if releases and acquires else "release" if releases else "acquire", releases or acquires}
     return {"sys", "relaxed"} if every[i].text.endswith("sc0 sc1") else set()
@@ -341,12 +341,12 @@ def _loops(every: list[Instruction]) -> list[set[int]]:
     for head, tails in enumerate(before):
         if len(tails) < 2 and head:
             continue
-        around = {0} | _reached(after, 0, lambda i, head=head: i == head) if head else set()
+        around = {0} | _reached(after, 0, head.__eq__) if head else set()
         backs = [tail for tail in tails if tail == head or tail not in around or not head]
         if backs:
             loop = {head, *backs}
             for tail in backs:
                 if tail != head:
-                    loop |= _reached(before, tail, lambda i, head=head: i == head)
+                    loop |= _reached(before, tail, head.__eq__)
             loops.append(loop)
     return loops

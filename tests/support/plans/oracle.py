@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from tpengine.plan import Action, Kind, Plan, receive_slots
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS
@@ -106,12 +107,12 @@ class _Rank:
             elif action.kind in TRANSFERS:
                 self._post(action)
                 if self.world.blocking:
-                    yield lambda action=action: self._is_executed(action)
+                    yield partial(self._is_executed, action)
             elif action.kind is Kind.WAIT:
                 for sub in action.subs:
                     _demand(sub in self.under_way, f"{sub} is not under way")
                     if sub.kind is not Kind.REDUCE:
-                        yield lambda sub=sub: self._is_executed(sub)
+                        yield partial(self._is_executed, sub)
                     self._finish(sub)
             else:
                 yield from self._update(action)

@@ -135,7 +135,8 @@ def fake_rank(rank: int, world: int) -> Iterator[Recorder]:
                 yield recorder
         finally:
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

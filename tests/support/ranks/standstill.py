@@ -80,7 +80,7 @@ class Standstill:
             arena.signals.clock = self._before
         else:
             signals_kernel._now, arena.clock = self._before
-            del arena.copies.start  # type: ignore[method-assign]
+            del arena.copies.start
         self.leave()
 
     def is_still(self) -> bool:

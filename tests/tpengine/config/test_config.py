@@ -40,7 +40,8 @@ def setting_names(config: Any) -> list[str]:
 
 def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), and the
-    length of the learning rate's schedule."""
+    length of the learning rate's schedule.
+    """
     names = setting_names(Config())
     assert len(names) == len(set(names)) <= 52
 

@@ -318,7 +318,6 @@ def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:
     """Each replica drops by its own count of micro-batches."""
-
     at_its_place = Trainer._at_its_place
 
     def at_local_position(self: Trainer, handler: Handler) -> Handler:

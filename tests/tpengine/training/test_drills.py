@@ -303,7 +303,8 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
 @pytest.mark.parametrize("through_torchrun", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_notice_of_preemption_saves(tmp_path: Path, through_torchrun: bool) -> None:
     """SLURM sends SIGUSR1 or SIGUSR2. torchrun passes them on if it is told to; a rank that alone is sent one takes all
-    along."""
+    along.
+    """
     out = tmp_path / "out"
     forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--parallel.pp", "2")
     process = start(*forever, "--run-dir", str(out), num_ranks=2, signals="SIGTERM,SIGINT,SIGUSR1")

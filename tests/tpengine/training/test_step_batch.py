@@ -73,7 +73,8 @@ def test_ranks_of_a_replica_that_read_other_tokens_end_the_run_before_an_update(
 
 def step_on_a_bad_text(config: Config, path: str, bad: int) -> tuple[str, bool]:
     """One rank's file is cut short once it is open, or holds a token too many. Return the error, and whether anything
-    has been updated."""
+    has been updated.
+    """
     trainer = Trainer(config, open_corpus(config), CPU)
     if dist.get_rank() == bad:
         text = open_tokens(path).tokens

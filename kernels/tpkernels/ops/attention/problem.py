@@ -84,6 +84,7 @@ def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
 
 
 def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
+    """What all kernels of attention are compiled for."""
     head = q.shape[3]
     return {
         "HEADS_A_GROUP": q.shape[2] // k.shape[2],

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def restored(config: Config, blind: str) -> tuple[int, set[float], str] | str:
 
 
 @contextlib.contextmanager
-def _blind_to(name: str):  # type: ignore[no-untyped-def]
+def _blind_to(name: str) -> Iterator[None]:
     lstat, is_dir = Path.lstat, Path.is_dir
 
     def seen(path: Path) -> os.stat_result:

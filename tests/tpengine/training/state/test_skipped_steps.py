@@ -107,7 +107,7 @@ def second_part(config: Config, run_dir: str, leaves_out: bool) -> Found:
     return numbers, digests_of(trainer)
 
 
-@pytest.mark.parametrize("first, second", [((1, 1, 1), (1, 1, 2)), ((2, 1, 1), (1, 2, 1))])
+@pytest.mark.parametrize(("first", "second"), [((1, 1, 1), (1, 1, 2)), ((2, 1, 1), (1, 2, 1))])
 def test_skipping_has_the_same_bits_in_every_layout_and_across_a_resume(
     ranks: RankPool, tmp_path: Path, first: tuple[int, int, int], second: tuple[int, int, int]
 ) -> None:
@@ -211,7 +211,8 @@ def test_the_first_tensor_layer_and_micro_batch_are_named_by_all(ranks: RankPool
 
 def listed(run_dir: Path, what: str) -> list[Any]:
     """Skip steps 0 and 1, of which one may not be written; return the lines of the list while the reason of each is
-    sought, what the next start knows, and the tensors of the list."""
+    sought, what the next start knows, and the tensors of the list.
+    """
     config = replace(config_for(1, 1, 1), resume=True)
     trainer: Any = SimpleNamespace(
         config=config, activity=Activity(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
