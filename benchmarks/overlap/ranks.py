@@ -206,7 +206,7 @@ def matmul_on(processors: int, a: Tensor, b: Tensor, accumulated: Tensor | None 
     # The launcher takes all processors: what it would launch is launched here, with fewer programs.
     with observed(target, lambda *launch: launches.append(launch)):
         c = launch_matmul(a, b, out=accumulated, accumulate=accumulated is not None, config=config)
-    most = processors * config.programs_a_processor(a.element_size(), target)
+    most = processors * config.programs_per_processor(a.element_size(), target)
     for kernel, grid, arguments, options in launches:
         run(kernel, (min(grid[0], most),), *arguments, **options)
     return c

@@ -135,7 +135,7 @@ class Own(Way):
             most = cdiv(num_tokens, arena.world)
             y = x.new_empty(num_tokens, matrix.shape[1])
             # Rows under a flag, whole tiles; nobody looks at flags.
-            rows_a_flag = exchange_config(most, matrix.shape[1], arena.world, x.dtype, target_of(x)).block_m * most
+            rows_per_flag = exchange_config(most, matrix.shape[1], arena.world, x.dtype, target_of(x)).block_m * most
             generation, call = arena.begin(operation, "multiplies", num_tokens, depth, x.dtype, 0)
             launch_gather_matmul(
                 y,
@@ -148,7 +148,7 @@ class Own(Way):
                 num_tokens,
                 0,
                 most,
-                rows_a_flag,
+                rows_per_flag,
                 generation,
                 call,
                 "there",

@@ -302,7 +302,7 @@ _FUSED_FLOPS_SHARE = 0.95
 # Stores by a kernel against copy engines.
 _PUSH_LINK_SHARE = 0.8
 # Behind each copy its flag is raised by another one.
-_COPIES_A_SPLIT = 2
+_COPIES_PER_SPLIT = 2
 
 
 def matmul_seconds(matmul: Work, rates: Rates) -> float:
@@ -343,7 +343,7 @@ def fused_gather_seconds(matmul: Work, gather: Work, world: int, num_splits: int
         return plain_seconds(matmul, gather, 1, rates)
     g = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
     num_copies = (world - 1) * num_splits
-    c = link_seconds(gather, rates) / num_copies + _COPIES_A_SPLIT * rates.launch_seconds
+    c = link_seconds(gather, rates) / num_copies + _COPIES_PER_SPLIT * rates.launch_seconds
     # A rank sends each of the others its shard, and first copies it to where they may read it.
     publishing = 2 * gather.link_bytes / (world - 1) / rates.memory_bytes_per_s
     overlapped = max(g, c + g * (world - 1) / world, num_copies * c + g / (world * num_splits))

@@ -110,7 +110,7 @@ def read_index(directory: Path) -> Index:
     path = directory / INDEX_FILE
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # would hang whoever reads it
-            raise DamagedCheckpoint(f"a checkpoint's index must be a regular file: {path} is none")
+            raise DamagedCheckpoint(f"a checkpoint's index must be a regular file: {path} is not one")
         raw = path.read_bytes()
     except OSError as error:
         raise unreadable("a checkpoint needs a readable index", path, error) from None
@@ -198,7 +198,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
         raise unreadable("a checkpoint needs all its files", path, error) from None
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
-        raise DamagedCheckpoint(f"a checkpoint's files must be regular files: {path} is none")
+        raise DamagedCheckpoint(f"a checkpoint's files must be regular files: {path} is not a regular file")
     if size != entry.num_bytes:
         raise DamagedCheckpoint(
             f"a checkpoint's files must have their size: {path} has {size} bytes, the index says {entry.num_bytes}"

@@ -1,7 +1,7 @@
 """Measured steps: what the ranks of a pipeline recorded while a plan ran, as a timeline like a simulated one.
 
 Each rank records what it can see, on its own clock (`RankRecord`). Put together on one clock they tell more: a rank
-that stands in CLIP stands there for whoever comes last, and communication is under way
+blocked in CLIP waits for the slowest rank, and communication is under way
 
     transfers    where they move by themselves (a process group) from where both sides have posted until the receiver
                  has the tensor; where the two sides copy (a mailbox), on the sender while it copies in, on the receiver

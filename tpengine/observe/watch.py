@@ -1,4 +1,4 @@
-"""The watch: a thread that hears signals and the clock while the main thread is deaf.
+"""The watch: a thread that handles signals and timeouts while the main thread is blocked.
 
 A rank blocked inside a collective runs no Python: a signal handler of Python's own would wait for the very thing that
 never comes. The interpreter's C handler, however, writes the signal's number into a pipe at once

@@ -59,14 +59,14 @@ def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, in
     return Timeline(tuple(RankTimeline(compute=tuple(done)) for done in spans))
 
 
-def unit_durations(num_chunks_of_a_rank: Mapping[int, int]) -> dict[tuple[Kind, int], float]:
+def unit_durations(num_chunks_per_rank: Mapping[int, int]) -> dict[tuple[Kind, int], float]:
     """Return durations by (kind, chunk): all chunks of a rank together take 1 forward, 2 backward, 1 each half.
 
-    Args: num_chunks_of_a_rank: by chunk, how many chunks its rank holds.
+    Args: num_chunks_per_rank: by chunk, how many chunks its rank holds.
     """
     units = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return {
-        (kind, chunk): unit / shared for chunk, shared in num_chunks_of_a_rank.items() for kind, unit in units.items()
+        (kind, chunk): unit / shared for chunk, shared in num_chunks_per_rank.items() for kind, unit in units.items()
     }
 
 

@@ -103,7 +103,7 @@ def _pulse(job: Job, watch: Watch) -> Iterator[None]:
 
 
 def _end_groups(watch: Watch) -> None:
-    # They know the trainer, which holds groups.
+    # Drop the watch's methods first: they keep the trainer, and with it the process groups, alive.
     watch.explain, watch.waits = lambda _: "", lambda _: True
     stop()
 

@@ -187,24 +187,24 @@ class Arena:
                 f"rank {self.rank} of {self.world} holds {own.stop - own.start} of {num_rows} rows: {operation} got "
                 f"{len(x)}: pass rows {own.start} to {own.stop}, or another num_tokens"
             )
-        rows_a_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
+        rows_per_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
-        for first in range(0, max(most, 1), rows_a_piece):
+        for first in range(0, max(most, 1), rows_per_piece):
             call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
-                piece = x[first : first + rows_a_piece]
+                piece = x[first : first + rows_per_piece]
                 self._block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
                 for peer in self._peers:
                     self.signals.notify(peer, self.epoch)
-                shards = self._peers_shards(num_rows, columns, x.dtype, first, rows_a_piece, generation, call)
-                if into is not None and most <= rows_a_piece and self._all_come_soon():
+                shards = self._peers_shards(num_rows, columns, x.dtype, first, rows_per_piece, generation, call)
+                if into is not None and most <= rows_per_piece and self._all_come_soon():
                     into[own].copy_(x)
                     for rows, shard in shards:
                         into[rows].copy_(shard)
                     yield slice(0, num_rows), into
                 else:
-                    yield piece_of(own, first, rows_a_piece), piece
+                    yield piece_of(own, first, rows_per_piece), piece
                     yield from shards
 
     def _peers_shards(
@@ -213,13 +213,13 @@ class Arena:
         columns: int,
         dtype: torch.dtype,
         first: int,
-        rows_a_piece: int,
+        rows_per_piece: int,
         generation: int,
         call: tuple[int, ...],
     ) -> Iterator[tuple[slice, Tensor]]:
         for peer in self._peers:
             self._wait(peer, generation, call)
-            rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+            rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_per_piece)
             yield rows, self._block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
 
     def reduce_scatter(
@@ -252,22 +252,22 @@ class Arena:
         item = dtype.itemsize
         own = shard_rows(num_rows, self.world, self.rank)
         slot_bytes = self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        rows_a_piece = self._rows_that_fit(slot_bytes, columns * item, operation)
+        rows_per_piece = self._rows_that_fit(slot_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
-        is_whole = most <= rows_a_piece
+        is_whole = most <= rows_per_piece
         total = torch.empty(own.stop - own.start, columns, dtype=dtype)
-        for first in range(0, max(most, 1), rows_a_piece):
+        for first in range(0, max(most, 1), rows_per_piece):
             call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
                 for peer in self._peers:
-                    rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_a_piece)
+                    rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_per_piece)
                     shape = (rows.stop - rows.start, columns)
                     if shape[0]:
                         partial(rows, self._block(self.rank, generation, peer * slot_bytes, shape, dtype))
                     self.signals.notify(peer, self.epoch)
-                rows = piece_of(own, first, rows_a_piece)
-                piece = total[first : first + rows_a_piece]
+                rows = piece_of(own, first, rows_per_piece)
+                piece = total[first : first + rows_per_piece]
                 if len(piece):
                     # Matmuls fill a new tensor faster than a given one (host_gemm.product).
                     piece = partial(rows, None if is_whole else piece)

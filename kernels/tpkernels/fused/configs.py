@@ -45,7 +45,7 @@ def launch_options(config: MatmulConfig, item_bytes: int, target: Target) -> dic
     """
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if target.backend == "cuda":
-        threads = 32 * config.num_warps * config.programs_a_processor(item_bytes, target)
+        threads = 32 * config.num_warps * config.programs_per_processor(item_bytes, target)
         options["maxnreg"] = min(_REGISTERS // threads // 8 * 8, _MOST_REGISTERS)
     return options
 

@@ -276,7 +276,7 @@ def launch_gather_matmul(
     aligned = all(n % 16 == 0 for n in (x.data_ptr(), others.data_ptr(), depth * item, shard_stride * item))
     # One processor is left to wait_kernel.
     processors = (arena.processors or num_processors(x)) - 1
-    programs = max(min(processors * config.programs_a_processor(item, target), tiles), 1)
+    programs = max(min(processors * config.programs_per_processor(item, target), tiles), 1)
     block_columns = min(power_of_2(depth), 2048)
     run(
         gather_matmul_kernel,

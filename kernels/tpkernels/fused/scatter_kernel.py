@@ -90,14 +90,14 @@ def matmul_scatter_kernel(
     # At least one tile for each owner, since every peer is notified, also of no rows and of rows of no columns.
     num_m = max(tl.cdiv(piece, BLOCK_M), 1)
     num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
-    tiles_an_owner = num_m * num_n
-    num_items = WORLD * tiles_an_owner
+    tiles_per_owner = num_m * num_n
+    num_items = WORLD * tiles_per_owner
     item = -1
     while item < num_items:
         item = claim(p_control)
         if item < num_items:
-            owner = (rank + 1 + item // tiles_an_owner) % WORLD
-            i_m, i_n = place(item % tiles_an_owner, num_m, num_n, GROUP_M)
+            owner = (rank + 1 + item // tiles_per_owner) % WORLD
+            i_m, i_n = place(item % tiles_per_owner, num_m, num_n, GROUP_M)
             row, column = i_m * BLOCK_M, i_n * BLOCK_N
             num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
             if row < num_rows:
@@ -160,7 +160,7 @@ def matmul_scatter_kernel(
                     False,
                     PARTS,
                 )
-            if count_done(p_control, owner, tiles_an_owner):
+            if count_done(p_control, owner, tiles_per_owner):
                 notify(p_control, owner, arrived_line(rank, 0), epoch, call)
     if is_last_claim(item, num_items):
         end_launch(p_control, epoch, generation)
@@ -238,7 +238,7 @@ def launch_matmul_scatter(
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * max(cdiv(columns, config.block_n), 1)
     # While a gather is under way, its wait_kernel needs a processor.
     processors = (arena.processors or num_processors(x)) - (arena.calls_since_gather is not None)
-    programs = max(min(processors * config.programs_a_processor(x.element_size(), target), tiles), 1)
+    programs = max(min(processors * config.programs_per_processor(x.element_size(), target), tiles), 1)
     # Described operands are no tensors whose device could be seen.
     with torch.cuda.device_of(x):
         run(

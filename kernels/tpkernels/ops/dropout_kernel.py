@@ -24,7 +24,7 @@ def _dropout_kernel(
     stride_row: tl.int64,
     first_row: tl.int64,
     first_group: tl.int32,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
@@ -38,7 +38,7 @@ def _dropout_kernel(
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     # [BLOCK_ROWS, BLOCK_GROUPS]
-    index = (o_row + first_row)[:, None] * groups_a_row + (o_group + first_group)[None, :]
+    index = (o_row + first_row)[:, None] * groups_per_row + (o_group + first_group)[None, :]
     word0, word1, word2, word3 = tl.philox(seed, index.to(tl.uint32), (index >> 32).to(tl.uint32), counter2, counter3)
     # [BLOCK_ROWS, 4 * BLOCK_GROUPS]
     word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))

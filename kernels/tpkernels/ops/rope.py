@@ -61,11 +61,11 @@ def _rope_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    HEADS_A_PROGRAM: tl.constexpr,
+    NUM_HEADS_PER_PROGRAM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> None:
-    """BLOCK_TOKENS tokens of HEADS_A_PROGRAM heads a program; p_positions may be None."""
+    """BLOCK_TOKENS tokens of NUM_HEADS_PER_PROGRAM heads a program; p_positions may be None."""
     o_token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     o_pair = tl.arange(0, BLOCK_HALF)
     m_token, m_pair = o_token < num_tokens, o_pair < HALF
@@ -83,8 +83,8 @@ def _rope_kernel(
     b_sin = tl.load(p_sin + o_position[:, None] * stride_sin + o_pair[None, :], mask=m_table, other=float("nan"))
     if INVERSE:
         b_sin = -b_sin
-    for i in tl.static_range(HEADS_A_PROGRAM):
-        i_head = tl.program_id(1) * HEADS_A_PROGRAM + i
+    for i in tl.static_range(NUM_HEADS_PER_PROGRAM):
+        i_head = tl.program_id(1) * NUM_HEADS_PER_PROGRAM + i
         m_row = m_token & (i_head < num_heads)
         o_x = o_token[:, None] * stride_token + i_head.to(tl.int64) * stride_head
         o_y = (o_token[:, None] * num_heads + i_head) * (2 * HALF)
@@ -114,7 +114,7 @@ def _block(num_heads: int, half: int, itemsize: int, interleaved: bool) -> dict[
     columns = power_of_2(half)
     pairs = 512 if interleaved or itemsize > 2 else 1024
     return {
-        "HEADS_A_PROGRAM": min(4, num_heads),
+        "NUM_HEADS_PER_PROGRAM": min(4, num_heads),
         "BLOCK_TOKENS": max(1, min(64, pairs // columns)),
         "BLOCK_HALF": columns,
         "num_warps": 4,
@@ -131,7 +131,7 @@ def launch_rope(
     block = _block(num_heads, num_elements // 2, x.element_size(), interleaved)
     run(
         _rope_kernel,
-        (cdiv(num_tokens, block["BLOCK_TOKENS"]), cdiv(num_heads, max(1, block["HEADS_A_PROGRAM"]))),
+        (cdiv(num_tokens, block["BLOCK_TOKENS"]), cdiv(num_heads, max(1, block["NUM_HEADS_PER_PROGRAM"]))),
         x,
         cos,
         sin,

@@ -61,13 +61,13 @@ def most_even(costs: list[int], first: int, last: int, ranks: tuple[int, ...]) -
     return tuple(pairwise((0, *min(score((*cut, len(costs))) for cut in cuts)[2])))
 
 
-SEVERAL_A_RANK = [(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1, 0, 1), (0, 0, 1), (0, 1, 1, 1, 0)]
+SEVERAL_PER_RANK = [(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1, 0, 1), (0, 0, 1), (0, 1, 1, 1, 0)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
 def test_several_chunks_a_rank_are_balanced_by_rank(data: st.DataObject) -> None:
-    ranks = data.draw(st.sampled_from(SEVERAL_A_RANK))
+    ranks = data.draw(st.sampled_from(SEVERAL_PER_RANK))
     num_layers = data.draw(st.integers(len(ranks), 11))
     costs = data.draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers) | st.just([2] * num_layers))
     first, last = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))

@@ -36,13 +36,13 @@ def grid(timeline: Timeline, unit: float = 1.0, line_width: int | None = None) -
     num_columns = max([_column(timeline.makespan, unit), *(end for row in places for _, end in row)])
     margin = len(f"rank {len(timeline.ranks) - 1}")
     rows = [_cells(row, of_rank, width, num_columns) for row, of_rank in zip(labels, places, strict=True)]
-    columns_a_line = num_columns
+    columns_per_line = num_columns
     if line_width is not None and margin + 2 + num_columns * width - 1 > line_width:
         # Whole columns: what ends a line may be an action that goes on below, without a space at its end.
-        columns_a_line = max(1, (line_width - margin - 2) // width)
+        columns_per_line = max(1, (line_width - margin - 2) // width)
     lines: list[str] = []
-    for first in range(0, max(1, num_columns), max(1, columns_a_line)):
-        part = slice(first * width, (first + columns_a_line) * width)
+    for first in range(0, max(1, num_columns), max(1, columns_per_line)):
+        part = slice(first * width, (first + columns_per_line) * width)
         lines += [""] if lines else []
         lines += [f"{f'rank {rank}':<{margin}}  {cells[part]}".rstrip() for rank, cells in enumerate(rows)]
     return "\n".join(lines)

@@ -155,8 +155,8 @@ def launch_attention_backward(
     )
     config = config_of(KEY_GRADIENT, *kind)
     blocks = num_blocks(k.shape[1], sides.key_starts, config["BLOCK_KEYS"])
-    num_slots = _num_slots(blocks * k.shape[2] * batch, meta["HEADS_A_GROUP"])
-    if num_slots < meta["HEADS_A_GROUP"]:
+    num_slots = _num_slots(blocks * k.shape[2] * batch, meta["NUM_HEADS_PER_GROUP"])
+    if num_slots < meta["NUM_HEADS_PER_GROUP"]:
         config = config_of(KEY_GRADIENT_OF_SEVERAL, *kind)
     parts: Sequence[Tensor] = (dk, dv)
     if num_slots > 1:
@@ -206,12 +206,12 @@ def _rotated(x: Tensor, tables: Tables, sides: Sides, other_length: int, options
     return y
 
 
-def _num_slots(num_programs: int, heads_a_group: int) -> int:
+def _num_slots(num_programs: int, heads_per_group: int) -> int:
     """Parts that a group's query heads are divided into, so that there is a program for every processor.
 
     A function of shapes alone, so that the order of sums is; each part costs a float32 copy of dk and dv.
     """
     slots = 1
-    while num_programs * slots < _ENOUGH_PROGRAMS and heads_a_group % (2 * slots) == 0:
+    while num_programs * slots < _ENOUGH_PROGRAMS and heads_per_group % (2 * slots) == 0:
         slots *= 2
     return slots

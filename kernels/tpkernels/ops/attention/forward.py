@@ -49,7 +49,7 @@ def _attend(
     scale: tl.float32,
     window: tl.int32,
     row: tl.tensor,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
@@ -81,7 +81,7 @@ def _attend(
         b_sum = b_sum * shrink + tl.sum(b_p, axis=1)
         b_max = largest
         if THRESHOLD > 0:
-            m_keep = kept(row, i_key, groups_a_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS)
+            m_keep = kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS)
             b_p = tl.where(m_keep, b_p, 0.0)
         # [BLOCK_KEYS, 2 * HALF]
         b_v = tl.load(
@@ -120,13 +120,13 @@ def _attention_kernel(
     stride_v_head: tl.int64,
     scale: tl.float32,
     window: tl.int32,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     first_row_head: tl.int32,
     num_row_heads: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
-    HEADS_A_GROUP: tl.constexpr,
+    NUM_HEADS_PER_GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -148,7 +148,7 @@ def _attention_kernel(
         return
     o_query = i_block * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     m_query = o_query < query_length
-    i_group = i_head // HEADS_A_GROUP
+    i_group = i_head // NUM_HEADS_PER_GROUP
     p_q += i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
     p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
     p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
@@ -191,7 +191,7 @@ def _attention_kernel(
             scale,
             window,
             row,
-            groups_a_row,
+            groups_per_row,
             seed,
             counter2,
             counter3,

@@ -36,7 +36,7 @@ def _add_key_gradients(
     scale: tl.float32,
     window: tl.int32,
     first_row: tl.tensor,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
@@ -77,7 +77,7 @@ def _add_key_gradients(
         b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
         if THRESHOLD > 0:
             row = first_row + o_query
-            m_keep = tl.trans(kept(row, i_key, groups_a_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
+            m_keep = tl.trans(kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
             b_dv = dot(tl.where(m_keep, b_p * KEEP_SCALE, 0.0).to(b_dy.dtype), b_dy, b_dv)
             b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
         else:
@@ -130,14 +130,14 @@ def key_gradient_kernel(
     stride_dv_head: tl.int64,
     scale: tl.float32,
     window: tl.int32,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     first_row_head: tl.int32,
     num_row_heads: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
     NUM_SLOTS: tl.constexpr,
-    HEADS_A_GROUP: tl.constexpr,
+    NUM_HEADS_PER_GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -172,9 +172,9 @@ def key_gradient_kernel(
     begin, full_begin, full_end, end = query_range(
         i_key, query_length, key_length, window, CAUSAL, WINDOWED, BLOCK_QUERIES, BLOCK_KEYS
     )
-    HEADS_A_SLOT: tl.constexpr = HEADS_A_GROUP // NUM_SLOTS
-    for i_member in range(0, HEADS_A_SLOT):
-        i_head = i_group * HEADS_A_GROUP + i_slot * HEADS_A_SLOT + i_member
+    NUM_HEADS_PER_SLOT: tl.constexpr = NUM_HEADS_PER_GROUP // NUM_SLOTS
+    for i_member in range(0, NUM_HEADS_PER_SLOT):
+        i_head = i_group * NUM_HEADS_PER_GROUP + i_slot * NUM_HEADS_PER_SLOT + i_member
         o_statistics = (i_batch * num_heads + i_head) * num_queries + first_query
         first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
         for PART in tl.static_range(0, 3):
@@ -205,7 +205,7 @@ def key_gradient_kernel(
                 scale,
                 window,
                 first_row,
-                groups_a_row,
+                groups_per_row,
                 seed,
                 counter2,
                 counter3,

@@ -16,7 +16,7 @@ NOT_SPECIALIZED = [
     "num_queries",
     "window",
     "scale",
-    "groups_a_row",
+    "groups_per_row",
     "first_row_head",
     "num_row_heads",
     "seed",
@@ -71,7 +71,7 @@ def sizes(q: Tensor, k: Tensor, sides: Sides) -> tuple[int, ...]:
 
 
 def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
-    """groups_a_row, first_row_head, num_row_heads, seed, counter2, counter3."""
+    """groups_per_row, first_row_head, num_row_heads, seed, counter2, counter3."""
     key0, key1, counter2, counter3, first_head, num_heads = options.dropout or (0,) * 6
     seed, words = key1 << 32 | key0, (counter2, counter3)
     return (
@@ -87,7 +87,7 @@ def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
     """What all kernels of attention are compiled for."""
     head = q.shape[3]
     return {
-        "HEADS_A_GROUP": q.shape[2] // k.shape[2],
+        "NUM_HEADS_PER_GROUP": q.shape[2] // k.shape[2],
         "HEAD": head,
         "HALF": max(16, power_of_2(head // 2)),
         "INTERLEAVED": options.interleaved,

@@ -35,7 +35,7 @@ def _add_query_gradients(
     scale: tl.float32,
     window: tl.int32,
     row: tl.tensor,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
@@ -70,7 +70,7 @@ def _add_query_gradients(
         )
         b_dp = dot(b_dy, tl.trans(b_v), tl.zeros([BLOCK_QUERIES, BLOCK_KEYS], tl.float32))
         if THRESHOLD > 0:
-            m_keep = kept(row, i_key, groups_a_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS)
+            m_keep = kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS)
             b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
         b_ds = (b_p * (b_dp - delta[:, None])).to(k_low.dtype)
         dq_low = dot(b_ds, k_low, dq_low)
@@ -113,13 +113,13 @@ def query_gradient_kernel(
     stride_dq_head: tl.int64,
     scale: tl.float32,
     window: tl.int32,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     first_row_head: tl.int32,
     num_row_heads: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
-    HEADS_A_GROUP: tl.constexpr,
+    NUM_HEADS_PER_GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -141,7 +141,7 @@ def query_gradient_kernel(
     o_query = i_block * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     m_query = o_query < query_length
     o_head = tl.arange(0, 2 * HALF)
-    i_group = i_head // HEADS_A_GROUP
+    i_group = i_head // NUM_HEADS_PER_GROUP
     p_q += i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
     p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
     p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
@@ -193,7 +193,7 @@ def query_gradient_kernel(
             scale,
             window,
             row,
-            groups_a_row,
+            groups_per_row,
             seed,
             counter2,
             counter3,

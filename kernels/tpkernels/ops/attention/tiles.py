@@ -144,7 +144,7 @@ def visible(
 def kept(
     row: tl.tensor,
     i_key: tl.tensor,
-    groups_a_row: tl.int32,
+    groups_per_row: tl.int32,
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
@@ -153,7 +153,7 @@ def kept(
 ) -> tl.tensor:
     """Dropout's mask [rows, BLOCK_KEYS] of the keys from i_key on, a multiple of 4; as dropout.keep_at."""
     o_group = i_key // 4 + tl.arange(0, BLOCK_KEYS // 4)
-    index = row[:, None] * groups_a_row + o_group[None, :]
+    index = row[:, None] * groups_per_row + o_group[None, :]
     word0, word1, word2, word3 = tl.philox(seed, index.to(tl.uint32), (index >> 32).to(tl.uint32), counter2, counter3)
     word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
     return word.to(tl.int64) >= THRESHOLD

@@ -40,7 +40,7 @@ class MatmulConfig(NamedTuple):
         """Whether sm_90 can be compiled for with `warp_specialize`, given both operands by TMA."""
         return self.block_m <= 64 and self.block_n <= 128 and self.num_warps == 4
 
-    def programs_a_processor(self, item_bytes: int, target: Target) -> int:
+    def programs_per_processor(self, item_bytes: int, target: Target) -> int:
         """How many programs fit onto a processor together: by shared memory, and by registers, of which 8 warps have
         all where a thread may have 255.
         """

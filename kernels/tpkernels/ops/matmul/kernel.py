@@ -193,7 +193,7 @@ def launch_matmul(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     num_tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
-    num_programs = processors * config.programs_a_processor(a.element_size(), target)
+    num_programs = processors * config.programs_per_processor(a.element_size(), target)
     run(
         matmul_kernel,
         (min(num_tiles, num_programs),),

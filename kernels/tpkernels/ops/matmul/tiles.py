@@ -48,10 +48,10 @@ def place(i_tile: tl.tensor, num_m: tl.tensor, num_n: tl.tensor, GROUP_M: tl.con
     """Row and column of a tile, in an order that goes down GROUP_M tiles before it goes right: neighbours in time then
     share operands in L2.
     """
-    tiles_a_group = GROUP_M * num_n
-    first_m = i_tile // tiles_a_group * GROUP_M
+    tiles_per_group = GROUP_M * num_n
+    first_m = i_tile // tiles_per_group * GROUP_M
     num_rows = min(num_m - first_m, GROUP_M)
-    within = i_tile % tiles_a_group
+    within = i_tile % tiles_per_group
     return first_m + within % num_rows, within // num_rows
 
 

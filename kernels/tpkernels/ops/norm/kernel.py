@@ -64,7 +64,7 @@ def _norm_kernel(
     tl.store(p_y + o_dense, b_y.to(b_x.dtype), mask=m_inside)
 
 
-@jit(do_not_specialize=["num_chunk_rows", "programs_a_chunk", "rows_a_program"])
+@jit(do_not_specialize=["num_chunk_rows", "programs_per_chunk", "rows_per_program"])
 def _norm_backward_kernel(
     p_dy: tl.tensor,
     p_dtotal: tl.tensor,
@@ -76,8 +76,8 @@ def _norm_backward_kernel(
     p_dw: tl.tensor,
     p_db: tl.tensor,
     num_chunk_rows: tl.int64,
-    programs_a_chunk: tl.int32,
-    rows_a_program: tl.int32,
+    programs_per_chunk: tl.int32,
+    rows_per_program: tl.int32,
     num_columns: tl.int32,
     stride_dy: tl.int64,
     stride_dtotal: tl.int64,
@@ -87,20 +87,20 @@ def _norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """rows_a_program rows of one chunk a program, BLOCK_ROWS at a time; p_dw and p_db get a row a program.
+    """rows_per_program rows of one chunk a program, BLOCK_ROWS at a time; p_dw and p_db get a row a program.
 
     Of wide rows a program has one of NUM_SPLITS blocks of columns; it reads the others for the rows' means alone, while
     the programs beside it have them. p_dtotal, the gradient that total has from elsewhere, and p_db may be None.
     """
     i_split = tl.program_id(0) % NUM_SPLITS
     i_program = (tl.program_id(0) // NUM_SPLITS).to(tl.int64)
-    i_chunk, i_part = i_program // programs_a_chunk, i_program % programs_a_chunk
-    first = i_part * rows_a_program
+    i_chunk, i_part = i_program // programs_per_chunk, i_program % programs_per_chunk
+    first = i_part * rows_per_program
     b_dw = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
     b_db = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
-    for step in range(0, rows_a_program, BLOCK_ROWS):
+    for step in range(0, rows_per_program, BLOCK_ROWS):
         o_chunk_row = first + step + tl.arange(0, BLOCK_ROWS)
-        m_row = (o_chunk_row < num_chunk_rows) & (step + tl.arange(0, BLOCK_ROWS) < rows_a_program)
+        m_row = (o_chunk_row < num_chunk_rows) & (step + tl.arange(0, BLOCK_ROWS) < rows_per_program)
         o_row = i_chunk * num_chunk_rows + o_chunk_row
         rstd = tl.load(p_rstd + o_row, mask=m_row, other=0.0)
         sum_gh = tl.zeros_like(rstd)
@@ -168,14 +168,14 @@ def _sum_parts_kernel(
     tl.store(p_sum + i_chunk * num_columns + o_column, tl.sum(b_sum, axis=0), mask=m_column)
 
 
-def _block(num_columns: int, elements: int, elements_a_warp: int) -> dict[str, int]:
+def _block(num_columns: int, elements: int, elements_per_warp: int) -> dict[str, int]:
     """One to 16 rows, of about `elements` elements together, for 4 to 16 warps. Not tuned on a GPU yet."""
     columns = power_of_2(num_columns)
     rows = min(16, max(1, elements // columns))
     return {
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
-        "num_warps": min(16, max(4, power_of_2(rows * columns // elements_a_warp))),
+        "num_warps": min(16, max(4, power_of_2(rows * columns // elements_per_warp))),
     }
 
 
@@ -225,13 +225,13 @@ def launch_norm_backward(
     chunk_rows = num_rows // num_chunks
     # What is read and the sums, one row or two, must fit into registers.
     most_columns = 4096 if has_bias else 8192
-    elements_a_warp = 256 if has_bias and num_columns <= most_columns else 512
+    elements_per_warp = 256 if has_bias and num_columns <= most_columns else 512
     num_splits = cdiv(num_columns, most_columns)
-    block = _block(min(num_columns, most_columns), 1024, elements_a_warp)
+    block = _block(min(num_columns, most_columns), 1024, elements_per_warp)
     # From 256 to 2048 programs a chunk, of 64 rows between: then the partial rows are 1 to 4 % of the bytes moved.
     fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, 256))
-    rows_a_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
-    num_parts = cdiv(chunk_rows, rows_a_program)
+    rows_per_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
+    num_parts = cdiv(chunk_rows, rows_per_program)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     parts = torch.empty(1 + has_bias, num_chunks, num_parts, num_columns, dtype=rstd.dtype, device=dx.device)
     sums = torch.empty(1 + has_bias, num_chunks, num_columns, dtype=rstd.dtype, device=dx.device)
@@ -251,7 +251,7 @@ def launch_norm_backward(
         parts[1] if has_bias else None,
         chunk_rows,
         num_parts,
-        rows_a_program,
+        rows_per_program,
         num_columns,
         dy.stride(0),
         0 if dtotal is None else dtotal.stride(0),

@@ -80,7 +80,7 @@ def parts_of_groups(case: Case) -> tuple[int, int]:
 
     def look(kernel: Any, grid: Any, arguments: Any, options: dict[str, Any]) -> None:
         if "NUM_SLOTS" in options:
-            found.add((options["HEADS_A_GROUP"], options["NUM_SLOTS"]))
+            found.add((options["NUM_HEADS_PER_GROUP"], options["NUM_SLOTS"]))
 
     q, k, v = (t.detach().to("meta") for t in operands(case, torch.float32, "cpu").values())
     lse = q.new_empty(case.batch, case.heads, case.queries)

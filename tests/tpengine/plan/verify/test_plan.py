@@ -285,7 +285,7 @@ WITHOUT_BUCKETS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 
 # Of 2 ranks with 2 chunks each, split backwards and 2 micro-batches; bucket k is that of chunk k, bucket 4 that of
 # chunks 0 and 2.
-TWO_CHUNKS_A_RANK: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+TWO_CHUNKS_PER_RANK: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a reduce in a later backward of another chunk": (
         Both(Edit(0, "2W1[r2]", "2W1"), Edit(0, "0W1[r0 r4]", "0W1[r2 r0 r4]")),
         OWN_BACKWARD,
@@ -340,7 +340,7 @@ def move_to_front(word: str, ranks: ActionLists, *members: int) -> ActionLists:
     return tuple(moved)
 
 
-def two_chunks_a_rank(has_buckets: bool) -> Plan:
+def two_chunks_per_rank(has_buckets: bool) -> Plan:
     layers = [(chunk, chunk + 1) for chunk in range(4)]
     tensors = [None, *[TensorSpec((4, 2), "float32")] * 3, None]
     chunks = [Chunk(index % 2, layers[index], tensors[index], tensors[index + 1]) for index in range(4)]
@@ -368,9 +368,9 @@ def test_every_mutation_without_buckets_is_killed(build_plan: BuildPlan, count_m
     kill_all(build_plan("1f1b", 4, 4, has_buckets=False), WITHOUT_BUCKETS, count_mutations)
 
 
-def test_every_mutation_of_two_chunks_a_rank_is_killed(count_mutations: CountMutations) -> None:
-    kill_all(two_chunks_a_rank(has_buckets=True), TWO_CHUNKS_A_RANK, count_mutations)
-    kill_all(two_chunks_a_rank(has_buckets=False), TWO_CHUNKS_WITHOUT_BUCKETS, count_mutations)
+def test_every_mutation_of_two_chunks_per_rank_is_killed(count_mutations: CountMutations) -> None:
+    kill_all(two_chunks_per_rank(has_buckets=True), TWO_CHUNKS_PER_RANK, count_mutations)
+    kill_all(two_chunks_per_rank(has_buckets=False), TWO_CHUNKS_WITHOUT_BUCKETS, count_mutations)
 
 
 def test_every_mutation_of_neighbours_on_a_rank_is_killed(count_mutations: CountMutations) -> None:
