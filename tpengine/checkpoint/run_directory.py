@@ -56,7 +56,9 @@ def _new_name() -> Path:
 def _check_checkpoints(path: Path, config: Config) -> None:
     place = checkpoints_of(path).path
     if os.path.lexists(place) and not place.is_dir():
-        raise ValueError(f"checkpoints must go to a directory: {place} is not a directory: remove it or use another --run-dir")
+        raise ValueError(
+            f"checkpoints must go to a directory: {place} is not a directory: remove it or use another --run-dir"
+        )
     newest = checkpoints_of(path).newest()
     if newest is not None and not config.resume:
         raise ValueError(

@@ -96,4 +96,6 @@ def _check_place(path: Path) -> None:
     if not path.resolve().parent.is_dir():
         raise ValueError(f"a file must lie in a directory that exists: got {path}: make {path.parent} first")
     if path.exists() and not path.is_file():
-        raise ValueError(f"a file must not replace what is none: {path} is a directory or device: choose another name")
+        raise ValueError(
+            f"a file must not replace what is not a regular file: {path} is a directory or device: choose another name"
+        )
