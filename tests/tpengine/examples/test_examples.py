@@ -69,5 +69,5 @@ def test_every_example_is_run_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
     (run,) = [mark for mark in test_an_example_runs_and_learns.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
     assert {getattr(case, "values", case)[0] for case in run.args[1]} | {"feed_forward"} | MODULES == names
-    listed = (EXAMPLES / "__init__.py").read_text()
-    assert not [name for name in names if f"- {name}: " not in listed]
+    listed, linked = (EXAMPLES / "__init__.py").read_text(), (ROOT / "README.md").read_text()
+    assert not [name for name in names if f"- {name}: " not in listed or f"(tpengine/examples/{name}.py)" not in linked]
