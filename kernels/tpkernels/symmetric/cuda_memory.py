@@ -14,8 +14,10 @@ the other ranks then wait in, and addresses are those of segments, not of tensor
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -269,7 +271,10 @@ def _peer_problem(index: int, indices: Sequence[int]) -> str:
             )
         if not torch.cuda.can_device_access_peer(index, peer):
             return f"cuda:{index} cannot address the memory of cuda:{peer}: use GPUs that a link or switch connects"
-        if not _has_native_atomics(index, peer):
+        has_atomics = _has_native_atomics(index, peer)
+        if has_atomics is None and index == min(indices):
+            _say_that_atomics_are_not_checked()
+        if has_atomics is False:
             return (
                 f"cuda:{index} has no atomic operations on the memory of cuda:{peer}, by which kernels signal: use "
                 "GPUs that NVLink connects, not PCIe"
@@ -277,21 +282,31 @@ def _peer_problem(index: int, indices: Sequence[int]) -> str:
     return ""
 
 
-def _has_native_atomics(index: int, peer: int) -> bool:
-    """Whether the link between two GPUs carries atomic operations, which PCIe does not; yes where nobody can tell."""
+@functools.cache
+def _say_that_atomics_are_not_checked() -> None:
+    """Once a process, by the first GPU's."""
+    print(
+        "tpkernels: nobody tells whether these GPUs have atomic operations on each other's memory, by which kernels "
+        "signal: not checked: if exchanges end with PeerTimeout, use parallel.tp_comm plain, or no arena",
+        file=sys.stderr,
+    )
+
+
+def _has_native_atomics(index: int, peer: int) -> bool | None:
+    """Whether the link between two GPUs carries atomic operations, which PCIe does not; None where nobody can tell."""
     if torch.version.hip:
-        return True
+        return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return True
+        return None
     devices = [ctypes.c_int(), ctypes.c_int()]
     for device, number in zip(devices, (index, peer), strict=True):
         if driver.cuDeviceGet(ctypes.byref(device), number):
-            return True
+            return None
     value = ctypes.c_int()
     if driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *devices):
-        return True
+        return None
     return bool(value.value)
 
 

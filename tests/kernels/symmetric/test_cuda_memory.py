@@ -113,7 +113,8 @@ class Driver:
         return 1 if peer.value == 13 else 0
 
 
-def test_gpus_whose_link_has_no_atomics_are_named() -> None:
+def test_gpus_whose_link_has_no_atomics_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    cuda_memory._say_that_atomics_are_not_checked.cache_clear()
     everyone = patch("torch.cuda.can_device_access_peer", lambda device, peer: True)
     with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", Driver):
         assert cuda_memory._peer_problem(0, [0, 1, 1]) == ""
@@ -122,11 +123,16 @@ def test_gpus_whose_link_has_no_atomics_are_named() -> None:
         assert cuda_memory._peer_problem(2, [1, 2]).startswith(
             "cuda:2 has no atomic operations on the memory of cuda:1"
         )
+        assert capsys.readouterr().err == ""
+        assert cuda_memory._peer_problem(3, [0, 3]) == ""
+        assert capsys.readouterr().err == "", "the first GPU's rank says it"
         assert cuda_memory._peer_problem(0, [0, 3]) == "", "what the driver cannot tell is tried"
+        assert capsys.readouterr().err.endswith("or no arena\n")
         with patch("torch.version.hip", "7.0"):
             assert cuda_memory._peer_problem(0, [0, 2]) == ""
     with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", no_driver):
         assert cuda_memory._peer_problem(0, [0, 2]) == ""
+    assert capsys.readouterr().err == "", "it is said once"
 
 
 def no_driver(name: str) -> None:

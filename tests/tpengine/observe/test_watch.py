@@ -72,7 +72,10 @@ DEAF = (
 def waits_for_a_lock(pid: int) -> bool:
     """Whether a program's main thread sleeps in C, waiting for a lock that nobody ever opens."""
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
-    return state == "S" and Path(f"/proc/{pid}/wchan").read_text().startswith("futex")
+    place = Path(f"/proc/{pid}/wchan").read_text()
+    if state == "S" and place == "0":
+        pytest.skip("this machine does not tell where a process sleeps: /proc/<pid>/wchan is 0")
+    return state == "S" and place.startswith("futex")
 
 
 def pending_signals(pid: int) -> bool:
