@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.ranks.progress import finish
 
 from tpengine import train
 from tpengine.checkpoint.resume import checkpoints_of
@@ -29,7 +30,7 @@ def command(num_ranks: int, path: Path, steps: int) -> list[str]:
     return [sys.executable, *launcher, "-m", "tpengine.train", *SMALL, *lengths, "--data.path", str(path)]
 
 
-def start(num_ranks: int, path: Path, steps: int = 100_000) -> subprocess.Popen[str]:
+def start(num_ranks: int, path: Path, steps: int = 1_000) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(num_ranks, path, steps),
         stdout=subprocess.PIPE,
@@ -79,7 +80,7 @@ def test_other_content_than_the_hash_says_ends_the_run_on_all_ranks(tmp_path: Pa
     path = tmp_path / "some.tokens"
     write_tokens(path, np.arange(90_000) % 200, 200)
     change(path, 50_000, 1)
-    output, errors = start(2, path).communicate()
+    output, errors = finish(start(2, path))
     (line,) = lines(errors)
     # torchrun's report ends with the first rank's exit code and line.
     assert "exitcode  : 2" in errors and f"traceback : {line.removeprefix('tpengine: error: ')}" in errors, output
@@ -97,7 +98,7 @@ def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
         if line.startswith("step "):
             break
     os.truncate(path, 100)
-    _, errors = process.communicate()
+    _, errors = finish(process)
     assert process.returncode == 2 and errors.count("\n") == 1, errors
     assert str(path) in errors and "cut short" in errors
 
@@ -110,7 +111,7 @@ def test_a_bad_token_in_the_held_out_text_is_one_line(tmp_path: Path) -> None:
     content[16:24] = (200).to_bytes(8, "little")
     path.write_bytes(content)
     process = start(0, path, steps=1)
-    output, errors = process.communicate()
+    output, errors = finish(process)
     assert process.returncode == 2 and "step 1/1" in output, errors
     assert errors.startswith("tpengine: error: tokens must be at least 0 and below model.vocab_size: got 255, ")
     assert errors.count("\n") == 1 and checkpoints_of(tmp_path / "out").newest() is not None

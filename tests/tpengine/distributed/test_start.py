@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.ranks.progress import LOOK_SECONDS, Progress
+from support.ranks.progress import LOOK_SECONDS, Progress, wait_until
 
 from tpengine.distributed.launch import _port
 
@@ -139,7 +139,7 @@ def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> No
     """Rank 1 waits in a collective of two for longer than its patience, while rank 0 computes. Only rank 1 is asked."""
     port = free_port()
     drill = ROOT / "tests/support/engine/drill_program.py"
-    forever = "--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", "out"
+    forever = "--train.steps", "400", "--train.checkpoint-every", "100000", "--run-dir", "out"
     ranks = [
         start(
             {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -151,13 +151,13 @@ def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> No
         for rank in range(2)
     ]
     metrics = tmp_path / "out" / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
-        assert ranks[0].poll() is None and ranks[1].poll() is None
-        time.sleep(0.05)
+    wait_until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, ranks[0], "the ranks make no steps"
+    )
     ranks[1].send_signal(signal.SIGTERM)
     (code, errors, _), other = ends_of(*ranks)
     assert code == 143 and other == (143, [], ""), errors
-    assert "tpengine: terminated after step 3 of 100000: saved in out/checkpoints/step-00000003" in errors[-1]
+    assert "tpengine: terminated after step 3 of 400: saved in out/checkpoints/step-00000003" in errors[-1]
 
 
 IMPATIENT = """

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -201,9 +200,9 @@ def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> N
     first = start_node(environ, arguments, drill="none:0:0")
     wait_until_listening(port, first)
     second = start_node(environ, arguments, drill="node:any:5")
-    second.communicate()
+    finish(second)
     assert second.returncode == -signal.SIGKILL
-    out, errors = first.communicate()
+    out, errors = finish(first)
     assert first.returncode == 0, errors
     assert "changed since the checkpoint: parallel.dp from 2 to 1" in out
     assert "changed since the checkpoint: train.num_micro_batches from 4 to 8" in out
@@ -216,12 +215,11 @@ def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> N
 
 
 def wait_until_listening(port: int, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None:
+    def listens() -> bool:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(process.communicate()[1])
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens, process, "nobody listens where the nodes meet")
 
 
 def numbers_of(metrics: Path) -> list[tuple[int, float, float, float]]:
