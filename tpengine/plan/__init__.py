@@ -8,10 +8,10 @@ from tpengine.plan.actions import Action, Kind, counterpart, format_actions, par
 from tpengine.plan.clock import clock
 from tpengine.plan.lower import lower
 from tpengine.plan.lower.slack import slack
+from tpengine.plan.lower.slots import ReceiveSlots, receive_slots
 from tpengine.plan.partition import partition_layers
 from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorSpec, Tie
 from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_only, make_schedule
-from tpengine.plan.slots import ReceiveSlots, receive_slots
 from tpengine.plan.text import parse_plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 from tpengine.plan.verify import verify

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from tpengine.plan.lower.slots import receive_slots
 from tpengine.plan.plan import Plan
-from tpengine.plan.slots import receive_slots
 from tpengine.plan.timeline import RankTimeline
 from tpengine.simulate.costs import ChunkBytes, Costs, spec_bytes, tensor_of
 

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NoReturn, Protocol, get_args
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import Arena, shard_rows
 from tpkernels.exchange.device_arena import DeviceArena, model_of
+from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
@@ -37,9 +38,6 @@ from tpkernels.symmetric.host_memory import MemoryRefused
 from tpkernels.symmetric.memory import check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
 
-# Which way a sharded matmul and its exchange are done: fused/strategy.py.
-Strategy = Literal["plain", "fused", "push"]
-_AUTO = "auto"
 _ALONE = "alone"
 # By which every exchange begins.
 _CLOSED_TO_CHILDREN = (
@@ -57,17 +55,6 @@ _CLOSED_TO_CHILDREN = (
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SUMMABLE = frozenset((*_FLOATS, *_INTEGERS))
-
-
-def checked(strategy: str) -> str:
-    """The strategy that a user names, if there is such a one.
-
-    Raises:
-        ValueError: there is not.
-    """
-    if strategy not in (_AUTO, *get_args(Strategy)):
-        raise ValueError(f"strategy must be auto, plain, fused or push: got {strategy!r}: use auto")
-    return strategy
 
 
 class Pending(Protocol):

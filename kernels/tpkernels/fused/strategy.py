@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tpkernels.exchange.communicator import Strategy
+from tpkernels.exchange.strategies import Strategy
 from tpkernels.symmetric.signals_kernel import MAX_SPLITS
 from tpkernels.work import (
     Rates,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks.rank_pool import RankPool
-from tpkernels.exchange.communicator import checked
+from tpkernels.exchange.strategies import checked
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.strategy import Operation, choose, predicted, splits_of
 from tpkernels.launch import Target

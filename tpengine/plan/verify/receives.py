@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tpengine.plan.actions import COMPUTE, RECEIVES, Kind
+from tpengine.plan.lower.slots import ReceiveSlots, receive_slots
 from tpengine.plan.plan import Plan
-from tpengine.plan.slots import ReceiveSlots, receive_slots
 from tpengine.plan.verify.fault import fault
 
 _Piece = tuple[int, int]
