@@ -6,7 +6,7 @@
     ending.py        ties, clipping, the optimizer's step
 
 Which buckets there are is the caller's choice; slack.py tells how much time each chunk leaves them. Which buffer a
-receive writes follows from the finished list (plan/slots.py).
+receive writes follows from the finished list (slots.py).
 """
 
 from __future__ import annotations
