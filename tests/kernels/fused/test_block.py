@@ -17,7 +17,7 @@ from support.kernels.precision import check_errors, unwritten_is_nan
 from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tpkernels.launch import Target, observed
+from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.activation import swiglu
 from tpkernels.ops.attention import attention_qkv
 from tpkernels.ops.norm.operator import add_rms_norm, rms_norm
@@ -136,7 +136,9 @@ def engines_block(x: Tensor, **weights: Tensor) -> Tensor:
 
 def check_block(device: str, dtype: torch.dtype, name: str) -> None:
     operator = {"operators": block_of_operators, "engine": engines_block}[name]
-    check_errors(f"block of {name}", operator, llama_layer, lambda seed: drawn(dtype, device, seed), draws=2)
+    # Interpreted, a draw takes seconds.
+    num_draws = 2 if INTERPRETED else 8
+    check_errors(f"block of {name}", operator, llama_layer, lambda seed: drawn(dtype, device, seed), draws=num_draws)
 
 
 @every_rung_and_dtype

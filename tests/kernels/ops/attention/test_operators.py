@@ -21,7 +21,7 @@ from support.kernels.attention_cases import (
 from support.kernels.precision import with_gaps
 from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
-from tpkernels.launch import Target, observed
+from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.attention import attention, attention_qkv
 from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
@@ -356,16 +356,20 @@ def check_softmax_is_in_float32(device: str, dtype: torch.dtype) -> None:
 
     Scores of some 30 rounded to 16 bits would be wrong by a hundredth or more, and the probabilities with them.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 130, 2, 64, generator=generator).to(device, dtype) for _ in range(3))
-    heads = [t.double().transpose(1, 2) for t in (2 * q, 2 * k, v)]
-    exact = (heads[0] @ heads[1].mT / 8).softmax(-1) @ heads[2]
-    wide = [t.float() for t in heads]
-    p = (wide[0] @ wide[1].mT / 8).softmax(-1)
-    careful = (p.to(dtype) @ heads[2].to(dtype)).double()
-    careless = (heads[0].to(dtype) @ heads[1].to(dtype).mT / 8).softmax(-1) @ heads[2].to(dtype)
-    got = attention(2 * q, 2 * k, v, causal=False).transpose(1, 2)
-    error, allowed, without = ((y.double() - exact).abs().max() for y in (got, careful, careless))
+    largest = torch.zeros(3, dtype=torch.float64)
+    for seed in range(2 if INTERPRETED else 8):  # interpreted, a draw takes seconds
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 130, 2, 64, generator=generator).to(device, dtype) for _ in range(3))
+        heads = [t.double().transpose(1, 2) for t in (2 * q, 2 * k, v)]
+        exact = (heads[0] @ heads[1].mT / 8).softmax(-1) @ heads[2]
+        wide = [t.float() for t in heads]
+        p = (wide[0] @ wide[1].mT / 8).softmax(-1)
+        careful = (p.to(dtype) @ heads[2].to(dtype)).double()
+        careless = (heads[0].to(dtype) @ heads[1].to(dtype).mT / 8).softmax(-1) @ heads[2].to(dtype)
+        got = attention(2 * q, 2 * k, v, causal=False).transpose(1, 2)
+        errors = [float((y.double() - exact).abs().max()) for y in (got, careful, careless)]
+        largest = largest.maximum(torch.tensor(errors, dtype=torch.float64))
+    error, allowed, without = largest.tolist()
     assert error <= 2 * allowed < without, (error, allowed, without)
 
 
