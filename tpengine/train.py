@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise
             mistake = one_line(str(error))
         watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
-        if prepared is not None:
+        if prepared is not None and watch.timeout_seconds:  # 0 is for ever
             # Until the first step: another host may still be reading its text.
             watch.timeout_seconds += prepared.corpus.reading_seconds
         meeting = _meet(launch, mistake, watch)

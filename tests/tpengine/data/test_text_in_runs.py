@@ -45,10 +45,11 @@ def lines(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("tpengine: ")]
 
 
+@pytest.mark.parametrize(("limit", "longer"), [(60, 60.009), (0, 0)])
 def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, longer: float
 ) -> None:
-    """At 10 MB/s; a slow host's start would be ended again and again."""
+    """At 10 MB/s; a slow host's start would be ended again and again. A limit of 0 is none."""
     path = tmp_path / "some.tokens"
     write_tokens(path, np.arange(90_000) % 200, 200)
     limits: list[float] = []
@@ -62,11 +63,12 @@ def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
         if run_dir == "without":
             content = path.read_bytes()
             path.write_bytes(content[:32] + bytes(32) + content[64:])
-        flags = ["--data.path", str(path), "--train.timeout-seconds", "60", "--run-dir", str(tmp_path / run_dir)]
+        flags = ["--data.path", str(path), "--train.timeout-seconds", str(limit)]
+        flags += ["--run-dir", str(tmp_path / run_dir)]
         monkeypatch.setattr(sys, "argv", ["train", *SMALL, *flags])
         with pytest.raises(SystemExit):
             train.main()
-    assert limits == [60, pytest.approx(60.009)]
+    assert limits == [limit, pytest.approx(longer)]
 
 
 def change(path: Path, place: int, token: int) -> None:
