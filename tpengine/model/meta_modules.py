@@ -45,7 +45,13 @@ def materialise(
 
 
 @torch.no_grad()
-def fill_modules(modules: Iterable[tuple[int, str, nn.Module]], init: Init, seed: int, device: torch.device) -> None:
+def fill_modules(
+    modules: Iterable[tuple[int, str, nn.Module]],
+    init: Init,
+    seed: int,
+    device: torch.device,
+    made: Mapping[Tensor, Tensor],
+) -> None:
     """Give modules that have been materialised their values.
 
     Args:
@@ -54,13 +60,14 @@ def fill_modules(modules: Iterable[tuple[int, str, nn.Module]], init: Init, seed
             the place. Or the whole model's state dict, of which only these modules' names are read.
         seed: of the whole model.
         device: its generator is seeded beside the CPU's. Afterwards both are as they were.
+        made: what `materialise` has put in it: only these tensors must get a value, others have always had one.
 
     Raises:
-        ValueError: a tensor has got no value, or the state dict's has another shape. Of bool and integers of up to 16
-            bits only a tensor is noticed that nothing has written to.
+        ValueError: a tensor that was on the meta device has got no value, or the state dict's has another shape. Of
+            bool and integers of up to 16 bits only a tensor is noticed that nothing has written to.
     """
     modules = list(modules)
-    versions = {tensor: tensor._version for _, _, module in modules for _, tensor in _named_tensors(module)}
+    versions = {tensor: tensor._version for tensor in made.values()}
     for place, prefix, module in modules:
         if isinstance(init, Mapping):
             _load(module, prefix, init)
@@ -96,14 +103,16 @@ def _mark(dtype: torch.dtype) -> float:
 
 
 def _is_unfilled(tensor: Tensor, versions: Mapping[Tensor, int]) -> bool:
-    """Whether a tensor still has the mark; `versions` of the tensors when they had nothing else."""
+    """Whether a tensor still has the mark; `versions` of those that were given one, when they had nothing else."""
+    if tensor not in versions:
+        return tensor.is_meta
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     mark = _mark(tensor.dtype)
     if mark != 0:
         return bool((tensor == mark).any())
     # Zero may be its value: then something has written it. What is written past autograd's count is not zero.
-    return tensor.numel() > 0 and versions.get(tensor) == tensor._version and not bool(tensor.any())
+    return tensor.numel() > 0 and versions[tensor] == tensor._version and not bool(tensor.any())
 
 
 def _load(module: nn.Module, prefix: str, state: Mapping[str, Tensor]) -> None:

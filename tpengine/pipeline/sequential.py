@@ -359,7 +359,8 @@ class Pipeline:
         problem: Exception | None = None
         try:
             materialise(self.stage, self._device, made=made)
-            fill_modules([(index, name, module) for module, (index, name) in places.items()], init, seed, self._device)
+            modules = [(index, name, module) for module, (index, name) in places.items()]
+            fill_modules(modules, init, seed, self._device, made)
         except Exception as error:
             problem = error
         refusing = self._ranks_where(problem is not None)

@@ -186,10 +186,11 @@ def test_mistakes_are_one_line_on_every_rank(ranks: RankPool, what: str, first: 
 def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     with torch.device("meta"):
         module = nn.Linear(3, 3)
-    materialise(module, CPU)
+    made: dict[Tensor, Tensor] = {}
+    materialise(module, CPU, made=made)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    fill_modules([(0, "0", module)], reset, 1, CPU)
+    fill_modules([(0, "0", module)], reset, 1, CPU, made)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -201,12 +202,13 @@ _DTYPES = [torch.float16, torch.float8_e4m3fn, torch.int64, torch.complex64, *_S
 def test_what_has_no_value_is_noticed_in_every_dtype(dtype: torch.dtype) -> None:
     module = nn.Module()
     module.register_buffer("table", torch.empty(3, dtype=dtype, device="meta"))
-    materialise(module, CPU)
+    made: dict[Tensor, Tensor] = {}
+    materialise(module, CPU, made=made)
     with pytest.raises(ValueError, match=r"m\.table got no value from init"):
-        fill_modules([(0, "m", module)], lambda module, index: None, 0, CPU)
+        fill_modules([(0, "m", module)], lambda module, index: None, 0, CPU, made)
     with pytest.raises(ValueError, match=r"m\.table got no value from the state dict"):
-        fill_modules([(0, "m", module)], {}, 0, CPU)
-    fill_modules([(0, "m", module)], lambda module, index: module.table.copy_(torch.ones(3)), 0, CPU)
+        fill_modules([(0, "m", module)], {}, 0, CPU, made)
+    fill_modules([(0, "m", module)], lambda module, index: module.table.copy_(torch.ones(3)), 0, CPU, made)
 
 
 @pytest.mark.parametrize("dtype", _SMALL)
@@ -232,7 +234,18 @@ def test_zeros_are_values_of_masks_and_small_integers(dtype: torch.dtype, way: s
             case "a shared one" if index == 0:
                 module.table.zero_()
 
-    fill_modules([(number, str(number), module) for number, module in enumerate(modules)], fill, 0, CPU)
+    fill_modules([(number, str(number), module) for number, module in enumerate(modules)], fill, 0, CPU, made)
+
+
+@pytest.mark.parametrize("value", [False, -(2**63), float("nan")])
+def test_tensors_that_were_never_on_meta_keep_their_values_whatever_these_are(value: float) -> None:
+    """A mask, a padding index, a table of unknowns: made on the CPU, beside weights on the meta device."""
+    module = nn.Linear(3, 3, device="meta")
+    module.register_buffer("table", torch.tensor([value] * 3), persistent=False)
+    made: dict[Tensor, Tensor] = {}
+    materialise(module, CPU, made=made)
+    fill_modules([(0, "0", module)], {"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3)}, 0, CPU, made)
+    assert torch.equal(torch.isnan(module.table), torch.full((3,), value != value))
 
 
 def test_what_is_shared_stays_shared_and_what_is_written_on_it_stays() -> None:
