@@ -23,6 +23,8 @@ class Launch:
         local_rank, local_world_size: on this node.
         address, port: where the processes meet; rank 0's host, unless torchrun's agent keeps the store. Empty and 0 for
             one process.
+        run: what tells this run from others, the same on all ranks: torchrun's number of it, or the step of a SLURM job
+            where that chose the port; empty where nobody says it.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class Launch:
     local_world_size: int
     address: str = ""
     port: int = 0
+    run: str = ""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Launch:
@@ -69,7 +72,11 @@ class Launch:
                 f"{world_size} processes must know where to meet: MASTER_ADDR {address or None}, "
                 f"MASTER_PORT {port or None}: start with torchrun"
             )
-        return cls(rank, world_size, local_rank, local_world_size, address, int(port))
+        # Where a person chose the port, the ranks may be of several steps.
+        run = f"SLURM's step {_step_name(environ)}" if step and not environ.get("MASTER_PORT") else ""
+        if "TORCHELASTIC_RUN_ID" in environ:
+            run = f"torchrun's run {environ['TORCHELASTIC_RUN_ID']}"
+        return cls(rank, world_size, local_rank, local_world_size, address, int(port), run)
 
     def variables(self) -> dict[str, str]:
         """The environment that says this place, for libraries that read it."""
@@ -154,8 +161,12 @@ def _first_node(nodes: str) -> str:
 
 def _port(environ: Mapping[str, str]) -> int:
     """A port that two steps side by side on a node hardly ever share: one in 10,000 pairs does."""
-    step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
-    return _FIRST_PORT + int.from_bytes(hashlib.sha256(step.encode()).digest()[:8], "little") % _NUM_PORTS
+    digest = hashlib.sha256(_step_name(environ).encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:8], "little") % _NUM_PORTS
+
+
+def _step_name(environ: Mapping[str, str]) -> str:
+    return f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
 
 
 def num_cores(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

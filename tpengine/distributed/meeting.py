@@ -94,12 +94,18 @@ class Meeting:
             Whether all ranks go on.
 
         Raises:
-            ValueError: the store is another run's, whose ranks have been here.
+            ValueError: the store is another run's; that run does not notice, unless it has as many ranks and neither
+                says which run it is.
         """
         rank, store = self._launch.rank, self._store
+        is_said = False
+        if rank != 0:
+            is_said = self._hear("world_size", mistake, speak)
+            self._check_run()
         if store.add(f"here/{rank}", 1) > 1:
             raise ValueError(self._another_run(f"rank {rank} has been here"))
         if rank == 0:
+            store.set("run", self._launch.run)
             store.set("world_size", str(self._launch.world_size))
         store.set(f"mistake/{rank}", mistake)
         store.add("mistakes", int(bool(mistake)))
@@ -112,16 +118,7 @@ class Meeting:
             if others:
                 self._wait_until_heard()
             return not others
-        self._awaited = "rank 0"
-        silent_until = self._clock() + _SILENCE_SECONDS
-        while not store.check(["verdict"]):
-            time.sleep(_POLL_SECONDS)
-            if mistake and self._clock() > silent_until:
-                speak(mistake)
-                silent_until = float("inf")
-        self._awaited = ""
-        if (size := int(store.get("world_size"))) != self._launch.world_size:
-            raise ValueError(self._another_run(f"it has {size} ranks, this one {self._launch.world_size}"))
+        self._hear("verdict", "" if is_said else mistake, speak)
         verdict = store.get("verdict")
         store.add("heard", 1)
         return not verdict
@@ -129,6 +126,31 @@ class Meeting:
     def another_client(self) -> Any:
         """A connection of its own to the same store, for a thread that must not wait for other threads' calls."""
         return self._client(is_master=False)
+
+    def _hear(self, name: str, mistake: str, speak: Callable[[str], None]) -> bool:
+        """Wait until rank 0 has said something; return whether this rank has said its mistake meanwhile."""
+        self._awaited = "rank 0"
+        silent_until = self._clock() + _SILENCE_SECONDS
+        has_spoken = False
+        while not self._store.check([name]):
+            time.sleep(_POLL_SECONDS)
+            if mistake and not has_spoken and self._clock() > silent_until:
+                speak(mistake)
+                has_spoken = True
+        self._awaited = ""
+        return has_spoken
+
+    def _check_run(self) -> None:
+        """Leave a store that is another run's before writing there; rank 0 has said whose it is.
+
+        Raises:
+            ValueError: it has another number of ranks, or says another run.
+        """
+        size, run = int(self._store.get("world_size")), self._store.get("run").decode()
+        if size != self._launch.world_size:
+            raise ValueError(self._another_run(f"it has {size} ranks, this one {self._launch.world_size}"))
+        if run and self._launch.run and run != self._launch.run:
+            raise ValueError(self._another_run(f"it is {one_line(run)}, this one {one_line(self._launch.run)}"))
 
     def _another_run(self, why: str) -> str:
         place = f"{self._launch.address}:{self._launch.port}"

@@ -39,7 +39,7 @@ def test_processes_started_by_hand_are_on_one_host() -> None:
 def test_srun_without_a_wrapper_says_every_place() -> None:
     """Read as local rank 0, all tasks of a node would take its first GPU."""
     place = Launch.of(SRUN)
-    assert place == Launch(4, 8, 1, 3, "rack3-n07", place.port)
+    assert place == Launch(4, 8, 1, 3, "rack3-n07", place.port, "SLURM's step 40123.2")
     last = {**SRUN, "SLURM_PROCID": "7", "SLURM_NODEID": "2"}
     assert Launch.of(last).port == place.port
     assert (Launch.of(last).local_rank, Launch.of(last).local_world_size) == (1, 2)
@@ -53,7 +53,7 @@ def test_a_wrapper_that_sets_only_rank_and_size_is_completed() -> None:
 
 def test_torchrun_under_srun_has_the_last_word() -> None:
     workers = {**BY_HAND, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
-    assert Launch.of({**SRUN, **workers}) == Launch(3, 8, 3, 4, "head", 29500)
+    assert Launch.of({**SRUN, **workers}) == Launch(3, 8, 3, 4, "head", 29500, "torchrun's run x")
 
 
 def test_processes_by_hand_within_one_task_are_no_tasks() -> None:

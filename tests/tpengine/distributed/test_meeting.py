@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch.distributed as dist
 
 from tpengine.distributed.launch import Launch
@@ -27,10 +28,15 @@ class Ranks:
         self._threads: list[threading.Thread] = []
 
     def come(
-        self, rank: int, mistake: str, clock: Callable[[], float] = time.monotonic, world_size: int | None = None
+        self,
+        rank: int,
+        mistake: str,
+        clock: Callable[[], float] = time.monotonic,
+        world_size: int | None = None,
+        run: str = "",
     ) -> None:
         size = world_size or self._world_size
-        meeting = Meeting(Launch(rank, size, rank, size, "nowhere", 1), {}, clock)
+        meeting = Meeting(Launch(rank, size, rank, size, "nowhere", 1, run), {}, clock)
         meeting._store = self._store
 
         def meet() -> None:
@@ -70,6 +76,37 @@ def test_a_rank_of_another_run_leaves_and_disturbs_nobody() -> None:
     for said, why in zip(sorted(ranks.refused), ("it has 2 ranks, this one 4", "rank 1 has been here"), strict=True):
         assert said.startswith("the port at which the ranks meet must be this run's alone: nowhere:1 is another run's")
         assert why in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "run", "why"),
+    [
+        (4, "", "it has 2 ranks, this one 4"),
+        (2, "SLURM's step 7.1", "it is SLURM's step 7.0, this one SLURM's step 7.1"),
+    ],
+)
+def test_a_rank_of_another_run_that_comes_before_the_verdict_leaves_no_trace(
+    world_size: int, run: str, why: str
+) -> None:
+    """Its mistake would end the run, its place would be taken for that of the rank that is still to come."""
+    ranks = Ranks(2)
+    ranks.come(1, "its own mistake", world_size=world_size, run=run)
+    ranks.come(0, "", run="SLURM's step 7.0")
+    while not ranks.refused and not ranks.goes_on:
+        time.sleep(0.01)
+    ranks.come(1, "", run="SLURM's step 7.0")
+    ranks.end()
+    assert ranks.goes_on == {0: True, 1: True} and not any(ranks.said.values())
+    assert len(ranks.refused) == 1 and why in ranks.refused[0] and "\n" not in ranks.refused[0]
+
+
+@pytest.mark.parametrize("runs", [("", "SLURM's step 7.0"), ("SLURM's step 7.0", "")])
+def test_who_knows_no_run_is_of_any(runs: tuple[str, str]) -> None:
+    ranks = Ranks(2)
+    for rank, run in enumerate(runs):
+        ranks.come(rank, "", run=run)
+    ranks.end()
+    assert ranks.goes_on == {0: True, 1: True}
 
 
 def test_rank_0_says_every_mistake_of_the_others_once() -> None:
