@@ -11,6 +11,7 @@ only what is not there yet. The tests take what the lock knows from it, and comp
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import multiprocessing
 import re
@@ -118,7 +119,7 @@ def main(options: Options) -> int:
     known = read_lock() if options.lock else {}
     every = compile_all(pairs, options.jobs, track, known=known)
     if options.lock:
-        others = [one for one in known.values() if (one.op, one.target) not in pairs]
+        others = [one for one in known.values() if (one.op, one.target) not in pairs and one.op in LAUNCHES]
         write_lock([*others, *every])
     table = Table(title="compiled, not run", box=box.SIMPLE)
     for name in ("operator", "kernel", "target", "registers", "spilled", "shared", "matrix instructions", "constants"):
@@ -197,7 +198,7 @@ def _compile_one(
             name, config = kernel.fn.__name__, describe(kernel, arguments, options)
             if (name, config) in found:
                 return
-            key = _key(kernel, arguments, options, target_name)
+            key = _key(op, kernel, arguments, options, target_name)
             if key in known_by_key:
                 found[name, config] = known_by_key[key]
                 return
@@ -219,18 +220,21 @@ def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any
     of_arguments: list[object] = []
     for parameter, value in zip(kernel.params, arguments, strict=False):
         if isinstance(value, int):
-            of_arguments.append(None if parameter.do_not_specialize else (value % 16 == 0, value == 1))
+            of_arguments.append(
+                None if parameter.do_not_specialize else (value % 16 == 0, value == 1, value.bit_length() > 31)
+            )
         else:
             of_arguments.append(value.dtype if isinstance(value, Tensor) else type(value).__name__)
     return kernel.fn.__name__, *of_arguments, *sorted(options.items())
 
 
-def _key(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any], target_name: str) -> str:
-    """What is compiled: the kernel with all functions it calls, for what, by which compiler."""
+def _key(op: str, kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any], target_name: str) -> str:
+    """What is compiled: the kernel with all functions it calls, for what, by what; and how it is looked at."""
     _forget_lines(kernel)
     of_launch = repr(specialised(kernel, arguments, options))
-    text = "\0".join((kernel.cache_key, of_launch, target_name, triton.__version__))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    looks = "".join(inspect.getsource(look) for look in (_look_at, _nvidia_resources, _amd_resources))
+    text = (op, kernel.cache_key, of_launch, repr(TARGETS[target_name]), triton.__version__, looks)
+    return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
 
 
 def _forget_lines(kernel: Any) -> None:

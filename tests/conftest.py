@@ -1,7 +1,7 @@
 """Fixtures of the whole suite: the pools of ranks; and what the summary ends with: mutations, CPU seconds.
 
 With pytest-xdist each of its workers is a session of its own, with its own pools; it hands its counts over at its end.
-Tests that share a pool form a group, which one worker runs, so that no pool is started twice.
+A file is one worker's. The dearest files come first, so that at the end no worker waits long for the other.
 """
 
 from __future__ import annotations
@@ -83,8 +83,19 @@ MUTATIONS = pytest.StashKey[MutationCounts]()
 COSTS = pytest.StashKey[dict[str, float]]()
 ALL = "everything"
 NUM_DEAREST = 10
-# Whoever asks for one of these shares its processes; who asks for none is grouped with the tests of the same file.
-POOLS = {"ranks": "ranks", "interpreters": "interpreters", "rung": "interpreters", "run": "interpreters"}
+# Files that take minutes; the others follow in their own order.
+DEAREST = (
+    "tests/tpengine/training/test_drills.py",
+    "tests/kernels/fused/test_kernels.py",
+    "tests/tpengine/commands/certify",
+    "tests/tpengine/model/test_exact.py",
+    "tests/tpengine/training/state",
+    "tests/tpengine/test_train.py",
+    "tests/kernels/fused/test_ptx.py",
+    "tests/tpengine/training/layouts",
+    "tests/kernels/ops/attention",
+    "tests/tpengine/examples",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,12 +104,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--budget", metavar="SECONDS", type=float, help="fail when the run takes more CPU seconds")
 
 
+def _place(item: pytest.Item) -> int:
+    return next((i for i, name in enumerate(DEAREST) if item.nodeid.startswith(name)), len(DEAREST))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        names = getattr(item, "fixturenames", ())
-        group = next((POOLS[name] for name in names if name in POOLS), item.location[0])
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(
+        key=lambda item: next((i for i, name in enumerate(DEAREST) if item.nodeid.startswith(name)), len(DEAREST))
+    )
     if config.option.slice is not None:
         items[:], others = config.option.slice.cut(items)
         config.hook.pytest_deselected(items=others)
@@ -151,6 +165,11 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     _add_mutations(node.config, output.get("mutations", {}))
     _add_costs(node.config, output.get("costs", {}))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    part = config.option.slice
+    return None if part is None else f"slice: {part.number + 1}/{part.num_parts}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -36,12 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         train.main(arguments[1:])
         return 0
     try:
-        try:
-            args = _parser().parse_args(arguments)
-            code: int = args.run(args) or 0
-        finally:
-            # Here and not as the interpreter ends, where nobody could catch what is raised.
-            sys.stdout.flush()
+        code = _run(arguments)
     except BrokenPipeError:
         # `| head`: who reads has enough. What is still to be flushed goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,6 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print("tpengine: interrupted; all ranks have ended", file=sys.stderr)
         return 128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        args = _parser().parse_args(arguments)
+        code: int = args.run(args) or 0
+    except SystemExit:  # help, the version
+        sys.stdout.flush()
+        raise
+    # Here and not as the interpreter ends, where nobody could catch what is raised.
+    sys.stdout.flush()
     return code
 
 
@@ -115,7 +122,11 @@ class _Version(argparse.Action):
     """Print the version and leave; looked up only here, since that takes time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        print(f"tpengine {importlib.metadata.version('tpengine')}")
+        try:
+            version = importlib.metadata.version("tpengine")
+        except importlib.metadata.PackageNotFoundError:
+            version = "of a checkout that is not installed"
+        print(f"tpengine {version}")
         parser.exit()
 
 

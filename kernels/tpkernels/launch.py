@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 try:
     import triton
@@ -136,6 +137,15 @@ def run(
         return
     with torch.cuda.device_of(next((x for x in arguments if isinstance(x, Tensor)), _ANY_DEVICE)):
         kernel[grid](*arguments, **options)
+
+
+def as_operator(x: Tensor) -> bool:
+    """Whether a Function's own call must go through the registered operator: traced, or on tensors without memory.
+
+    Such an operator says what comes out; a kernel would read addresses that are none.
+    """
+    has_memory = type(x) in (Tensor, Parameter) and (not x.is_meta or bool(_observers))
+    return torch.compiler.is_compiling() or not has_memory
 
 
 @contextmanager

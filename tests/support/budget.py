@@ -18,11 +18,17 @@ def cpu_seconds() -> float:
 def _ticks_of(pid: int) -> int:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = [
-            int(child)
-            for thread in Path(f"/proc/{pid}/task").iterdir()
-            for child in (thread / "children").read_text().split()
-        ]
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:  # it has ended meanwhile
         return 0
-    return sum(map(int, fields[_TIMES])) + sum(map(_ticks_of, children))
+    return sum(map(int, fields[_TIMES])) + sum(_ticks_of(child) for thread in threads for child in _children_of(thread))
+
+
+def _children_of(thread: Path) -> list[int]:
+    try:
+        return [int(child) for child in (thread / "children").read_text().split()]
+    except OSError:
+        # It has ended meanwhile; this one has not: without such a file nothing can be counted.
+        if thread.name == str(os.getpid()):
+            raise
+        return []

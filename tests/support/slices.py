@@ -20,14 +20,16 @@ class Slice(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Slice:
-        """Read k/N, 1 <= k <= N.
+        """Read k/N, 1 <= k <= N, or auto/N: another part each commit.
 
         Raises:
             pytest.UsageError: it is something else.
         """
         number, _, count = text.partition("/")
+        if number == "auto" and count.isdecimal() and int(count):
+            return cls(commit_number() % int(count), int(count))
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise pytest.UsageError(f"--slice must be k/N with k from 1 to N: got {text}: use 1/10")
+            raise pytest.UsageError(f"--slice must be k/N with k from 1 to N: got {text}: use auto/10")
         return cls(int(number) - 1, int(count))
 
     def holds(self, name: str) -> bool:
@@ -41,12 +43,16 @@ class Slice(NamedTuple):
         return mine, [item for item in every if not self.holds(item.nodeid)]
 
 
-def num_commits() -> int:
-    """How many commits lead to this one; 0 where there is no repository."""
+def commit_number() -> int:
+    """How many commits lead to this one; its time where the others are not here; 0 where there is no repository."""
     try:
-        done = subprocess.run(
-            ["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        if _git("rev-parse", "--is-shallow-repository") == "true":
+            return int(_git("log", "-1", "--format=%ct"))
+        return int(_git("rev-list", "--count", "HEAD"))
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return int(done.stdout)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

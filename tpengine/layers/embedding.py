@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
-from tpkernels.ops.embedding import embedding_forward
+from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
@@ -84,6 +84,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""
+        check_rows_and_table(tokens, self.weight, "weight")
         check_tokens(len(tokens), self.comm.size)
         check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
         y: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.comm, self.sink)

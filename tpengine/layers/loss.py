@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tpkernels.derivatives import differentiable_once
 from tpkernels.ops.cross_entropy.operator import (
+    check_logits,
     check_writable,
     combine_partials,
     gradient_of_,
@@ -76,7 +77,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
         valid targets of the global step is the caller's, who alone knows it.
 
     Raises:
-        ValueError: on a CPU, a label outside the vocabulary (on a GPU the check would wait for the device).
+        ValueError: shapes or dtypes that do not fit; on a CPU, a label outside the vocabulary (on a GPU the check would
+            wait for the device).
 
     Cost: one gather of 4*n*T numbers; keeps the logits for backward, and nothing else of their size.
     Numerics: in promote_types(dtype, float32); shards are added as torch.sum does over them. Source: Shoeybi et al.,
@@ -84,6 +86,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     """
     check_range("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
     shards = logits if logits.dim() == 3 else logits[None]
+    for shard in shards:
+        check_logits(shard, labels, 0, shard.shape[1])
     loss: Tensor = _VocabParallelCrossEntropy.apply(shards, labels, vocab_size, comm, must_keep(logits))
     return loss
 

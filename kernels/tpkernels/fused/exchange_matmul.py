@@ -191,6 +191,12 @@ def matmul_then_gather(
     return comm.all_gather_rows(mine, len(x), operation=operation)
 
 
+def kernels_gather(x: Tensor, weight: Tensor, comm: Communicator, num_tokens: int) -> bool:
+    """Whether `gather_matmul` of x[T/tp, D] and m[D, F] is done by kernels."""
+    columns, inner = weight.shape[1], x.shape[1]
+    return _by_kernels(x, comm, "gather", num_tokens, columns, inner, row_columns=inner)[0] is not None
+
+
 def _by_kernels(
     x: Tensor,
     comm: Communicator,

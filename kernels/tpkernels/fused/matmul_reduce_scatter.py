@@ -21,7 +21,7 @@ from torch import Tensor
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter
+from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, kernels_gather, matmul_scatter
 
 _NAME = "matmul_reduce_scatter"
 
@@ -92,7 +92,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if needs_dx:
         dx, *kept = _dgrad(dy, weight, group, x.shape[0], needs_dw or needs_dbias)
         full = kept[0] if kept else None
-    elif (needs_dw or needs_dbias) and communicator_named(group).device_arena_for(dy) is None:
+    elif (needs_dw or needs_dbias) and not kernels_gather(dy, weight, communicator_named(group), x.shape[0]):
         full = _gather(dy, group, x.shape[0])
     elif needs_dw or needs_dbias:
         # Kernels gather while they multiply, by a strategy that depends on the product: take part as the others do.

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
-from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
+from tpkernels.launch import accumulation_dtype, as_operator, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
 # Additions one after another. The partial sums are at most 2 in 32 of the gradient's rows.
 _PIECE = 32
@@ -214,14 +214,14 @@ def _backward_on_host_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 def embedding_forward(rows: Tensor, weight: Tensor) -> Tensor:
     """y[T, D] of rows[T]. For the forward of a Function; nothing is checked."""
-    if torch.compiler.is_compiling():
+    if as_operator(weight):
         return embedding_op(rows, weight)
     return (launch_embedding if by_triton(weight) else _on_host)(rows, weight)
 
 
 def add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
     """embedding_backward_ of rows[T] and dy[T, D]. For the backward of a Function; nothing is checked."""
-    if torch.compiler.is_compiling():
+    if as_operator(buffer):
         embedding_backward_op_(buffer, rows, dy)
         return
     (launch_embedding_backward_ if by_triton(dy) else _backward_on_host_)(buffer, rows, dy)
@@ -267,7 +267,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
 embedding_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check_rows_and_table(rows: Tensor, table: Tensor, name: str) -> None:
+def check_rows_and_table(rows: Tensor, table: Tensor, name: str) -> None:
     of_rows, of_table = rows.dtype in (torch.int32, torch.int64), table.dim() == 2 and table.is_floating_point()
     if not of_rows or not of_table or len(table) > _MOST_ROWS:
         raise ValueError(
@@ -299,7 +299,7 @@ def embedding(rows: Tensor, weight: Tensor) -> Tensor:
     Numerics: forward is exact; backward as embedding_backward_.
     Source: see the module.
     """
-    _check_rows_and_table(rows, weight, "weight")
+    check_rows_and_table(rows, weight, "weight")
     refuse_tangents("embedding", weight)
     y: Tensor = embedding_op(rows.reshape(-1), weight)
     return y.view(*rows.shape, weight.shape[1])
@@ -329,7 +329,7 @@ def embedding_backward_(buffer: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
     and the same however the vocabulary is cut: rows outside take places in the sorted order too.
     Source: see the module.
     """
-    _check_rows_and_table(rows, buffer, "buffer")
+    check_rows_and_table(rows, buffer, "buffer")
     fits = dy.shape == (*rows.shape, buffer.shape[1]) and buffer.dtype in (dy.dtype, accumulation_dtype(dy.dtype))
     if not fits:
         raise ValueError(

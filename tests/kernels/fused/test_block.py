@@ -192,7 +192,7 @@ def kernels_launched(device: str) -> set[str]:
     modules = set()
 
     def note(kernel: Any, *_: Any) -> None:
-        modules.add(kernel.fn.__module__.removeprefix("tpkernels."))
+        modules.add(kernel.fn.__module__.removeprefix("tpkernels.ops."))
 
     with observed(Target("cuda", 90), note):
         losses_and_gradients(device, torch.float32, False, 0)
@@ -201,6 +201,6 @@ def kernels_launched(device: str) -> set[str]:
 
 @every_rung
 def test_the_engines_layers_take_the_kernels_where_there_are_some(rung: Rung) -> None:
-    attention = {"attention.forward", "attention.backward", "attention.key_gradient", "attention.query_gradient"}
-    every = {"norm_kernel", "embedding", "activation", "cross_entropy_kernel"} | attention
+    attention = {"forward", "backward", "key_gradient", "query_gradient"}
+    every = {"norm.kernel", "embedding", "activation", "cross_entropy.kernel"} | {f"attention.{n}" for n in attention}
     assert rung(kernels_launched) == (set() if rung.name == "host" else every)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
-from tpkernels.launch import accumulation_dtype, by_triton, exp_
+from tpkernels.launch import accumulation_dtype, as_operator, by_triton, exp_
 from tpkernels.ops.cross_entropy.kernel import (
     IGNORED_LABEL,
     empty_partials,
@@ -138,7 +138,7 @@ def _gradient_on_host_(
 
 def partials_of(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
     """partials[4, T] of one shard's columns: m, s, t, u. For the forward of a Function; nothing is checked."""
-    if torch.compiler.is_compiling():
+    if as_operator(logits):
         return partials_op(logits, labels, first_column, num_columns)
     partials = launch_cross_entropy_partials if by_triton(logits) else _partials_on_host
     return partials(logits, labels, first_column, num_columns)
@@ -168,7 +168,7 @@ def gradient_of_(
     z_loss: float = 0.0,
 ) -> None:
     """Overwrite one shard's columns with their gradient. For the backward of a Function; nothing is checked."""
-    if torch.compiler.is_compiling():
+    if as_operator(logits):
         gradient_op_(
             logits,
             labels,
@@ -271,7 +271,7 @@ def _backward(ctx: Any, dlosses: Tensor | None, *_: Any) -> tuple[Tensor | None,
 cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check_logits(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> None:
+def check_logits(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> None:
     if logits.dim() != 2 or not logits.is_floating_point() or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"cross-entropy takes logits[T, columns] of floating-point numbers and labels[T]: logits "
@@ -340,7 +340,7 @@ def cross_entropy_partials(
     Source: Milakov and Gimelshein, arXiv 1805.02867.
     """
     num_columns = logits.shape[-1] if num_columns is None else num_columns
-    _check_logits(logits, labels, first_column, num_columns)
+    check_logits(logits, labels, first_column, num_columns)
     refuse_tangents("cross_entropy_partials", logits)
     partials: Tensor = partials_op(logits, labels, first_column, num_columns)
     return partials
@@ -425,7 +425,7 @@ def cross_entropy_gradient_(
     they held; rows of a label that is neither in the vocabulary nor -100 are NaN, as their losses are.
     """
     num_columns = logits.shape[-1] if num_columns is None else num_columns
-    _check_logits(logits, labels, first_column, num_columns)
+    check_logits(logits, labels, first_column, num_columns)
     check_smoothing(label_smoothing, z_loss)
     check_writable(logits)
     if slopes.shape != labels.shape:
@@ -474,7 +474,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     Numerics: float32 (float64 for float64), the gradient rounded once; deterministic.
     Source: Milakov and Gimelshein, arXiv 1805.02867; z-loss: arXiv 2204.02311; label smoothing: arXiv 1512.00567.
     """
-    _check_logits(logits, labels, 0, logits.shape[-1] if logits.dim() else 0)
+    check_logits(logits, labels, 0, logits.shape[-1] if logits.dim() else 0)
     check_smoothing(label_smoothing, z_loss)
     if not logits.shape[1]:
         raise ValueError(f"cross-entropy takes logits of at least one column: got {tuple(logits.shape)}: pass [T, V]")
