@@ -91,7 +91,7 @@ class SkippedSteps:
             "grad_norm": str(result.grad_norm),
         }
         # At once: the run may end while the reason is sought.
-        self._write(record, f"a restart meets step {step + 1} again")
+        self._write_while_all_wait(record, f"a restart meets step {step + 1} again")
         self._trainer.activity.begin("finding what is not finite")
         first = find_first(self._trainer, step)
         found = {
@@ -100,8 +100,7 @@ class SkippedSteps:
             "micro_batch": first.micro_batch,
             "seen_again": first.again,
         }
-        self._trainer.activity.begin("writing what is not finite", timed=False)
-        self._write({**record, **found}, f"it does not say what was first in step {step + 1}")
+        self._write_while_all_wait({**record, **found}, f"it does not say what was first in step {step + 1}")
         numbers = f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}"
         if self._path is not None:
             self._say(f"step {step + 1} is skipped, its update is not finite: {numbers}, first {first}")
@@ -131,6 +130,12 @@ class SkippedSteps:
                 raise ValueError(f"line {number} names no step")
             steps.append(step)
         return steps
+
+    def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
+        """Write a step's line on rank 0; collective. What a disk takes counts on no rank as a wait for another."""
+        self._trainer.activity.begin("writing what is not finite", timed=False)
+        self._write(record, without)
+        broadcast_json()
 
     def _write(self, record: dict[str, Any], without: str) -> None:
         """Write a step's line, in place of the one that it may have: the list is the old one or the whole new one.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.engine.exactness import (
     CPU,
     Found,
@@ -263,6 +265,44 @@ def test_a_skipped_step_is_listed_before_its_reason_is_sought(ranks: RankPool, t
     found = [[(entry["step"], entry["tensor"]) for entry in map(json.loads, lines)] for lines in seen]
     assert found == [[(0, None)], [(0, "tensor 0"), (1, None)]]
     assert known == [0, 1] and tensors == ["tensor 0", "tensor 1"]
+
+
+def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
+    """Skip a step: what this rank does one after another, whether it is timed, how often rank 0 has written by then."""
+    rank, marks = dist.get_rank(), [run_dir / "written", run_dir / "written again"]
+    done: list[tuple[str, bool, int]] = []
+
+    class Noting(Activity):
+        def begin(self, what: object, *, timed: bool = True) -> None:
+            super().begin(what, timed=timed)
+            done.append((str(what), timed, sum(mark.exists() for mark in marks)))
+
+    trainer: Any = SimpleNamespace(
+        config=config_for(1, 1, 1), activity=Noting(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
+    )
+    write, left = SkippedSteps._write, iter(marks)
+
+    def slowly(self: SkippedSteps, record: dict[str, Any], without: str) -> None:
+        write(self, record, without)
+        if rank == 0:
+            time.sleep(0.3)
+            next(left).touch()
+
+    skipped = SkippedSteps(trainer, run_dir if rank == 0 else None)
+    with (
+        patch.object(skipped_steps, "find_first", lambda *_: Finding("a tensor", None, None)),
+        patch.object(SkippedSteps, "_write", slowly),
+    ):
+        skipped.note(0, StepResult(1.0, float("nan"), 0.0, skipped=True))
+    trainer.activity.begin("the next step")
+    return done
+
+
+def test_the_time_that_the_list_takes_on_disk_is_limited_on_no_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for done in ranks.run(slow_disk, 2, tmp_path):
+        (first, before_first), (second, before_second) = [(what, num) for what, timed, num in done if timed]
+        assert (first, second) == ("finding what is not finite", "the next step")
+        assert before_first >= 1 and before_second == 2
 
 
 @pytest.mark.parametrize(("what", "known"), [("full in 0", [1]), ("full in 1", [0]), ("no newline", [0, 1])])
