@@ -150,24 +150,28 @@ def _open_writer(
     """
     writer, problem = None, ""
     if job.run_dir is not None:
+        _say_what_will_happen(trainer, job, job.run_dir, console, checkpoint)
+        first_step = checkpoint.index.step if checkpoint is not None else 0
         try:
-            writer = _begin_run_dir(trainer, job, job.run_dir, console, checkpoint)
+            _write_config(trainer, job.run_dir)
+            writer = MetricsWriter(job.run_dir, first_step or None)
         except OSError as error:
             problem = f"the run directory must take the run's files: {error}: mend that or use another --run-dir"
     problem = broadcast_json(problem)
     if problem:
         raise RunError(problem)
     try:
+        if writer is not None:
+            _say_what_is_written(writer, console)
         yield writer
     finally:
         if writer is not None:
             writer.close()
 
 
-def _begin_run_dir(
+def _say_what_will_happen(
     trainer: Trainer, job: Job, run_dir: Path, console: Console, checkpoint: Checkpoint | None
-) -> MetricsWriter:
-    first_step = checkpoint.index.step if checkpoint is not None else 0
+) -> None:
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
@@ -175,17 +179,18 @@ def _begin_run_dir(
         used = replace(config, device="cuda" if device.type == "cuda" else "cpu")
         _say_what_is_resumed(console, used, checkpoint)
     _say_where_learning_ends(console, config)
-    _write_config(trainer, run_dir)
-    writer = MetricsWriter(run_dir, first_step or None)
+
+
+def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
     if writer.kept is not None:
-        print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
         console.print(
             "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
             markup=False,
             highlight=False,
         )
-    return writer
 
 
 def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:

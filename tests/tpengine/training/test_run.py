@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
@@ -65,3 +69,30 @@ def test_a_run_directory_that_takes_no_files_is_one_line_on_all_ranks(ranks: Ran
     first, second = ranks.run(begun, 2, config, str(tmp_path))
     assert first == second and "\n" not in first
     assert first.startswith("the run directory must take the run's files: [Errno 21] Is a directory")
+
+
+def begun_unheard(config: Config, run_dir: Path) -> list[str]:
+    """What becomes of a start whose output's disk is full, and of one whose errors nobody reads."""
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    job: Any = SimpleNamespace(run_dir=run_dir, shared_cores=0)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    found = []
+    with Path("/dev/full").open("wb", buffering=0) as full, os.fdopen(pipe, "wb", buffering=0) as unread:
+        output, errors = (io.TextIOWrapper(file, write_through=True) for file in (full, unread))
+        for console, stderr in ((Console(file=output), sys.stderr), (console_for(0), errors)):
+            (run_dir / "metrics.jsonl").touch()
+            try:
+                with patch.object(sys, "stderr", stderr), run._open_writer(trainer, job, console, None):
+                    found.append("begun")
+            except (OSError, RunError) as error:
+                found.append(repr(error))
+        for text in (output, errors):
+            text.detach()
+    return found
+
+
+def test_output_that_goes_nowhere_is_not_blamed_on_the_run_directory(ranks: RankPool, tmp_path: Path) -> None:
+    config = config_of(1, 1, 1, tied=False, kv_heads=1)
+    config = replace(config, train=replace(config.train, eval_micro_batches=0))
+    assert ranks.run(begun_unheard, 1, config, tmp_path) == [["OSError(28, 'No space left on device')", "begun"]]
