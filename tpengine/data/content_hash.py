@@ -4,7 +4,8 @@ The note `.NAME.hash` lies beside the file or, where nobody may write there, in 
 `.NAME.INODE.hash`, as each host may have a file of its own. It counts only as long as the file has the size, the time
 of change and the inode that the note names.
 
-The ranks of a host start together and all find no note: one of them reads the file, and the others wait for it.
+The ranks of a host start together and all find no note: one of them reads the file, and the others wait for it. Where
+no note can be written, what it has found stays among the host's temporary files for ranks that come later.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def content_sha256(tokens: StoredTokens) -> str:
 def once_per_host(tokens: StoredTokens, make: Callable[[], str]) -> str:
     """Have one process of this host make the hash, and the others wait for it and take it.
 
-    A process that dies while it makes it, or fails, leaves that to the next: its lock falls with it. Where the system's
-    directory for temporary files takes none, every process makes its own.
+    It stays there, one small file for each state of the token file, until `forget_on_host`. A process that dies while
+    it makes it, or fails, leaves that to the next: its lock falls with it. Where the system's directory for temporary
+    files takes none, every process makes its own.
     """
-    of_file = hashlib.sha256(f"{tokens.file.path.resolve()} {tokens.file.identity()}".encode()).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"tpengine-{os.getuid()}-{of_file[:16]}.hash"
+    path = _shared_path(tokens)
     with contextlib.ExitStack() as stack:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,15 +59,19 @@ def once_per_host(tokens: StoredTokens, make: Callable[[], str]) -> str:
             return made
         try:
             made = make()
-            with contextlib.suppress(OSError):
-                shared.seek(0)
-                shared.write(made)
-                shared.flush()
-            return made
-        finally:
-            # Who waits has it open.
-            with contextlib.suppress(OSError):
-                path.unlink()
+        except BaseException:
+            _unlink(path)
+            raise
+        with contextlib.suppress(OSError):
+            shared.seek(0)
+            shared.write(made)
+            shared.flush()
+        return made
+
+
+def forget_on_host(tokens: StoredTokens) -> None:
+    """Remove what `once_per_host` keeps, as a note says it too. Who waits for it has it open."""
+    _unlink(_shared_path(tokens))
 
 
 def noted_sha256(tokens: StoredTokens, directories: Iterable[Path]) -> str:
@@ -104,3 +109,13 @@ def _note(tokens: StoredTokens, directory: Path) -> Path:
     path = tokens.file.path
     of_host = "" if directory == path.parent else f".{tokens.file.identity().inode}"
     return directory / f".{path.name}{of_host}.hash"
+
+
+def _shared_path(tokens: StoredTokens) -> Path:
+    of_file = hashlib.sha256(f"{tokens.file.path.resolve()} {tokens.file.identity()}".encode()).hexdigest()
+    return Path(tempfile.gettempdir()) / f"tpengine-{os.getuid()}-{of_file[:16]}.hash"
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data.content_hash import content_sha256, note_sha256, noted_sha256, once_per_host
+from tpengine.data.content_hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.order import permute
 from tpengine.data.sources import stdlib_text
 from tpengine.data.stored_tokens import StoredTokens, Tokens
@@ -215,12 +215,25 @@ def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tup
         return text._replace(sha256=noted), True
     identity = tokens.file.identity()
     say(f"{path} was written without a hash of its content: reading its {identity.size / 1e6:,.0f} MB once to make one")
-    sha256 = once_per_host(tokens, lambda: content_sha256(tokens))
-    if tokens.file.identity() != identity:
-        raise ValueError(
-            f"a token file must not change while it is read: {path}: wait until it is written, then start again"
-        )
-    return text._replace(sha256=sha256), any(note_sha256(tokens, sha256, place) for place in places)
+
+    def check_unchanged() -> None:
+        if tokens.file.identity() != identity:
+            raise ValueError(
+                f"a token file must not change while it is read: {path}: wait until it is written, then start again"
+            )
+
+    def make() -> str:
+        # Who has made it may have noted it, and forgotten it, since this rank looked.
+        made = noted_sha256(tokens, places) or content_sha256(tokens)
+        check_unchanged()
+        return made
+
+    sha256 = once_per_host(tokens, make)
+    check_unchanged()
+    is_noted = any(note_sha256(tokens, sha256, place) for place in places)
+    if is_noted:
+        forget_on_host(tokens)
+    return text._replace(sha256=sha256), is_noted
 
 
 def _check_length(part: str, samples: Samples, config: Config) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tpengine.config import Config, DataConfig
-from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, stdlib_text, write_tokens
-from tpengine.data.content_hash import note_sha256, noted_sha256, once_per_host
+from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, samples, stdlib_text, write_tokens
+from tpengine.data.content_hash import content_sha256, note_sha256, noted_sha256, once_per_host
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
 TOKENS = np.arange(400_000) % 251
@@ -83,6 +83,7 @@ def test_a_note_in_the_run_directory_serves_where_none_can_lie_beside(
         return write(path, *args)
 
     monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus, said = opened(texts / "t")
     assert said and not corpus.is_noted
     # Rank 0 has made a directory that no rank knew before.
@@ -143,7 +144,6 @@ def once_for_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: list[Ca
     second.start()
     first.join()
     second.join()
-    assert not list((tmp_path / "temporary").iterdir())
     return got
 
 
@@ -152,6 +152,28 @@ def test_one_process_of_a_host_makes_the_hash_and_the_others_wait_for_it(
 ) -> None:
     """No note is needed for it: the file may lie where nobody may write."""
     assert once_for_two(tmp_path, monkeypatch, [lambda: "a" * 64, lambda: "b" * 64]) == ["a" * 64] * 2
+    assert len(list((tmp_path / "temporary").iterdir())) == 1
+
+
+@pytest.mark.parametrize("takes_notes", [True, False])
+def test_a_rank_that_comes_late_reads_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_notes: bool
+) -> None:
+    """Also where no note can be written; a text that has changed since is another one. Nothing is kept twice."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    write_without_hash(tmp_path / "t")
+    read: list[StoredTokens] = []
+    monkeypatch.setattr(samples, "content_sha256", lambda tokens: read.append(tokens) or content_sha256(tokens))
+    if not takes_notes:
+        monkeypatch.setattr(samples, "note_sha256", lambda *_: False)
+    for num_read in (1, 2):
+        for _ in range(3):
+            corpus, _ = opened(tmp_path / "t")
+            assert (corpus.text.sha256, corpus.is_noted) == (SHA256, takes_notes)
+        assert len(read) == num_read
+        assert len(list((tmp_path / "temporary").iterdir())) == (0 if takes_notes else num_read)
+        os.utime(tmp_path / "t", (1, 1))
 
 
 def test_who_fails_to_make_the_hash_leaves_it_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +181,7 @@ def test_who_fails_to_make_the_hash_leaves_it_to_the_next(tmp_path: Path, monkey
         raise ValueError("cut short")
 
     assert once_for_two(tmp_path, monkeypatch, [fail, lambda: "b" * 64]) == ["cut short", "b" * 64]
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_without_temporary_files_each_makes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
