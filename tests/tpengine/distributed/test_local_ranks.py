@@ -140,7 +140,7 @@ def parent_of(world: int, body: str, directory: Path) -> subprocess.Popen[str]:
     head = f"""
         import sys
         sys.modules["torch"] = sys.modules["triton"] = None
-        from tpengine.local_ranks import Ranks
+        from tpengine.distributed.local_ranks import Ranks
         with Ranks({world}, "tpengine.distributed.rank_process:Function", "torch.distributed:get_rank") as ranks:
     """
     program = textwrap.dedent(head) + textwrap.indent(body, "    ")

@@ -22,8 +22,8 @@ from tpengine.observe.watch import Watch
 HEAD = """
 import os, signal, sys, threading, time, types
 import tpengine.observe.activity, tpengine.observe.watch
-from tpengine.activity import Activity
-from tpengine.watch import Watch
+from tpengine.observe.activity import Activity
+from tpengine.observe.watch import Watch
 
 now, looks = [100.0], [0]
 
