@@ -47,7 +47,9 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
 def test_a_difference_ends_in_its_name_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.certify, "__defaults__", ("broken_engine:LateWitness", command._GRADIENTS))
+    monkeypatch.setattr(
+        command.certify, "__defaults__", ("support.engine.broken_engine:LateWitness", command._GRADIENTS)
+    )
     assert main(["certify", "--dp", "2", "--steps", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum(" != " in line for line in lines) >= 2, "the second step's hashes"
@@ -70,7 +72,9 @@ def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.certify, "__defaults__", (command._WITNESS, "broken_engine:WrongGradients"))
+    monkeypatch.setattr(
+        command.certify, "__defaults__", (command._WITNESS, "support.engine.broken_engine:WrongGradients")
+    )
     assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(
@@ -82,7 +86,9 @@ def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], m
 def test_replicas_that_differ_in_fast_mode_are_no_agreement(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.certify, "__defaults__", (command._WITNESS, "broken_engine:StaleReplica"))
+    monkeypatch.setattr(
+        command.certify, "__defaults__", (command._WITNESS, "support.engine.broken_engine:StaleReplica")
+    )
     assert main(["certify", "--fast", "--dp", "2", "--steps", "1"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (
@@ -91,7 +97,9 @@ def test_replicas_that_differ_in_fast_mode_are_no_agreement(
 
 
 def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.certify, "__defaults__", ("broken_engine:FailingWitness", command._GRADIENTS))
+    monkeypatch.setattr(
+        command.certify, "__defaults__", ("support.engine.broken_engine:FailingWitness", command._GRADIENTS)
+    )
     assert main(["certify", "--tp", "2"]) == 70
     captured = capsys.readouterr()
     assert "planted" in captured.err and "certified" not in captured.out
