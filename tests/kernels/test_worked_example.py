@@ -194,7 +194,9 @@ def test_the_messages_shown_are_the_messages_raised(interpreters: RankPool, exam
     shown = " ".join(README.split())
     (late, _, mismatch, refused), (_, poisoned, _, wrong) = interpreters.run(messages_of_failures, 2, str(example))
     assert late.startswith("PeerTimeout: ") and late in shown
-    assert poisoned == late.replace("PeerTimeout: rank 0", "GroupPoisoned: rank 1")
+    # Which of rank 0's two waits is over first, for the shard or for its copy, each area may be told otherwise.
+    said, hears = late.partition(", for the ")[0], poisoned.partition(", for the ")[0]
+    assert hears == said.replace("PeerTimeout: rank 0", "GroupPoisoned: rank 1") and ", for the " in poisoned
     # Whoever of the two sees the other's number first.
     assert mismatch.replace("rank 1 and rank 0", "rank 0 and rank 1") in shown and "rank 0 calls swap" in mismatch
     assert refused.startswith("CallMismatch: ") and refused in shown

@@ -79,7 +79,7 @@ def test_an_ended_process_does_not_work(started: list[subprocess.Popen[str]]) ->
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("progress.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("support.ranks.progress.QUIET_SECONDS", 1.0)
     source = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SLEEP!r}])"
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     with pytest.raises(AssertionError, match=r"hangs: nobody has worked for 1 s.*'\\n'"):

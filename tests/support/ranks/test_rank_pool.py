@@ -67,7 +67,7 @@ def ranks() -> Iterator[RankPool]:
 def test_ranks_are_waited_for_as_long_as_one_works(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("progress.QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("support.ranks.progress.QUIET_SECONDS", 0.5)
     said, look = tmp_path / "said", Progress.look
     looks: list[float] = []
 
@@ -83,7 +83,7 @@ def test_ranks_are_waited_for_as_long_as_one_works(
 
 
 def test_ranks_that_all_wait_hang(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("progress.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("support.ranks.progress.QUIET_SECONDS", 1.0)
     with pytest.raises(RankError, match=r"rank 0: no answer: nobody has worked for 1 s.*\nrank 1: no answer"):
         ranks.run(wait_for_nobody, 2)
     assert ranks.run(sum_of_ranks, 2) == [1, 1]
