@@ -212,27 +212,18 @@ def _backward_on_host_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
     buffer.index_copy_(0, touched, sums.to(buffer.dtype))
 
 
-def embedding_forward(rows: Tensor, weight: Tensor) -> Tensor:
-    """y[T, D] of rows[T]. For the forward of a Function; nothing is checked."""
-    if as_operator(weight):
-        return embedding_op(rows, weight)
+def _lookup(rows: Tensor, weight: Tensor) -> Tensor:
     return (launch_embedding if by_triton(weight) else _on_host)(rows, weight)
 
 
-def add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """embedding_backward_ of rows[T] and dy[T, D]. For the backward of a Function; nothing is checked."""
-    if as_operator(buffer):
-        embedding_backward_op_(buffer, rows, dy)
-        return
+def _add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
     (launch_embedding_backward_ if by_triton(dy) else _backward_on_host_)(buffer, rows, dy)
-    # What a kernel wrote autograd has not seen.
-    torch.autograd.graph.increment_version(buffer)
 
 
 @torch.library.custom_op("tpkernels::embedding", mutates_args=())
 def embedding_op(rows: Tensor, weight: Tensor) -> Tensor:
-    """As embedding_forward."""
-    return embedding_forward(rows, weight)
+    """y of flat rows."""
+    return _lookup(rows, weight)
 
 
 @embedding_op.register_fake
@@ -242,13 +233,28 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("tpkernels::embedding_backward_", mutates_args=("buffer",))
 def embedding_backward_op_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """As add_rows_."""
-    add_rows_(buffer, rows, dy)
+    """embedding_backward_ of flat rows."""
+    _add_rows_(buffer, rows, dy)
 
 
 @embedding_backward_op_.register_fake
 def _(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
     return None
+
+
+def embedding_forward(rows: Tensor, weight: Tensor) -> Tensor:
+    """y[T, D] of rows[T]. For the forward of a Function; nothing is checked."""
+    return (embedding_op if as_operator(weight) else _lookup)(rows, weight)
+
+
+def add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
+    """embedding_backward_ of rows[T] and dy[T, D]. For the backward of a Function; nothing is checked."""
+    if as_operator(buffer):
+        embedding_backward_op_(buffer, rows, dy)
+        return
+    _add_rows_(buffer, rows, dy)
+    # What a kernel wrote autograd has not seen.
+    torch.autograd.graph.increment_version(buffer)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -243,3 +243,15 @@ def test_a_lookup_that_does_not_fit_is_refused(rows: Tensor, weight: Tensor, mes
 def test_an_accumulation_that_does_not_fit_is_refused(buffer: Tensor, dy: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         embedding_backward_(buffer, torch.zeros(3, dtype=torch.int64), dy)
+
+
+class Named(Tensor):
+    """A tensor of a class of one's own."""
+
+
+def test_a_table_of_another_class_is_taken() -> None:
+    table, rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([4, 0, 4])
+    assert torch.equal(embedding(rows, table.as_subclass(Named)).as_subclass(Tensor), table[rows])
+    buffer = torch.zeros(5, 3)
+    embedding_backward_(buffer.as_subclass(Named), rows, torch.ones(3, 3))
+    assert torch.equal(buffer.sum(1), torch.tensor([3.0, 0.0, 0.0, 0.0, 6.0]))

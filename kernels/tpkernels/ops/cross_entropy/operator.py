@@ -19,7 +19,7 @@ al., "Rethinking the Inception architecture", arXiv 1512.00567, section 7 (label
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -136,67 +136,20 @@ def _gradient_on_host_(
     logits.index_fill_(0, (labels == IGNORED_LABEL).nonzero()[:, 0], 0)
 
 
-def partials_of(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """partials[4, T] of one shard's columns: m, s, t, u. For the forward of a Function; nothing is checked."""
-    if as_operator(logits):
-        return partials_op(logits, labels, first_column, num_columns)
+def _partials(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
     partials = launch_cross_entropy_partials if by_triton(logits) else _partials_on_host
     return partials(logits, labels, first_column, num_columns)
 
 
 @torch.library.custom_op("tpkernels::cross_entropy_partials", mutates_args=())
 def partials_op(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """As partials_of."""
-    return partials_of(logits, labels, first_column, num_columns)
+    """partials[4, T] of one shard's columns: m, s, t, u."""
+    return _partials(logits, labels, first_column, num_columns)
 
 
 @partials_op.register_fake
 def _(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
     return empty_partials(logits)
-
-
-def gradient_of_(
-    logits: Tensor,
-    labels: Tensor,
-    max_logit: Tensor,
-    exp_sum: Tensor,
-    slopes: Tensor,
-    vocab_size: int,
-    first_column: int,
-    num_columns: int,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> None:
-    """Overwrite one shard's columns with their gradient. For the backward of a Function; nothing is checked."""
-    if as_operator(logits):
-        gradient_op_(
-            logits,
-            labels,
-            max_logit,
-            exp_sum,
-            slopes,
-            vocab_size,
-            first_column,
-            num_columns,
-            label_smoothing,
-            z_loss,
-        )
-        return
-    gradient_ = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
-    gradient_(
-        logits,
-        labels,
-        max_logit,
-        exp_sum,
-        slopes,
-        vocab_size,
-        first_column,
-        num_columns,
-        label_smoothing,
-        z_loss,
-    )
-    # What a kernel wrote autograd has not seen.
-    torch.autograd.graph.increment_version(logits)
 
 
 @torch.library.custom_op("tpkernels::cross_entropy_gradient_", mutates_args=("logits",))
@@ -212,8 +165,9 @@ def gradient_op_(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """As gradient_of_."""
-    gradient_of_(
+    """Overwrite one shard's columns with their gradient."""
+    gradient_ = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
+    gradient_(
         logits,
         labels,
         max_logit,
@@ -230,6 +184,31 @@ def gradient_op_(
 @gradient_op_.register_fake
 def _(logits: Tensor, *_: Any) -> None:
     return None
+
+
+def partials_of(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
+    """As partials_op, for the forward of a Function; nothing is checked."""
+    return (partials_op if as_operator(logits) else _partials)(logits, labels, first_column, num_columns)
+
+
+def gradient_of_(
+    logits: Tensor,
+    labels: Tensor,
+    max_logit: Tensor,
+    exp_sum: Tensor,
+    slopes: Tensor,
+    vocab_size: int,
+    first_column: int,
+    num_columns: int,
+) -> None:
+    """As gradient_op_, for the backward of a Function; nothing is checked."""
+    if as_operator(logits):
+        write: Callable[..., None] = gradient_op_
+    else:
+        write = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
+        # What a kernel writes autograd does not see.
+        torch.autograd.graph.increment_version(logits)
+    write(logits, labels, max_logit, exp_sum, slopes, vocab_size, first_column, num_columns, 0.0, 0.0)
 
 
 @torch.library.custom_op("tpkernels::cross_entropy", mutates_args=())

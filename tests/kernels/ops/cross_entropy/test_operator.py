@@ -363,3 +363,12 @@ def test_what_does_not_fit_a_shard_is_refused(arguments: dict[str, Any], message
     given = {"logits": torch.ones(3, 4), "labels": labels, "combined": combined, "slopes": slopes, **arguments}
     with pytest.raises(ValueError, match=message):
         cross_entropy_gradient_(**given, vocab_size=4)
+
+
+class Named(Tensor):
+    """A tensor of a class of one's own."""
+
+
+def test_logits_of_another_class_are_taken() -> None:
+    z, labels = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, -100, 6])
+    assert torch.equal(cross_entropy(z.as_subclass(Named), labels).as_subclass(Tensor), cross_entropy(z, labels))
