@@ -1,6 +1,7 @@
 """Time and memory of one call of an operator, on a GPU by its own clock; the ceilings to hold it against.
 
-Interleaving, rotation and pairing are harness.py's, and so are its traps. What gives wrong numbers on a GPU besides:
+Interleaving, rotation and pairing are harness/timing.py's, and so are its traps. What gives wrong numbers on a GPU
+besides:
 
 1.  Launches do not wait. Events in the stream take the time, before and after the call; a sample ends with a wait for
     the second event.

@@ -18,7 +18,7 @@ gains nothing, negative where it loses. No E is printed where ECT(serial) is not
 network's two matmuls in a row, as a training step has them; backward has both data gradients and both weight gradients.
 Weight gradients alone need no communication.
 
-On a CPU each rank is a process; on a GPU ranks are virtual, in one process on one GPU (overlap_gpu.py, whose bars are
+On a CPU each rank is a process; on a GPU ranks are virtual, in one process on one GPU (gpu.py, whose bars are
 the same, done in the GPU's ways).
 
 Sources: ECT and overlap efficiency as Chang et al., "Flux", arXiv 2406.06858, section 5, with the same local shape.

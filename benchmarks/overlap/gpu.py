@@ -1,7 +1,7 @@
 """`python -m benchmarks.run overlap` on a GPU: the fused operators' kernels between virtual ranks of one process.
 
-The bars are overlap.py's; overlap_ways.py says how they are done here, overlap_ranks.py what virtual ranks are and what
-gives wrong numbers, overlap_cases.py what is computed. A row's `ranks` says that they are virtual: what it tells is how
+The bars are command.py's; ways.py says how they are done here, ranks.py what virtual ranks are and what
+gives wrong numbers, cases.py what is computed. A row's `ranks` says that they are virtual: what it tells is how
 much of a wait the kernels hide, with no link between the ranks.
 
 Every variant is checked before any is timed, with integers and tolerance zero, new memory and slots being NaN; the

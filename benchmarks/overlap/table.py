@@ -1,4 +1,4 @@
-"""Numbers and table of `benchmarks.run overlap`, of either device; overlap.py says what ECT, E and the ceiling are.
+"""Numbers and table of `benchmarks.run overlap`, of either device; command.py says what ECT, E and the ceiling are.
 
 Where several variants do what a bar stands for, the fastest is the bar, by its median, and a field names it.
 """

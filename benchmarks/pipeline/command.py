@@ -1,7 +1,7 @@
 """`python -m benchmarks.run pipeline`: schedules against torch.distributed.pipelining; or measured against simulated.
 
 Without --predict, three contestants run the steps of each schedule in turns, on ranks of this host over gloo, one
-thread each (pipeline_sides.py says what they are):
+thread each (sides.py says what they are):
 
     engine      the trainer with tpengine's own layers            what a user of each gets
     sequential  tpengine.pipeline over torch's modules            the same modules as torch's, hence the runtimes alone
@@ -11,7 +11,7 @@ A step is forward and backward of all micro-batches, without clipping and update
 nothing is timed. Memory is the largest resident set in a step beyond what the process held before it had a model, in
 steps of its own (resident_memory.py says why); on a GPU it would be torch.cuda.max_memory_allocated.
 
-With --predict: see pipeline_prediction.py.
+With --predict: see prediction.py.
 """
 
 from __future__ import annotations

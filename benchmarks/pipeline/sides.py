@@ -2,7 +2,7 @@
 
     engine      tpengine's trainer with its own layers
     sequential  tpengine.pipeline.Pipeline over torch's modules
-    torch       torch.distributed.pipelining over the same modules: pipeline_rival.py
+    torch       torch.distributed.pipelining over the same modules: rival.py
 
 All hold the same weights in the same layers of the same chunks, and a step is forward and backward of the same
 micro-batches, from reading the data to complete gradients. Nobody clips or updates, so every step does the same.

@@ -2,7 +2,7 @@
 against itself at another git revision.
 
 Both sides hold the same initial weights and train on the same global batches. Losses and gradient norms of the first
-steps must agree, or nothing is timed; then their steps alternate. Which traps that avoids is said in harness.py,
+steps must agree, or nothing is timed; then their steps alternate. Which traps that avoids is said in harness/timing.py,
 how the two sides take turns in contestants.py, what the rival is in torch_rival.py.
 """
 

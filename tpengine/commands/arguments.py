@@ -1,6 +1,6 @@
 """The command line of a training run: preset, then TOML file, then flags; every mistake becomes one line.
 
-tyro builds the flags from the dataclasses of config.py. Its own error messages are boxes of several lines, so
+tyro builds the flags from the dataclasses of config/settings.py. Its own error messages are boxes of several lines, so
 after it has refused something we look for the culprit ourselves and say it in our form: the rule, the values,
 the nearest legal choice. Torch-free: this runs before torch is imported and before a process group exists.
 """

@@ -2,8 +2,8 @@
 
 The configuration is built as for training (preset, then TOML file, then options) and validated as there, and the plan
 is the one that its training executes: layers balanced by flops, gradient buckets, ties. Durations and bytes are those
-of step_costs.py. Of dp replicas and tp ranks one is shown: the exchanges of tp ranks are part of their computing, the
-sums over replicas are what the buckets take.
+of modelled/costs.py. Of dp replicas and tp ranks one is shown: the exchanges of tp ranks are part of their computing,
+the sums over replicas are what the buckets take.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ def num_gradient_buffers(num_blocks: int) -> int:
 
 
 def virtual_tp_of(config: Config) -> int:
-    """Virtual tensor-parallel ranks of exact mode; see virtual_ranks."""
+    """Virtual tensor-parallel ranks of exact mode; see the top."""
     model, train = config.model, config.train
     tokens = train.micro_batch_size * train.seq_len
     return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
 
 
 def num_blocks(config: Config) -> int:
-    """Blocks of micro-batches that exact mode sums; see virtual_ranks. The layout is resolved."""
+    """Blocks of micro-batches that exact mode sums; see the top. The layout is resolved."""
     return virtual_dp(config.train.num_micro_batches * (config.parallel.dp or 1))

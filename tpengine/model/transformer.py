@@ -1,6 +1,6 @@
 """The transformer: a block, and the chunks of layers that one pipeline rank holds.
 
-What a block is built of comes from its parts (layers/parts.py): fast layers, or exact mode's. `initialise` fills the
+What a block is built of comes from its parts (parts.py): fast layers, or exact mode's. `initialise` fills the
 weights from the table in parameters.py, each element a function of (seed, parameter name, global index), so that every
 layout starts from the same ones.
 """

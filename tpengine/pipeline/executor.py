@@ -1,7 +1,7 @@
 """The executor: a loop over one rank's list of actions and a table of handlers.
 
 It runs exactly the verified list and knows nothing of layers, buckets or transport; the trainer passes the handlers.
-The trace uses the plan's own actions, so predicted and measured timelines overlay (plan/measured.py).
+The trace uses the plan's own actions, so predicted and measured timelines overlay (observe/records.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 The chunk of a transfer is always the local one: the peer holds the chunk before or after it in the model. So
 an action means the same to every reader without knowing who executes it. What a plan requires of a list of
-actions is elsewhere (verify.py); here is only what one action must look like.
+actions is elsewhere (verify/); here is only what one action must look like.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An action starts once its rank is free and its inputs exist. Lowering places the transfers by this clock, generators are
 measured with it, and simulated and executed order agree, since both follow the lists. What communication, memory and
-reductions add is in simulate.py.
+reductions add is in simulate/simulator.py.
 """
 
 from __future__ import annotations

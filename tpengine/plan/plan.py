@@ -1,7 +1,7 @@
 """The plan of one step: what every pipeline rank does, in order. Pure data, printable, hashable.
 
 Every rank builds the whole plan and compares digests at start, so that what was verified is what runs.
-Building it is elsewhere (schedules/, lower/), parsing its text (text.py) and checking it (verify.py): a Plan may
+Building it is elsewhere (schedules/, lower/), parsing its text (text.py) and checking it (verify/): a Plan may
 be wrong.
 """
 

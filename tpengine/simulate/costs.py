@@ -1,7 +1,7 @@
 """Costs: how long each action takes and how many bytes it holds, for the simulator. Measured, modelled, or units.
 
 unit_costs(plan)     a forward of all layers of a rank takes 1, its backward 2, its halves 1 each; links are free
-costs from a model   step_costs.py: flops and bytes over the rates of a machine
+costs from a model   modelled/costs.py: flops and bytes over the rates of a machine
 measured costs       profile.py: what a run has measured, kept as JSON
 
 Replicas are a matter of costs alone. The data-parallel replicas of a pipeline, and the tensor-parallel ranks of a

@@ -1,7 +1,7 @@
 """Memory: how many bytes a rank holds when, from its list and the times at which its actions run.
 
     resident      weights, gradients, moments: all the time
-    slots         what receives write: all the time, as many as plan/slots.py assigns, each fit for the largest tensor
+    slots         what receives write: all the time, as many as lower/slots.py assigns, each fit for the largest tensor
     activations   `ChunkBytes` of a micro-batch: saved from the start of F to the end of B or I, deferred from there to
                   the end of W, working while an action runs
     outputs       of F, and the input's gradient of B or I: from its end until the send has been waited for; where the

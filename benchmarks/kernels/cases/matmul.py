@@ -2,7 +2,7 @@
 
 A case of its own, because forward, dgrad and wgrad read their operands in three different orders, and one slow order
 would hide in the sum of two. torch's side is what one writes: torch.mm, which on a GPU is cuBLAS. On a CPU torch
-carries two libraries; ours takes the faster there (host_gemm.py), which adds up in another order, and is as good a
+carries two libraries; ours takes the faster there (matmul/host.py), which adds up in another order, and is as good a
 yardstick.
 """
 

@@ -269,7 +269,7 @@ class Arena:
                 rows = piece_of(own, first, rows_per_piece)
                 piece = total[first : first + rows_per_piece]
                 if len(piece):
-                    # Matmuls fill a new tensor faster than a given one (host_gemm.product).
+                    # Matmuls fill a new tensor faster than a given one (ops/matmul/host.py, product).
                     piece = partial(rows, None if is_whole else piece)
                 for peer in self._peers:
                     self._wait(peer, generation, call)

@@ -71,8 +71,8 @@ def gather_matmul(
         The products, and the gathered x (with one rank x itself) or None.
 
     Order: own rows first, then those of rank+1, rank+2, ... as each arrives. With `keep` all at once, if all come
-    within 0.1 ms and the bits are the same (host_gemm.rows_are_independent): the last rank to come, for whom the others
-    wait, then loses least. Extra memory: T*D elements with `keep`.
+    within 0.1 ms and the bits are the same (ops/matmul/host.py, rows_are_independent): the last rank to come, for whom
+    the others wait, then loses least. Extra memory: T*D elements with `keep`.
     """
     columns = sum(matrix.shape[1] for matrix in matrices)
     kernels, strategy = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])

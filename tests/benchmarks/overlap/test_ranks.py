@@ -1,6 +1,6 @@
 """Rung: pure. Virtual ranks' arenas know each other; their clock, on streams and events that are not real.
 
-Only a GPU shows that launches begin together, and that no rank holds what another needs (test_overlap_gpu.py).
+Only a GPU shows that launches begin together, and that no rank holds what another needs (test_gpu.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rung: GPU. The fused operators' kernels as compiled, two and four ranks sharing a GPU, tolerance zero.
 
-What test_fused_kernels.py asks of interpreted kernels is asked here again, and what only a GPU has: copy engines beside
+What test_kernels.py asks of interpreted kernels is asked here again, and what only a GPU has: copy engines beside
 kernels, and bfloat16. One small case of each check is interpreted, so that it runs everywhere. Ranks of one GPU take
 turns: nothing here is about time, and that another GPU's memory is reached, only two GPUs show. Calls that go wrong or
-are under way while the host goes on, and CUDA graphs: test_fused_cuda_calls.py.
+are under way while the host goes on, and CUDA graphs: test_cuda_calls.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every rank is a process that interprets the same kernels that a GPU compiles, on memory that the ranks share; a thread
 of each stands for its copy engine. Inputs are small integers, arenas hostile (kernel_ranks.py). What only a GPU shows
-is in test_fused_cuda.py.
+is in test_cuda.py.
 """
 
 from __future__ import annotations

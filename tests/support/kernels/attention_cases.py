@@ -1,6 +1,6 @@
 """What attention is tested with: cases, their operands, the operator and its specification for each.
 
-Used by tests/kernels/ops/attention/test_attention.py and test_attention_operators.py.
+Used by tests/kernels/ops/attention/test_attention.py and test_operators.py.
 """
 
 from __future__ import annotations

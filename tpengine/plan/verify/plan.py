@@ -1,6 +1,6 @@
 """Verify: a plan that passes finishes, and loses no gradient. What runs is exactly what was verified.
 
-The checks are one file each under checks/ and run from the simple to the involved, so that a broken plan is
+The checks are one file each beside this one and run from the simple to the involved, so that a broken plan is
 reported by the rule nearest to its cause. They share nothing with lowering but the meaning of a single
 action.
 """

@@ -5,7 +5,7 @@ rope tables and the batch's tokens and labels, which many micro-batches share. D
 half multiplies. Working is an estimate: the widest gradients that live at once, and what backward computes again.
 
 Not counted here is what the plan counts: a chunk's input that was received lies in a slot, and so does the gradient of
-its output (plan/memory.py). Exact mode and GPUs keep other tensors; there these are estimates.
+its output (simulate/memory.py). Exact mode and GPUs keep other tensors; there these are estimates.
 
 Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
 F feed-forward and V vocabulary columns of this rank; e bytes of an element, a of one of promote_types(dtype, float32).

@@ -2,7 +2,7 @@
 
 Each operator takes its flops or its bytes in memory, whichever take longer (tpkernels.work); an action takes its
 operators one after another. For predicting which layout or schedule is faster before anything has run; what a run has
-measured predicts its own machine better. Bytes of activations are in step_bytes.py.
+measured predicts its own machine better. Bytes of activations are in bytes.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tpengine.simulate import Costs
 from tpengine.simulate.costs import ring_time
 from tpengine.simulate.modelled.bytes import BlockBytes, activation_bytes
 
-# Of AdamW (optim.py), in the accumulation dtype.
+# Of AdamW (training/optimizer.py), in the accumulation dtype.
 _MOMENTS = 2
 
 

@@ -1,7 +1,7 @@
 """A profile: what the actions of a measured step cost, kept as JSON, to predict steps of other schedules from.
 
 It says which layers each chunk had and keeps the time of each kind of action by chunk, so that chunks of another size
-can be predicted (profile_costs.py); here are its form, and its file. A file is read as input from anybody: everything
+can be predicted (costs.py); here are its form, and its file. A file is read as input from anybody: everything
 is checked, and what is wrong is said in one line.
 """
 

@@ -14,7 +14,7 @@ Which keys a query sees: the last query of a document is aligned with its last k
 and with a window of w only w keys back, its own included (without causal as many forth). Documents packed into one
 sequence see nothing of each other. A query that sees no key has y = 0, and gradients of 0.
 
-Kernels are in forward.py and backward.py, the specification in written_out.py. On a CPU there are two host paths: whole
+Kernels are in forward.py and backward.py, the specification in reference.py. On a CPU there are two host paths: whole
 causal sequences take host_attention.py's blocks, everything else is written out, 128 queries at a time; so are float64,
 and float32 with heads of more than 128 columns, on a GPU: for these there are no kernels.
 

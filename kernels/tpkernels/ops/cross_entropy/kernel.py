@@ -1,4 +1,4 @@
-"""The Triton kernels of cross_entropy.py, which has the equations, and their launchers.
+"""The Triton kernels of operator.py, which has the equations, and their launchers.
 
 One kernel reduces a shard's rows to four numbers each, by an online softmax over blocks of columns: any vocabulary,
 read once. The other turns each block of logits into its gradient where it lies. Neither adds across programs.

@@ -1,7 +1,7 @@
 """Output projection and cross-entropy in one, a chunk of tokens at a time: all logits never exist together.
 
     z[Tc, V/tp] = x[Tc, D] @ w[V/tp, D].T                          Tc tokens; the vocabulary is cut over tp
-    loss = sum over tokens of token_weight * loss[t]               loss[t] as in cross_entropy.py
+    loss = sum over tokens of token_weight * loss[t]               loss[t] as in operator.py
     dz[Tc, V/tp] written over z, with token_weight as its slope
     dx[Tc, D] = dz @ w                                             partial(tp)
     dw[V/tp, D] += dz.T @ x                                        this rank's rows, complete
@@ -12,7 +12,7 @@ in forward, so the loss is a weighted sum and never a tensor of losses, and dx[T
 backward, which only scales them.
 
 `combine` is a Python callable, as the gathering of partials may be anything, and no schema of an operator holds one: so
-this is a torch.autograd.Function around the operators of cross_entropy.py.
+this is a torch.autograd.Function around the operators of operator.py.
 
 Source: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3; Wijmans et al., "Cut your losses in large-vocabulary
 language models", arXiv 2411.09009.

@@ -7,7 +7,7 @@
 
 Forward reads the logits once (an online softmax), backward reads and overwrites them once. Between the two stands what
 only the caller can do, the gathering of 4*T numbers of each shard; `cross_entropy` is the whole on one rank. Elsewhere:
-linear_cross_entropy.py makes the logits too, a chunk at a time.
+linear.py makes the logits too, a chunk at a time.
 
 The decision a reader will question: M and S are kept apart, where lse alone would do. Beside a logit of 1e4 the float32
 sum M + log S has three digits of log S left, and so had every probability exp(z - lse); exp(z - M) / S has them all.

@@ -1,7 +1,7 @@
 """Rung: host, interpreter, GPU. Attention, forward and every gradient: what a query sees, documents, rotation.
 
 Only a GPU shows the compiled kernels' numbers, and bfloat16 in them. Dropout's mask, strides, and how the operators
-are registered and compiled are in test_attention_operators.py.
+are registered and compiled are in test_operators.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,41 @@
+"""Rung: pure. Files that comments, docstrings and READMEs name are there."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import PurePath
+
+import pytest
+from support import ROOT
+
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+NAMED = re.compile(r"(?<![\w{}*<./-])((?:[a-z_]+/)*[a-z_]+\.py)\b")
+
+
+def prose_of(name: str) -> str:
+    """A README whole, of a module its docstrings and comments."""
+    text = (ROOT / name).read_text()
+    if name.endswith(".md"):
+        return text
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, nodes)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def is_there(path: str) -> bool:
+    """Whether a tracked file ends in this path: rooms may be left out from the left."""
+    parts = PurePath(path).parts
+    return any(PurePath(tracked).parts[-len(parts) :] == parts for tracked in TRACKED)
+
+
+@pytest.mark.parametrize("room", ["benchmarks", "kernels", "tests", "tpengine", "README.md"])
+def test_every_file_that_is_named_is_there(room: str) -> None:
+    read = [name for name in TRACKED if name.startswith(room) and name.endswith((".py", ".md"))]
+    named = {(name, path) for name in read for path in NAMED.findall(prose_of(name))}
+    assert named, room
+    assert sorted(f"{name} names {path}" for name, path in named if not is_there(path)) == []
