@@ -102,6 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tpengine")
     group.addoption("--slice", metavar="k/N", type=Slice.of, help="run one N-th of the chosen tests, the k-th")
     group.addoption("--budget", metavar="SECONDS", type=float, help="fail when the run takes more CPU seconds")
+    group.addoption("--costs", metavar="FILE", type=Path, help="write the CPU seconds of every test, dearest first")
 
 
 def _place(item: pytest.Item) -> int:
@@ -110,9 +111,7 @@ def _place(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: next((i for i, name in enumerate(DEAREST) if item.nodeid.startswith(name)), len(DEAREST))
-    )
+    items.sort(key=_place)
     if config.option.slice is not None:
         items[:], others = config.option.slice.cut(items)
         config.hook.pytest_deselected(items=others)
@@ -177,7 +176,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"mutations of {what}: killed {killed} / tried {tried}")
     costs = dict(config.stash.get(COSTS, {}))
     seconds, budget = costs.pop(ALL, 0.0), config.option.budget
-    for name, of_test in sorted(costs.items(), key=lambda cost: -cost[1])[:NUM_DEAREST]:
-        terminalreporter.write_line(f"{of_test:6.1f} CPU s  {name}")
+    dearest = [f"{cost:6.1f} CPU s  {name}" for name, cost in sorted(costs.items(), key=lambda cost: -cost[1])]
+    for line in dearest[:NUM_DEAREST]:
+        terminalreporter.write_line(line)
+    if config.option.costs is not None:
+        config.option.costs.write_text("\n".join(dearest) + "\n")
     limit = "" if budget is None else f" of {budget:.0f} that the run may take"
     terminalreporter.write_line(f"{seconds:6.0f} CPU s in all{limit}", red=budget is not None and seconds > budget)

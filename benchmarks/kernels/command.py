@@ -2,8 +2,8 @@
 
 For each operator and per-rank shape of a model: time forward, backward and both, checked first, interleaved and paired
 as harness/timing.py does; speed by the formulas of tpkernels.work, as a part of what a large copy or a large matmul
-reaches in the same run; peak memory on a GPU. Cases are in cases/operators.py and cases/attention.py, the rule of what is right
-in check.py, traps of GPU timing in timing.py, the other revision's process in side.py.
+reaches in the same run; peak memory on a GPU. Cases are in cases/operators.py and cases/attention.py, the rule of
+what is right in check.py, traps of GPU timing in timing.py, the other revision's process in side.py.
 
 Backward alone is timed behind a forward pass that does not count. Where an operator computes gradients in its forward
 pass, as linear + cross-entropy does, only both together can be compared, and backward alone is not measured.

@@ -1,8 +1,8 @@
 """A timeline: what each pipeline rank does when, predicted or measured; and what is read off it.
 
-The same data comes out of the clock (clock.py: communication takes no time), the simulator (simulator.py) and a measured
-run, so one drawing and one set of figures serve all of them. Times are in the unit of the costs: seconds where they are
-measured, else the duration of one forward.
+The same data comes out of the clock (clock.py: communication takes no time), the simulator (simulator.py) and a
+measured run, so one drawing and one set of figures serve all of them. Times are in the unit of the costs: seconds where
+they are measured, else the duration of one forward.
 """
 
 from __future__ import annotations
