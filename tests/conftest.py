@@ -87,6 +87,7 @@ NUM_DEAREST = 10
 DEAREST = (
     "tests/tpengine/training/test_drills.py",
     "tests/kernels/fused/test_kernels.py",
+    "tests/kernels/fused/test_protocol_mutations.py",
     "tests/tpengine/commands/certify",
     "tests/tpengine/model/test_exact.py",
     "tests/tpengine/training/state",

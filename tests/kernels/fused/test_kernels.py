@@ -7,8 +7,6 @@ is in test_cuda.py.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,17 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support import CountMutations
 from support.ranks.arena_ranks import Case, cases, hostile_communicator, inputs_of, results
 from support.ranks.kernel_ranks import kernel_communicator, wrong_results
 from support.ranks.rank_pool import RankPool
 from support.ranks.standstill import Standstill
-from tpkernels.exchange.arena import CallMismatch, shard_rows
+from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.fused import gather_kernel, on_device, scatter_kernel
+from tpkernels.fused import on_device, scatter_kernel
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.symmetric.signals import PeerError
 
 pytest.importorskip("triton")
 
@@ -449,93 +445,3 @@ def test_strategies(interpreters: RankPool) -> None:
     assert interpreters.run(strategies_chosen, 2) == [[False, False, True, True, False]] * 2
     with pytest.raises(ValueError, match="strategy must be auto, plain, fused or push"):
         Communicator(None, strategy="fast")
-
-
-def skipped(*_: Any, **__: Any) -> Any:
-    return 0
-
-
-def early(control: Any, peer: Any, num_tiles: Any) -> bool:
-    """Say that all tiles are done when the first is."""
-    from tpkernels.symmetric import signals_kernel
-
-    signals_kernel.count_done(control, peer, num_tiles)
-    return True
-
-
-class Mutation(NamedTuple):
-    """What is taken out of the kernels.
-
-    Attributes:
-        module, function: its place.
-        other: what stands there instead.
-        strategy, case: where it is noticed first, of STRATEGIES and `mutation_cases`.
-    """
-
-    module: str
-    function: str
-    other: Callable[..., Any]
-    strategy: str = "fused"
-    case: int = 0
-
-
-NOTHING = "nothing"
-MUTATIONS = {
-    NOTHING: Mutation("fused.gather_kernel", "wait", gather_kernel.wait),
-    "tiles do not wait for the copy": Mutation("fused.gather_kernel", "wait_for_copy", skipped, case=1),
-    "tiles do not wait for what is pushed": Mutation("fused.gather_kernel", "wait", skipped, "push"),
-    "sums do not wait": Mutation("fused.on_device", "launch_wait", skipped, case=2),
-    "nobody is told of partial sums": Mutation("fused.scatter_kernel", "notify", skipped, case=1),
-    "partial sums are announced early": Mutation("fused.scatter_kernel", "count_done", early, case=1),
-    "the copy engine does not wait": Mutation("exchange.copies", "_has_published", lambda *_: True),
-    "calls of one generation do not meet": Mutation("symmetric.signals_kernel", "barrier", skipped),
-}
-
-
-def mutation_cases() -> list[Case]:
-    return [*cases((40,), dim=33)[::3], *cases((40,))[1:4:2]]
-
-
-def noticed(name: str) -> str:
-    """What this rank notices of a mutation: a wrong result, calls that differ, or that no rank can go on.
-
-    Nothing else is a verdict: it leaves this function. After the first that any rank notices all stop.
-    """
-    mutation = MUTATIONS[name]
-    module = importlib.import_module(f"tpkernels.{mutation.module}")
-    before = getattr(module, mutation.function)
-    setattr(module, mutation.function, mutation.other)
-    try:
-        for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != mutation.strategy):
-            comm = kernel_communicator(dist.group.WORLD, strategy, TINY, most_seconds=2e-2)
-            arena, said = comm.device_arena, ""
-            assert arena is not None
-            many = mutation_cases()
-            with Standstill(arena, dist.group.WORLD):
-                for case in many[mutation.case :] + many[: mutation.case]:
-                    if name.startswith("calls of one generation"):
-                        arena._generation = 0
-                    try:
-                        said = "".join(wrong_results(comm, [case]))
-                    except (PeerError, CallMismatch) as error:
-                        said = f"{type(error).__name__}: {error}"
-                    if said:
-                        break
-                if said:
-                    with contextlib.suppress(PeerError, CallMismatch):
-                        arena.leave()
-            num_noticed = torch.tensor(bool(said), dtype=torch.int32)
-            dist.all_reduce(num_noticed)
-            if num_noticed:
-                return said or "another rank noticed"
-        return ""
-    finally:
-        setattr(module, mutation.function, before)
-
-
-def test_mutations_of_the_kernels_protocol(interpreters: RankPool, count_mutations: CountMutations) -> None:
-    assert interpreters.run(noticed, 3, NOTHING) == [""] * 3
-    broken = [name for name in MUTATIONS if name != NOTHING]
-    unnoticed = [name for name in broken if not any(interpreters.run(noticed, 3, name))]
-    count_mutations("the kernels' protocol (fused operators)", len(broken) - len(unnoticed), len(broken))
-    assert not unnoticed

@@ -83,6 +83,15 @@ class Standstill:
             del arena.copies.start
         self.leave()
 
+    def until_others_wait(self) -> None:
+        """Keep this rank back until every other one waits in vain or has left; for them no time passes meanwhile."""
+        own = self._board[self._rank]
+        while True:
+            state = self._state()
+            if all(word in (state, _GONE) for board in self._board if board is not own for word in board.tolist()):
+                return
+            time.sleep(_SLEEP_SECONDS)
+
     def is_still(self) -> bool:
         """Whether nobody moves any more. A rank that watches the others has left."""
         return self._is_still(self._state())
