@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import run_module
 from support.ranks.progress import finish, run_program
 
 from tpengine.checkpoint.index import read_index
@@ -37,14 +38,18 @@ def run(
     cwd: Path,
     program: tuple[str, ...] = ("-m", "tpengine.train"),
 ) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
+    """Run through torchrun, or in one process (0)."""
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if not num_ranks:
+        return run_module("tpengine.train", *arguments, cwd=cwd, env=environ)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return run_program(
         [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=environ,
     )
 
 

@@ -77,11 +77,16 @@ def finish(process: subprocess.Popen[Any]) -> tuple[Any, Any]:
             return process.communicate(timeout=LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             progress.look()
-    for pid in family([process.pid]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_family(process.pid)
     output, errors = process.communicate()
     raise AssertionError(f"{process.args!r} hangs: {progress}: {output!r} {errors!r}")
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and all its descendants."""
+    for member in family([pid]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:

@@ -1,18 +1,20 @@
 """A pool of worker processes that lives as long as the test session and runs functions as ranks of a process group.
 
-Starting a process that imports torch takes longer than most tests, so workers are kept. A function is named by its
-file and name, so that any test module can hold the programs its ranks run. Each task makes a process group of its
+Starting a process that imports torch takes longer than most tests, so workers are kept, and are forked from one process
+that has imported it (preloaded.py). A function is named by its file and name, so that any test module can hold the
+programs its ranks run. Each task makes a process group of its
 own over a file store and destroys it; a task that hangs, or whose group cannot be made, costs the pool its workers,
 never the session. A task may take as long as a rank works on it (progress.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import inspect
-import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -21,8 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from support.ranks.preloaded import preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress
 from tpengine.distributed.loopback import loopback_variables
 
@@ -46,12 +47,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     return getattr(sys.modules[module_name], name)
 
 
-def _work(connection: Connection, paths: list[str]) -> None:
-    sys.path[:0] = paths
-    import torch
+def work(connection: Connection) -> None:
+    """Be a worker: make what is asked for through the connection, until that is closed."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     while True:
         try:
             path, name, rank, world, store, args = connection.recv()
@@ -74,6 +73,11 @@ def _work(connection: Connection, paths: list[str]) -> None:
             gc.collect()  # trainers hold cycles, and would wait for the next collection with all their memory
 
 
+def environment_of_ranks(**others: str) -> tuple[tuple[str, str], ...]:
+    """The variables that ranks on this host need, and others."""
+    return tuple(sorted({"OMP_NUM_THREADS": "1", **loopback_variables(os.environ), **others}.items()))
+
+
 class RankPool:
     """Runs functions on `world` ranks, each in a process of its own.
 
@@ -82,8 +86,8 @@ class RankPool:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = {"OMP_NUM_THREADS": "1", **loopback_variables(os.environ), **(environment or {})}
-        self._workers: list[tuple[Any, Connection]] = []
+        self._environment = environment_of_ranks(**(environment or {}))
+        self._workers: list[tuple[int, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_tasks = 0
 
@@ -107,7 +111,7 @@ class RankPool:
     def _collect(self, world: int) -> tuple[dict[int, Any], dict[int, str]]:
         waiting = {self._workers[rank][1]: rank for rank in range(world)}
         # Who has answered may have to work for the others still: a thread that stands for a copy engine.
-        progress = Progress([process.pid for process, _ in self._workers[:world]])
+        progress = Progress([pid for pid, _ in self._workers[:world]])
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         are_usable = True
@@ -140,21 +144,13 @@ class RankPool:
         return results, errors
 
     def _grow(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
         while len(self._workers) < world:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, sys.path[:]), daemon=True)
-            with pytest.MonkeyPatch.context() as patch:  # a spawned process takes this one's environment
-                for name, value in self._environment.items():
-                    patch.setenv(name, value)
-                process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            self._workers.append(preloaded(self._environment).fork_worker())
 
     def close(self) -> None:
         """End all workers; the next `run` starts new ones."""
-        for process, connection in self._workers:
+        for pid, connection in self._workers:
             connection.close()
-            process.kill()
-            process.join()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._workers.clear()

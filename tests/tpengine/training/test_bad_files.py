@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import run_module
 from support.ranks.progress import run_program
 
 from tpengine.checkpoint.resume import checkpoints_of
@@ -31,14 +32,13 @@ SMALL = (
 TRAIN = (sys.executable, "-m", "tpengine.train")
 
 
-def run(*arguments: str, program: tuple[str, ...] = TRAIN) -> subprocess.CompletedProcess[str]:
+def environment() -> dict[str, str]:
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return run_program(
-        [*program, *arguments],
-        capture_output=True,
-        text=True,
-        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    return {**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_module("tpengine.train", *arguments, env=environment())
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -243,10 +243,12 @@ def test_a_full_disk_while_saving_loses_no_checkpoint(tmp_path: Path, namespace:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = (*TRAIN, *SMALL, "--run-dir", str(disk / "out"))
-    done = run(
-        str(disk),
-        *command,
-        program=(*namespace, "env", f"DISK={disk}", f"PYTHON={sys.executable}", "sh", "-c", DISK, "sh"),
+    variables = ("env", f"DISK={disk}", f"PYTHON={sys.executable}")
+    done = run_program(
+        [*namespace, *variables, "sh", "-c", DISK, "sh", str(disk), *command],
+        capture_output=True,
+        text=True,
+        env=environment(),
     )
     first, second = done.stdout.split("exit 2")
     assert "step 6/6" in first, "training did not go on"

@@ -1,0 +1,145 @@
+"""A process that has imported what tests need, and forks: a start costs a tenth of a second instead of four.
+
+It has one thread, since torch computes with one and nothing is computed before a fork, so that forking is safe. It is
+`python preloaded.py NUMBER`, where NUMBER is the file descriptor of a connection over which orders come. Each is
+answered: a worker of a pool by its process id, a program by its exit code when it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+
+# What most ranks use; the rest is imported by those that need it.
+MODULES = (
+    "torch.distributed",
+    "pytest",
+    "hypothesis",
+    "tpkernels",
+    "tpengine.training.run",
+    "tpengine.commands.arguments",
+    "tpengine.checkpoint.run_directory",
+    "tpengine.checkpoint.resume",
+)
+WORKER = "a worker"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module that is run as `python -m` does.
+
+    Attributes:
+        environment: all its variables.
+        output, errors: files to which it writes its standard output and error.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    directory: str
+    environment: Mapping[str, str]
+    output: str
+    errors: str
+
+    def become(self) -> None:
+        """Run it in this process. Returns at its end, or raises SystemExit or what it raises."""
+        os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for number, path, flags in (
+            (0, os.devnull, os.O_RDONLY),
+            (1, self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+            (2, self.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        ):
+            file = os.open(path, flags)
+            os.dup2(file, number)
+            os.close(file)
+        sys.argv = [self.module, *self.arguments]
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+
+
+class Preloaded:
+    """The process, as the session sees it. It ends with the session.
+
+    Args:
+        environment: its variables.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._orders, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-B", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=dict(environment)
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork_worker(self) -> tuple[int, Connection]:
+        """A process that makes what is asked for (rank_pool.work): its id, and the connection to it."""
+        ours, theirs = multiprocessing.Pipe()
+        self._orders.send(WORKER)
+        send_handle(self._orders, theirs.fileno(), self.pid)
+        theirs.close()
+        return self._orders.recv(), ours
+
+    def start(self, program: Program) -> Connection:
+        """Run a program; the connection yields its exit code when it has ended, and takes no other order before."""
+        self._orders.send(program)
+        return self._orders
+
+
+@functools.cache
+def preloaded(environment: tuple[tuple[str, str], ...]) -> Preloaded:
+    """The process of these variables, of which a session has one."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return Preloaded({**os.environ, **dict(environment), "PYTHONPATH": paths})
+
+
+def main(number: int) -> None:
+    """Fork by order, until the session is over. Children leave this function to end as processes do."""
+    from support.ranks.rank_pool import work
+
+    for name in MODULES:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    # What is there now stays: a child's collector need not look at it, and copies no page for that.
+    gc.freeze()
+    orders = Connection(number)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
+        worker = Connection(recv_handle(orders)) if order == WORKER else None
+        pid = os.fork()
+        if not pid:
+            orders.close()
+            order.become() if worker is None else work(worker)
+            return
+        if worker is None:
+            orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        else:
+            # Whoever else held it would keep it open when the worker has died.
+            worker.close()
+            orders.send(pid)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
