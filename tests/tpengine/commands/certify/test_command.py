@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,32 @@ from support.ranks.progress import finish
 from tpengine.cli import main
 from tpengine.commands.certify import command
 from tpengine.commands.certify.command import Layout, parse_layout
+from tpengine.config.presets import PRESETS
 
 HASH = r"[0-9a-f]{64}"
 
 
+@pytest.fixture
+def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preset's features with a sixteenth of its work."""
+    config = PRESETS["certify"]()
+    small = replace(
+        config,
+        model=replace(config.model, hidden_size=64, ffn_size=96),
+        train=replace(config.train, micro_batch_size=2, num_micro_batches=8),
+    )
+    monkeypatch.setattr(command, "PRESETS", {**PRESETS, "certify": lambda: small})
+
+
+@pytest.mark.slow
+def test_the_preset_as_it_is_is_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--tp", "2", "--against", "tp=1,pp=2", "--steps", "1", "--schedule", "zbv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("8 heads, float32, zbv, seed 0, steps 1 of 16 micro-batches")
+    assert lines[-1] == "certified: identical"
+
+
+@pytest.mark.usefixtures("small_preset")
 def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         "certify",
@@ -37,13 +60,14 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
     assert main([*argv, "--seed", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
-    assert lines[1].endswith("8 heads, bfloat16, zbv, seed 7, steps 1 of 16 micro-batches")
+    assert lines[1].endswith("8 heads, bfloat16, zbv, seed 7, steps 1 of 8 micro-batches")
     assert lines[2].startswith("step 1, loss ")
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
     assert lines[-1] == "certified: identical"
 
 
+@pytest.mark.usefixtures("small_preset")
 def test_a_difference_ends_in_its_name_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
