@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.programs import run_module
+from support.programs import Running, finish_all, run_module, run_ranks
 from support.ranks.progress import finish, run_program
 
 from tpengine.checkpoint.index import read_index
@@ -32,24 +32,22 @@ SMALL = (
 )
 
 
-def run(
-    num_ranks: int,
-    *arguments: str,
-    cwd: Path,
-    program: tuple[str, ...] = ("-m", "tpengine.train"),
+def alone(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Train in one process."""
+    return run_module("tpengine.train", *arguments, cwd=cwd)
+
+
+def by_torchrun(
+    num_ranks: int, *arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "tpengine.train")
 ) -> subprocess.CompletedProcess[str]:
-    """Run through torchrun, or in one process (0)."""
     environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
-    environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if not num_ranks:
-        return run_module("tpengine.train", *arguments, cwd=cwd, env=environ)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return run_program(
         [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environ,
+        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
 
 
@@ -59,7 +57,8 @@ def records(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("num_ranks", [0, 4])
 def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int) -> None:
-    done = run(num_ranks, *SMALL, "--run-dir", "out", cwd=tmp_path)
+    arguments = *SMALL, "--run-dir", "out"
+    done = by_torchrun(num_ranks, *arguments, cwd=tmp_path) if num_ranks else alone(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     layout = "tp 2 x pp 2 x dp 1" if num_ranks else "tp 1 x pp 1 x dp 1"
     for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample, continuing"):
@@ -77,11 +76,10 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
 
 
 def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path) -> None:
-    first = run(0, *SMALL, "--train.dtype", "float64", "--run-dir", "one", cwd=tmp_path)
-    again = run(
-        2, "--config", "one/config.toml", "--parallel.tp", "1", "--parallel.pp", "2", "--run-dir", "two", cwd=tmp_path
-    )
-    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    first = alone(*SMALL, "--train.dtype", "float64", "--run-dir", "one", cwd=tmp_path)
+    layout = "--parallel.tp", "1", "--parallel.pp", "2"
+    again = run_ranks(2, "tpengine.train", "--config", "one/config.toml", *layout, "--run-dir", "two", cwd=tmp_path)
+    assert [done.returncode for done in (first, *again)] == [0, 0, 0], first.stderr + again[0].stderr
     for a, b in zip(records(tmp_path / "one"), records(tmp_path / "two"), strict=True):
         assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
 
@@ -91,13 +89,13 @@ def test_a_schedule_file_stays_with_the_run(tmp_path: Path) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text("rank 0: 0F0 0F1 0B1 0B0\n")
     sizes = "--train.num-micro-batches", "2", "--train.micro-batch-size", "1"
-    done = run(0, *SMALL, *sizes, "--parallel.schedule", str(mine), "--run-dir", "out", cwd=tmp_path)
+    done = alone(*SMALL, *sizes, "--parallel.schedule", str(mine), "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = mine.read_bytes()
     mine.unlink()
     (tmp_path / "out").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "mine.txt").read_bytes() == text
-    done = run(0, "--run-dir", "moved", "--resume", "--train.steps", "5", cwd=tmp_path)
+    done = alone("--run-dir", "moved", "--resume", "--train.steps", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert load_toml(tmp_path / "moved" / "config.toml", Config()).parallel.schedule == "moved/mine.txt"
     assert len(records(tmp_path / "moved")) == 5
@@ -105,7 +103,7 @@ def test_a_schedule_file_stays_with_the_run(tmp_path: Path) -> None:
 
 def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
-        done = run(0, *SMALL, "--train.checkpoint-every", "0", "--run-dir", ".", cwd=tmp_path)
+        done = alone(*SMALL, "--train.checkpoint-every", "0", "--run-dir", ".", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "metrics.1.jsonl" in done.stderr
     assert len(records(tmp_path)) == 4
@@ -115,16 +113,16 @@ def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
 
 def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> None:
     """Forgetting --resume must not bury what there is."""
-    assert run(0, *SMALL, "--run-dir", "out", cwd=tmp_path).returncode == 0
-    done = run(0, *SMALL, "--run-dir", "out", cwd=tmp_path)
+    assert alone(*SMALL, "--run-dir", "out", cwd=tmp_path).returncode == 0
+    done = alone(*SMALL, "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "must not bury the checkpoints of another: out has step-00000004: continue it with --resume" in done.stderr
-    done = run(0, "--run-dir", "out", "--resume", cwd=tmp_path)
+    done = alone("--run-dir", "out", "--resume", cwd=tmp_path)
     assert done.returncode == 0 and "all 4 steps are done" in done.stdout and "held-out loss" in done.stdout
-    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "3", cwd=tmp_path)
+    done = alone("--run-dir", "out", "--resume", "--train.steps", "3", cwd=tmp_path)
     assert done.returncode == 2 and "must not be shorter than it is" in done.stderr
     longer = ("--train.steps", "5", "--optim.lr", "0.001", "--optim.warmup-steps", "1")
-    done = run(0, "--run-dir", "out", "--resume", *longer, cwd=tmp_path)
+    done = alone("--run-dir", "out", "--resume", *longer, cwd=tmp_path)
     assert done.returncode == 0
     changed = [line for line in done.stdout.splitlines() if line.startswith("changed since the checkpoint: ")]
     assert [line.partition(": ")[2] for line in changed] == [
@@ -140,17 +138,39 @@ def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> No
 
 def test_metrics_of_a_run_that_cannot_be_continued_are_kept(tmp_path: Path) -> None:
     """--resume without any checkpoint starts at step 1."""
-    assert run(0, *SMALL, "--train.checkpoint-every", "0", "--run-dir", "out", cwd=tmp_path).returncode == 0
-    done = run(0, "--run-dir", "out", "--resume", "--train.steps", "2", cwd=tmp_path)
+    assert alone(*SMALL, "--train.checkpoint-every", "0", "--run-dir", "out", cwd=tmp_path).returncode == 0
+    done = alone("--run-dir", "out", "--resume", "--train.steps", "2", cwd=tmp_path)
     assert done.returncode == 0 and "no checkpoint yet: starting at step 1" in done.stdout
     assert len((tmp_path / "out" / "metrics.1.jsonl").read_text().splitlines()) == 4
     assert len(records(tmp_path / "out")) == 2
 
 
-def start_long_run(tmp_path: Path) -> subprocess.Popen[str]:
+LONG = (*SMALL, "--train.steps", "100000", "--run-dir", "out")
+
+
+def start_long_run(tmp_path: Path) -> Running:
     """A run in one process that has made its first step."""
+    running = Running("tpengine.train", *LONG, cwd=tmp_path)
+    running.wait_until(lambda running: "\nstep 1/" in running.said(), "the run makes no step")
+    return running
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    running = start_long_run(tmp_path)
+    for arguments in (SMALL, ("--resume",)):
+        done = alone(*arguments, "--run-dir", "out", cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert "a run directory belongs to one run at a time: out cannot be locked" in done.stderr
+    running.send_signal(signal.SIGINT)
+    (end,) = finish_all(running)
+    assert end.returncode == 130 and "continue with --run-dir out --resume" in end.stderr
+    done = alone("--run-dir", "out", "--resume", "--train.steps", str(len(records(tmp_path / "out"))), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tpengine.train", *SMALL, "--train.steps", "100000", "--run-dir", "out"],
+        [sys.executable, "-m", "tpengine.train", *LONG],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -161,25 +181,6 @@ def start_long_run(tmp_path: Path) -> subprocess.Popen[str]:
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    return process
-
-
-def test_a_directory_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
-    for arguments in (SMALL, ("--resume",)):
-        done = run(0, *arguments, "--run-dir", "out", cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert "a run directory belongs to one run at a time: out cannot be locked" in done.stderr
-    process.send_signal(signal.SIGINT)
-    _, errors = finish(process)
-    assert process.returncode == 130 and "continue with --run-dir out --resume" in errors
-    done = run(0, "--run-dir", "out", "--resume", "--train.steps", str(len(records(tmp_path / "out"))), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
-    assert process.stdout is not None
     process.stdout.close()
     before = len(records(tmp_path / "out"))
     while len(records(tmp_path / "out")) < before + 30:
@@ -191,7 +192,7 @@ def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
 
 
 def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:
-    done = run(0, *SMALL, "--train.steps", "1", cwd=tmp_path)
+    done = alone(*SMALL, "--train.steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert len(records(run_dir)) == 1
@@ -199,9 +200,8 @@ def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:
 
 def test_other_tokens_than_bytes(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.bin", np.arange(20000) % 997, vocab_size=1000)
-    done = run(
-        2, *SMALL, "--data.path", "tokens.bin", "--model.vocab-size", "1001", "--data.ignore-token", "5", cwd=tmp_path
-    )
+    data = "--data.path", "tokens.bin", "--model.vocab-size", "1001", "--data.ignore-token", "5"
+    done, _ = run_ranks(2, "tpengine.train", *SMALL, *data, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     sampled = done.stdout.split("sample, continuing")[1].splitlines()[1].split()
     assert len(sampled) == 5 and all(0 <= int(token) < 1001 for token in sampled)
@@ -219,7 +219,7 @@ sys.stdout.write(f"threads {names}\\n")  # in one piece: the ranks share the pip
 def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
     """A gloo thread that lets go of a tensor while the interpreter ends aborts the process (once in 100 runs)."""
     (tmp_path / "script.py").write_text(THREADS_LEFT)
-    done = run(2, *SMALL, "--run-dir", "out", cwd=tmp_path, program=("script.py",))
+    done = by_torchrun(2, *SMALL, "--run-dir", "out", cwd=tmp_path, program=("script.py",))
     assert done.returncode == 0, done.stderr
     threads = [line for line in done.stdout.splitlines() if line.startswith("threads [")]
     assert len(threads) == 2 and not any("gloo" in line for line in threads), threads
@@ -253,7 +253,7 @@ def test_ranks_of_a_run_share_the_cores(tmp_path: Path) -> None:
     assert "threads   3 per rank, its share of 6 cores (OMP_NUM_THREADS sets another number)" in done.stdout
     assert "threads of rank 1: 3, 3" in done.stdout
     assert read_index(checkpoints_of(tmp_path / "out").of_step(2)).state["threads"] == 3
-    done = run(0, "--run-dir", "out", "--resume", cwd=tmp_path)
+    done = alone("--run-dir", "out", "--resume", cwd=tmp_path)
     assert "threads   1 per rank\n" in done.stdout, done.stderr
     assert "changed since the checkpoint: threads per rank from 3 to 1, which may change the last bits" in done.stdout
 
@@ -274,7 +274,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, str], message: str) -> None:
     (tmp_path / "damaged.bin").write_bytes(b"TPTOKENS" + bytes(100))
-    done = run(0, *SMALL, *arguments, cwd=tmp_path)
+    done = alone(*SMALL, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0 and message in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -282,10 +282,11 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: 
 
 def test_what_only_training_finds_is_one_line_too(tmp_path: Path) -> None:
     write_tokens(tmp_path / "sevens", np.full(90000, 7), vocab_size=8)
-    done = run(2, *SMALL, "--data.path", "sevens", "--data.ignore-token", "7", cwd=tmp_path)
-    assert done.returncode != 0 and "exitcode  : 2" in done.stderr
-    assert len(error_lines(done)) == 1 and "at least one valid target" in error_lines(done)[0]
-    done = run(0, *SMALL, "--optim.lr", "1e30", "--optim.clip-norm", "0", cwd=tmp_path)
+    ends = run_ranks(2, "tpengine.train", *SMALL, "--data.path", "sevens", "--data.ignore-token", "7", cwd=tmp_path)
+    assert [done.returncode for done in ends] == [2, 2]
+    assert len(error_lines(ends[0])) == 1 and "at least one valid target" in error_lines(ends[0])[0]
+    assert not error_lines(ends[1])
+    done = alone(*SMALL, "--optim.lr", "1e30", "--optim.clip-norm", "0", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert len(error_lines(done)) == 1 and "--optim.lr" in error_lines(done)[0]
 
@@ -293,7 +294,7 @@ def test_what_only_training_finds_is_one_line_too(tmp_path: Path) -> None:
 @pytest.mark.slow  # but always in CI: .ci/run names it
 def test_the_default_run_of_four_ranks_learns(tmp_path: Path) -> None:
     """The README's first command, whole: the mean training loss of the last 20 steps is below 1.9 nats."""
-    done = run(4, "--device", "cpu", "--run-dir", "out", cwd=tmp_path)
+    done = by_torchrun(4, "--device", "cpu", "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in records(tmp_path / "out")]
     assert sum(losses[-20:]) / 20 < 1.9
@@ -302,7 +303,7 @@ def test_the_default_run_of_four_ranks_learns(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
-    done = run(2, *SMALL, "--model.num-heads", "5", cwd=tmp_path)
+    done = by_torchrun(2, *SMALL, "--model.num-heads", "5", cwd=tmp_path)
     assert done.returncode != 0
     assert len(error_lines(done)) == 1 and "hidden_size" in error_lines(done)[0]
     assert "exitcode  : 2" in done.stderr
@@ -310,17 +311,17 @@ def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_saves_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
-    process.send_signal(signal.SIGINT)
-    _, errors = finish(process)
-    assert process.returncode == 130
+    running = start_long_run(tmp_path)
+    running.send_signal(signal.SIGINT)
+    (end,) = finish_all(running)
+    assert end.returncode == 130
     steps = len(records(tmp_path / "out"))
     saved = f"saved in out/checkpoints/step-{steps:08}; continue with --run-dir out --resume"
-    assert errors == f"tpengine: interrupted after step {steps} of 100000: {saved}\n"
+    assert end.stderr == f"tpengine: interrupted after step {steps} of 100000: {saved}\n"
 
 
 def test_help_ends_well(tmp_path: Path) -> None:
-    done = run(0, "--help", cwd=tmp_path)
+    done = alone("--help", cwd=tmp_path)
     assert done.returncode == 0
     for flag in ("--preset", "--config", "--model.hidden-size", "--parallel.tp", "--run-dir"):
         assert flag in done.stdout

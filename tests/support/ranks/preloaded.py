@@ -1,8 +1,8 @@
 """A process that has imported what tests need, and forks: a start costs a tenth of a second instead of four.
 
 It has one thread, since torch computes with one and nothing is computed before a fork, so that forking is safe. It is
-`python preloaded.py NUMBER`, where NUMBER is the file descriptor of a connection over which orders come. Each is
-answered: a worker of a pool by its process id, a program by its exit code when it has ended.
+`python preloaded.py NUMBER`, where NUMBER is the file descriptor of a connection over which orders come, each with the
+connection that its process is given: a worker to be told what to do, a program's guardian to tell how that gets on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 # What most ranks use; the rest is imported by those that need it.
 MODULES = (
     "torch.distributed",
+    "torch._dynamo",
     "pytest",
     "hypothesis",
     "tpkernels",
@@ -51,7 +52,17 @@ class Program:
     output: str
     errors: str
 
-    def become(self) -> None:
+    def guard(self, connection: Connection) -> None:
+        """Run it in a child; tell its process id, and its exit code when it has ended."""
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            self._become()
+            return
+        connection.send(pid)
+        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def _become(self) -> None:
         """Run it in this process. Returns at its end, or raises SystemExit or what it raises."""
         os.chdir(self.directory)
         os.environ.clear()
@@ -82,22 +93,13 @@ class Preloaded:
         )
         theirs.close()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def fork_worker(self) -> tuple[int, Connection]:
-        """A process that makes what is asked for (rank_pool.work): its id, and the connection to it."""
+    def fork(self, order: Program | str) -> tuple[int, Connection]:
+        """A process of its own for an order, a program or WORKER: its id, and the connection to it."""
         ours, theirs = multiprocessing.Pipe()
-        self._orders.send(WORKER)
-        send_handle(self._orders, theirs.fileno(), self.pid)
+        self._orders.send(order)
+        send_handle(self._orders, theirs.fileno(), self._process.pid)
         theirs.close()
         return self._orders.recv(), ours
-
-    def start(self, program: Program) -> Connection:
-        """Run a program; the connection yields its exit code when it has ended, and takes no other order before."""
-        self._orders.send(program)
-        return self._orders
 
 
 @functools.cache
@@ -124,18 +126,15 @@ def main(number: int) -> None:
             order = orders.recv()
         except EOFError:
             return
-        worker = Connection(recv_handle(orders)) if order == WORKER else None
+        connection = Connection(recv_handle(orders))
         pid = os.fork()
         if not pid:
             orders.close()
-            order.become() if worker is None else work(worker)
+            work(connection) if order == WORKER else order.guard(connection)
             return
-        if worker is None:
-            orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        else:
-            # Whoever else held it would keep it open when the worker has died.
-            worker.close()
-            orders.send(pid)
+        # Whoever else held it would keep it open when the process has died.
+        connection.close()
+        orders.send(pid)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from support.ranks.preloaded import preloaded
+from support.ranks.preloaded import WORKER, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress
 from tpengine.distributed.loopback import loopback_variables
 
@@ -145,7 +145,7 @@ class RankPool:
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
-            self._workers.append(preloaded(self._environment).fork_worker())
+            self._workers.append(preloaded(self._environment).fork(WORKER))
 
     def close(self) -> None:
         """End all workers; the next `run` starts new ones."""

@@ -1,15 +1,14 @@
-"""Rung: gloo ranks, through torchrun and `python -m tpengine.train`. Texts that go wrong while a run reads them."""
+"""Rung: gloo ranks, as `python -m tpengine.train` starts them. Texts that go wrong while a run reads them."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ranks.progress import finish
+from support.programs import Running, finish_all, run_module, start_ranks
 
 from tpengine import train
 from tpengine.checkpoint.resume import checkpoints_of
@@ -24,25 +23,9 @@ SMALL = (
 )
 
 
-def command(num_ranks: int, path: Path, steps: int) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    lengths = ["--train.steps", str(steps), "--run-dir", str(path.parent / "out")]
-    return [sys.executable, *launcher, "-m", "tpengine.train", *SMALL, *lengths, "--data.path", str(path)]
-
-
-def start(num_ranks: int, path: Path, steps: int = 1_000) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(num_ranks, path, steps),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-
-
-def lines(errors: str) -> list[str]:
-    """Ours, among torchrun's."""
-    return [line for line in errors.splitlines() if line.startswith("tpengine: ")]
+def arguments_for(path: Path, steps: int = 1_000) -> tuple[str, ...]:
+    lengths = "--train.steps", str(steps), "--run-dir", str(path.parent / "out")
+    return (*SMALL, *lengths, "--data.path", str(path))
 
 
 @pytest.mark.parametrize(("limit", "longer"), [(60, 60.009), (0, 0)])
@@ -82,10 +65,9 @@ def test_other_content_than_the_hash_says_ends_the_run_on_all_ranks(tmp_path: Pa
     path = tmp_path / "some.tokens"
     write_tokens(path, np.arange(90_000) % 200, 200)
     change(path, 50_000, 1)
-    output, errors = finish(start(2, path))
-    (line,) = lines(errors)
-    # torchrun's report ends with the first rank's exit code and line.
-    assert "exitcode  : 2" in errors and f"traceback : {line.removeprefix('tpengine: error: ')}" in errors, output
+    ends = finish_all(*start_ranks(2, "tpengine.train", *arguments_for(path)))
+    assert [end.returncode for end in ends] == [2, 2] and not ends[1].stderr
+    (line,) = ends[0].stderr.splitlines()
     assert f"must have the content that its hash says: {path} on the host of rank 0 does not have SHA-256" in line
     assert checkpoints_of(tmp_path / "out").newest() is None
 
@@ -94,14 +76,12 @@ def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
     """The map of before died of SIGBUS."""
     path = tmp_path / "some.tokens"
     write_tokens(path, np.arange(900_000) % 200, 200)
-    process = start(0, path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
+    running = Running("tpengine.train", *arguments_for(path))
+    running.wait_until(lambda running: "\nstep " in running.said(), "the run makes no step")
     os.truncate(path, 100)
-    _, errors = finish(process)
-    assert process.returncode == 2 and errors.count("\n") == 1, errors
+    (end,) = finish_all(running)
+    errors = end.stderr
+    assert end.returncode == 2 and errors.count("\n") == 1, errors
     assert str(path) in errors and "cut short" in errors
 
 
@@ -112,8 +92,8 @@ def test_a_bad_token_in_the_held_out_text_is_one_line(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[16:24] = (200).to_bytes(8, "little")
     path.write_bytes(content)
-    process = start(0, path, steps=1)
-    output, errors = finish(process)
-    assert process.returncode == 2 and "step 1/1" in output, errors
+    end = run_module("tpengine.train", *arguments_for(path, steps=1))
+    errors = end.stderr
+    assert end.returncode == 2 and "step 1/1" in end.stdout, errors
     assert errors.startswith("tpengine: error: tokens must be at least 0 and below model.vocab_size: got 255, ")
     assert errors.count("\n") == 1 and checkpoints_of(tmp_path / "out").newest() is not None

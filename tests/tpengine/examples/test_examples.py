@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.programs import run_ranks
 from support.ranks.progress import run_program
 
 EXAMPLES = ROOT / "tpengine" / "examples"
@@ -27,38 +28,41 @@ def command_of(name: str) -> str:
 
 
 def run_example(directory: Path, name: str, num_ranks: int | None = None) -> str:
-    """Run a script by its command, or on another number of ranks; return what it prints."""
+    """Run a script on as many ranks as its command says, or on others; return what rank 0 prints."""
     program, *arguments = command_of(name).split()
-    if program == "torchrun":
-        arguments = ["-m", "torch.distributed.run", "--standalone", *arguments]
-    if num_ranks is not None:
-        arguments[arguments.index("--nproc-per-node") + 1] = str(num_ranks)
-    done = run_program(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    if num_ranks is None:
+        num_ranks = int(arguments[1]) if program == "torchrun" else 1
+    ends = run_ranks(num_ranks, f"tpengine.examples.{name}", cwd=directory)
+    assert not any(end.returncode for end in ends), [end.stderr for end in ends]
+    assert not any(end.stdout for end in ends[1:]), "more than one rank printed"
+    return ends[0].stdout
+
+
+LARGEST_LOSSES = {"block": 1.0, "images": 0.5, "operators": 0.5, "stages": 0.2, "gpt": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "largest_loss"),
+    ("name", "num_ranks"),
     [
-        ("block", None, 1.0),
-        pytest.param("block", 1, 1.0, marks=pytest.mark.slow),
-        pytest.param("block", 4, 1.0, marks=pytest.mark.slow),
-        ("images", None, 0.5),
-        ("operators", None, 0.5),
-        ("stages", None, 0.2),
-        ("gpt", None, 1.0),
-        pytest.param("gpt", 8, 1.0, marks=pytest.mark.slow),
+        *((name, None) for name in LARGEST_LOSSES if name != "gpt"),
+        *(pytest.param(name, num, marks=pytest.mark.slow) for name, num in (("block", 1), ("block", 4), ("gpt", None), ("gpt", 8))),
     ],
 )
-def test_an_example_runs_and_learns(tmp_path: Path, name: str, num_ranks: int | None, largest_loss: float) -> None:
-    assert float(run_example(tmp_path, name, num_ranks).split("loss")[1]) < largest_loss
+def test_an_example_runs_and_learns(tmp_path: Path, name: str, num_ranks: int | None) -> None:
+    assert float(run_example(tmp_path, name, num_ranks).split("loss")[1]) < LARGEST_LOSSES[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGEST_LOSSES)
+def test_its_command_runs_it(tmp_path: Path, name: str) -> None:
+    program, *arguments = command_of(name).split()
+    launcher = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_program(
+        [sys.executable, *launcher, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("loss")[1]) < LARGEST_LOSSES[name]
 
 
 def test_the_fused_operators_alone(tmp_path: Path) -> None:
@@ -67,7 +71,6 @@ def test_the_fused_operators_alone(tmp_path: Path) -> None:
 
 def test_every_example_is_run_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
-    (run,) = [mark for mark in test_an_example_runs_and_learns.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
-    assert {getattr(case, "values", case)[0] for case in run.args[1]} | {"feed_forward"} | MODULES == names
+    assert set(LARGEST_LOSSES) | {"feed_forward"} | MODULES == names
     listed, linked = (EXAMPLES / "__init__.py").read_text(), (ROOT / "README.md").read_text()
     assert not [name for name in names if f"- {name}: " not in listed or f"(tpengine/examples/{name}.py)" not in linked]

@@ -32,13 +32,8 @@ SMALL = (
 TRAIN = (sys.executable, "-m", "tpengine.train")
 
 
-def environment() -> dict[str, str]:
-    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return {**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_module("tpengine.train", *arguments, env=environment())
+    return run_module("tpengine.train", *arguments)
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -248,7 +243,7 @@ def test_a_full_disk_while_saving_loses_no_checkpoint(tmp_path: Path, namespace:
         [*namespace, *variables, "sh", "-c", DISK, "sh", str(disk), *command],
         capture_output=True,
         text=True,
-        env=environment(),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     first, second = done.stdout.split("exit 2")
     assert "step 6/6" in first, "training did not go on"

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +23,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from support.engine.parity import config_of
-from support.ranks.progress import finish
+from support.programs import Running, finish_all
 from support.ranks.rank_pool import RankPool
 
 from tpengine.cli import main
@@ -323,25 +320,17 @@ def test_few_steps_are_profiled() -> None:
 
 
 def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tpengine.train", "--model.hidden-size", "32", "--model.ffn-size", "48"),
-            *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2"),
-            *("--train.steps", "100000", "--train.profile-steps", "0:100", "--device", "cpu", "--run-dir", "out"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    running = Running(
+        *("tpengine.train", "--model.hidden-size", "32", "--model.ffn-size", "48"),
+        *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2"),
+        *("--train.steps", "100000", "--train.profile-steps", "0:100", "--device", "cpu", "--run-dir", "out"),
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            break
-    process.send_signal(signal.SIGINT)
-    output, errors = finish(process)
-    assert process.returncode == 130, errors
+    running.wait_until(lambda running: "\nstep 1/" in running.said(), "the run makes no step")
+    running.send_signal(signal.SIGINT)
+    (end,) = finish_all(running)
+    output, errors = end.stdout, end.stderr
+    assert end.returncode == 130, errors
     assert errors.count("\n") == 1 and "continue with --run-dir out --resume" in errors
     assert "profiled step" in output and "no stage waits on another" in output
     assert read_profile(tmp_path / "out" / "profile.json").schedule == "1f1b"
