@@ -445,6 +445,7 @@ def num_worktrees(clone: Path) -> int:
     return done.stdout.count("worktree ")
 
 
+@pytest.mark.slow
 def test_a_revision_is_compared_with_the_working_tree(clone: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     options = ["--op", "norm", "--rounds", "2", "--direction", "both", "--against", "HEAD", "--out", str(out)]

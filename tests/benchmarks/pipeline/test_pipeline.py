@@ -34,6 +34,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_schedules_are_compared_with_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     assert main(f"pipeline --against torch --smoke --schedules 1f1b,zbv --out {out}".split()) == 0

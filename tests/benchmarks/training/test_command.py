@@ -76,6 +76,7 @@ def test_tp2_agrees_and_is_compared_and_a_broken_weight_is_not(tp2: dict[str, En
     assert not [name for name in row if name.endswith(("_ratio", "_seconds", "_per_second"))]
 
 
+@pytest.mark.slow
 def test_the_command_compares_pipelines_with_one_process_and_writes_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_command_compares_pipelines_with_one_process_and_writes_a_row(
     assert "pp2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_revision_is_compared_with_its_own_sources(tmp_path: Path) -> None:
     """A copy of the working tree stands for the revision; in it the learning rate is another, which the check finds."""
     tree = tmp_path / "tree"

@@ -31,6 +31,11 @@ ROOMY, TINY = 1 << 18, 1 << 13
 STRATEGIES = ("fused", "push")
 
 
+def by_default(strategy: str) -> list[Any]:
+    """Both strategies, of which the other is slow: what they share is tested with one."""
+    return [pytest.param(one, marks=() if one == strategy else pytest.mark.slow) for one in STRATEGIES]
+
+
 def check_matrix(strategy: str, arena_bytes: int, token_counts: tuple[int, ...], dim: int) -> None:
     comm = kernel_communicator(dist.group.WORLD, strategy, arena_bytes, seed=dim)
     assert (comm.device_arena is not None) == (comm.size > 1)
@@ -75,7 +80,7 @@ def check_some_of_matrix(token_counts: tuple[int, int]) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("world", "token_counts"), WORLDS)
+@pytest.mark.parametrize(("world", "token_counts"), [*WORLDS[:3], pytest.param(*WORLDS[3], marks=pytest.mark.slow)])
 def test_outputs_and_gradients(interpreters: RankPool, world: int, token_counts: tuple[int, int]) -> None:
     interpreters.run(check_some_of_matrix, world, token_counts)
 
@@ -93,7 +98,7 @@ def test_outputs_and_gradients_of_every_combination(
     ("world", "strategy"),
     [
         (2, "fused"),
-        (3, "push"),
+        pytest.param(3, "push", marks=pytest.mark.slow),
         pytest.param(2, "push", marks=pytest.mark.slow),
         pytest.param(3, "fused", marks=pytest.mark.slow),
     ],
@@ -113,7 +118,7 @@ def check_sizes_of_zero(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", by_default("fused"))
 def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
     """Every peer is notified of nothing, too, or all wait."""
     interpreters.run(check_sizes_of_zero, 2, strategy)
@@ -129,7 +134,7 @@ def check_dtypes_and_strides(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", by_default("fused"))
 def test_dtypes_and_strides(interpreters: RankPool, strategy: str) -> None:
     interpreters.run(check_dtypes_and_strides, 3, strategy)
 
@@ -142,7 +147,7 @@ def check_mixed_calls(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", by_default("push"))
 def test_mixed_calls_back_to_back(interpreters: RankPool, strategy: str) -> None:
     interpreters.run(check_mixed_calls, 4, strategy)
 
@@ -214,7 +219,7 @@ def bits_of_runs(strategy: str, num_runs: int) -> list[int]:
     return different
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", by_default("fused"))
 def test_equal_bits_on_every_run(interpreters: RankPool, strategy: str) -> None:
     assert interpreters.run(bits_of_runs, 3, strategy, 6) == [[], [], []]
 

@@ -102,7 +102,10 @@ MUTATIONS = {
     ),
 }
 # Ranks of which one is late, and nothing taken out.
-CONTROLS = ["tiles do not wait for the copy", *(name for name, mutation in MUTATIONS.items() if mutation.late)]
+CONTROLS = [
+    pytest.param("tiles do not wait for the copy", marks=pytest.mark.slow),  # dear, and what test_kernels.py does
+    *(name for name, mutation in MUTATIONS.items() if mutation.late),
+]
 
 
 def kept_back(standstill: Standstill, function: Callable[..., Any]) -> Callable[..., Any]:

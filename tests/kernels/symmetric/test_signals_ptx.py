@@ -7,6 +7,7 @@ that the signals work.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,18 +207,33 @@ def _code(kernel: Any, constants: dict[str, Any]) -> str:
     return code_of(kernel, (), {**arguments, "grid": (4,), **options})
 
 
-Code = dict[tuple[str, int], dict[str, str]]
+class Code(dict[tuple[str, int], dict[str, str]]):
+    """Every kernel's code by target and number of warps, compiled when it is asked for."""
+
+    def __init__(self, compilers: RankPool) -> None:
+        super().__init__()
+        self._compilers = compilers
+
+    def __missing__(self, key: tuple[str, int]) -> dict[str, str]:
+        target, warps = key
+        every = [Wanted(target, (name,), {"num_warps": warps}) for name in NAMES]
+        codes = compile_kernels(self._compilers, every)
+        self[key] = {name: code for name, (code,) in zip(NAMES, codes, strict=True)}
+        return self[key]
 
 
 @pytest.fixture(scope="module")
 def code(compilers: RankPool) -> Code:
-    """Every kernel's code by target and number of warps."""
-    every = [Wanted(target, NAMES, {"num_warps": warps}) for target in TARGETS for warps in (1, 4)]
-    found = compile_kernels(compilers, every)
-    return {
-        (wanted.target, wanted.constants["num_warps"]): dict(zip(NAMES, codes, strict=True))
-        for wanted, codes in zip(every, found, strict=True)
-    }
+    return Code(compilers)
+
+
+def each(*targets: str, warps: Sequence[int] = (1, 4)) -> list[Any]:
+    """Targets with numbers of warps: by default sm_90 with 4, and CI runs the others in turns."""
+    return [
+        pytest.param(target, num, marks=() if (target, num) == ("sm_90", 4) else pytest.mark.slow)
+        for target in targets
+        for num in warps
+    ]
 
 
 def faults_for(target: str, code: str) -> list[str]:
@@ -231,8 +247,7 @@ def flags_and_polls(target: str, code: str) -> tuple[int, int]:
     return sum(one.releases for one in ordered), sum(one.acquires and not one.releases for one in ordered)
 
 
-@pytest.mark.parametrize("warps", [1, 4])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "warps"), each(*TARGETS))
 def test_signals_are_sound_in_compiled_code(code: Code, target: str, warps: int) -> None:
     kernels = code[target, warps]
     assert {name: found for name, kernel in kernels.items() if (found := faults_for(target, kernel))} == {}
@@ -245,15 +260,15 @@ def test_signals_are_sound_in_compiled_code(code: Code, target: str, warps: int)
         assert found[name][0] >= 4 and found[name][1] >= 5, found
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_every_poll_is_one_load_that_acquires(code: Code, target: str) -> None:
+@pytest.mark.parametrize(("target", "warps"), each("sm_80", "sm_90", "sm_100", warps=[4]))
+def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: int) -> None:
     """Not a write: an atomic addition of 0 would take the line from a peer that is about to write it."""
     for name in ("exchange", "meet"):
-        polls = [one for one in instructions_of(code[target, 4][name]) if one.acquires and not one.releases]
+        polls = [one for one in instructions_of(code[target, warps][name]) if one.acquires and not one.releases]
         assert polls and all({"ld", "acquire", "sys"} <= one.words for one in polls)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountMutations, target: str) -> None:
     mutations = dict(MUTATIONS)
     if target == "gfx942":
@@ -269,7 +284,7 @@ def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountM
     assert survivors == []
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 def test_data_that_tma_stores_is_noticed(compilers: RankPool, count_mutations: CountMutations, target: str) -> None:
     """Under a count and a flag; without TMA the kernel is the sound one."""
     ((broken,),) = compile_kernels(compilers, [Wanted(target, ("exchange",), {"TMA": True})])
@@ -278,8 +293,7 @@ def test_data_that_tma_stores_is_noticed(compilers: RankPool, count_mutations: C
     assert found and all("cp.async.bulk.tensor.2d.global.shared" in fault for fault in found)
 
 
-@pytest.mark.parametrize("warps", [1, 4])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("target", "warps"), each("sm_80", "sm_90", "sm_100"))
 def test_a_missing_barrier_is_noticed(code: Code, count_mutations: CountMutations, target: str, warps: int) -> None:
     """Also triton's own. All before a release are taken out of the code, and all after an acquire: one may stand in
     for another, between which there is no access.

@@ -111,9 +111,14 @@ def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback
     ("factory", "reason"),
     [
         ("nosuch.module:Member", "there is no module nosuch"),
-        ("tpengine.nosuch:Member", "there is no module tpengine.nosuch"),
-        ("tpengine.distributed.launch:nosuch", "tpengine.distributed.launch defines no nosuch"),
-        ("tpengine.distributed.launch", "name a module and what it defines"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (
+                ("tpengine.nosuch:Member", "there is no module tpengine.nosuch"),
+                ("tpengine.distributed.launch:nosuch", "tpengine.distributed.launch defines no nosuch"),
+                ("tpengine.distributed.launch", "name a module and what it defines"),
+            )
+        ),
     ],
 )
 def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: str) -> None:

@@ -45,7 +45,10 @@ LARGEST_LOSSES = {"block": 1.0, "images": 0.5, "operators": 0.5, "stages": 0.2, 
     ("name", "num_ranks"),
     [
         *((name, None) for name in LARGEST_LOSSES if name != "gpt"),
-        *(pytest.param(name, num, marks=pytest.mark.slow) for name, num in (("block", 1), ("block", 4), ("gpt", None), ("gpt", 8))),
+        *(
+            pytest.param(name, num, marks=pytest.mark.slow)
+            for name, num in (("block", 1), ("block", 4), ("gpt", None), ("gpt", 8))
+        ),
     ],
 )
 def test_an_example_runs_and_learns(tmp_path: Path, name: str, num_ranks: int | None) -> None:

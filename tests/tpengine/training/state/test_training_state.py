@@ -82,19 +82,28 @@ CHANGES = {
 }
 
 
+# Of each axis one that grows and one that shrinks.
+SOME_CHANGES = {(2, 2, 1): [(1, 1, 4)], (1, 1, 4): [(2, 2, 1)]}
+
+
 @pytest.mark.parametrize(
-    ("tied", "kv_heads"),
+    ("tied", "kv_heads", "changes"),
     [
-        (True, 1),
-        (False, 2),
-        pytest.param(True, 2, marks=pytest.mark.slow),
-        pytest.param(False, 1, marks=pytest.mark.slow),
+        (True, 1, SOME_CHANGES),
+        (False, 2, {(2, 1, 2): [(1, 4, 1)]}),
+        *(pytest.param(tied, kv, CHANGES, marks=pytest.mark.slow) for tied in (False, True) for kv in (1, 2)),
     ],
 )
-def test_a_run_goes_on_in_any_layout(ranks: RankPool, tmp_path: Path, tied: bool, kv_heads: int) -> None:
+def test_a_run_goes_on_in_any_layout(
+    ranks: RankPool,
+    tmp_path: Path,
+    tied: bool,
+    kv_heads: int,
+    changes: dict[tuple[int, int, int], list[tuple[int, int, int]]],
+) -> None:
     """Loss, gradient norm and parameters of the steps after the change, within 1e-9 of one uninterrupted process."""
     (reference,) = ranks.run(uninterrupted, 1, config_for(1, 1, 1, tied=tied, kv_heads=kv_heads))
-    for saving, others in CHANGES.items():
+    for saving, others in changes.items():
         run_dir = str(tmp_path / "-".join(map(str, saving)))
         config = config_for(*saving, tied=tied, kv_heads=kv_heads)
         assert ranks.run(train_and_save, saving[0] * saving[1] * saving[2], config, run_dir)[0] is None
