@@ -17,8 +17,8 @@ from support.ranks.preloaded import Program, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress, kill_family
 from support.ranks.rank_pool import environment_of_ranks
 
-# What a launcher says to its ranks, and torch's runs to each other.
-_OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that a launcher sets for its ranks."""
 
 
 class Running:
@@ -30,7 +30,7 @@ class Running:
     """
 
     def __init__(self, module: str, *arguments: str, cwd: Path | None = None, **variables: str) -> None:
-        inherited = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
+        inherited = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self._directory = tempfile.TemporaryDirectory(prefix="program-")
         files = [Path(self._directory.name, name) for name in ("output", "errors")]

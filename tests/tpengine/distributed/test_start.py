@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.programs import OF_LAUNCHERS, Running, finish_all
 from support.ranks.progress import LOOK_SECONDS, Progress, wait_until
 
 from tpengine.distributed.launch import _port
@@ -53,13 +54,14 @@ def srun(rank: int, num_tasks: int, port: int) -> dict[str, str]:
     }
 
 
-def start(
-    environ: dict[str, str], *arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "tpengine.train")
-) -> subprocess.Popen[str]:
-    places = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    kept = {key: value for key, value in os.environ.items() if key not in places and not key.startswith("SLURM_")}
+def start(environ: dict[str, str], *arguments: str, cwd: Path) -> Running:
+    return Running("tpengine.train", *SMALL, *arguments, cwd=cwd, **environ)
+
+
+def start_script(environ: dict[str, str], script: str, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
     return subprocess.Popen(
-        [sys.executable, *program, *SMALL, *arguments],
+        [sys.executable, script, *SMALL, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,30 +70,17 @@ def start(
     )
 
 
+def ends_of(*running: Running) -> list[tuple[int, list[str], str]]:
+    """Exit codes, lines of standard error, and standard output."""
+    return [(end.returncode, end.stderr.splitlines(), end.stdout) for end in finish_all(*running)]
+
+
 def test_srun_needs_no_wrapper(tmp_path: Path) -> None:
     port = free_port()
     tasks = [start(srun(rank, 2, port), "--run-dir", "out", cwd=tmp_path) for rank in range(2)]
     (code, errors, said), (other_code, other_errors, silence) = ends_of(*tasks)
     assert code == other_code == 0, errors + other_errors
     assert "tp 2 x pp 1 x dp 1" in said and "step 2/2" in said and not silence
-
-
-def ends_of(*processes: subprocess.Popen[str]) -> list[tuple[int, list[str], str]]:
-    """Wait for as long as one of them works; return exit codes, lines of standard error, and standard output."""
-    progress = Progress([process.pid for process in processes])
-    while any(process.poll() is None for process in processes):
-        progress.look()
-        if progress.is_over():
-            for process in processes:
-                process.kill()
-        time.sleep(LOOK_SECONDS)
-    said = [process.communicate() for process in processes]
-    ends = [
-        (process.returncode, errors.splitlines(), output)
-        for process, (output, errors) in zip(processes, said, strict=True)
-    ]
-    assert not progress.is_over(), f"{progress}: {ends}"
-    return ends
 
 
 def test_a_mistake_that_only_rank_0_can_see_ends_all(tmp_path: Path) -> None:
@@ -135,18 +124,36 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     assert f"rank 0 at 127.0.0.1:{ports[1]}" in other_errors[0]
 
 
+def ends_of_scripts(*processes: subprocess.Popen[str]) -> list[tuple[int, list[str], str]]:
+    """Wait for as long as one of them works; return exit codes, lines of standard error, and standard output."""
+    progress = Progress([process.pid for process in processes])
+    while any(process.poll() is None for process in processes):
+        progress.look()
+        if progress.is_over():
+            for process in processes:
+                process.kill()
+        time.sleep(LOOK_SECONDS)
+    said = [process.communicate() for process in processes]
+    ends = [
+        (process.returncode, errors.splitlines(), output)
+        for process, (output, errors) in zip(processes, said, strict=True)
+    ]
+    assert not progress.is_over(), f"{progress}: {ends}"
+    return ends
+
+
 def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> None:
     """Rank 1 waits in a collective of two for longer than its patience, while rank 0 computes. Only rank 1 is asked."""
     port = free_port()
     drill = ROOT / "tests/support/engine/drill_program.py"
     forever = "--train.steps", "400", "--train.checkpoint-every", "100000", "--run-dir", "out"
     ranks = [
-        start(
+        start_script(
             {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             | {"DRILL": "busy:0:2"},
+            str(drill),
             *forever,
             cwd=tmp_path,
-            program=(str(drill),),
         )
         for rank in range(2)
     ]
@@ -155,7 +162,7 @@ def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> No
         lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, ranks[0], "the ranks make no steps"
     )
     ranks[1].send_signal(signal.SIGTERM)
-    (code, errors, _), other = ends_of(*ranks)
+    (code, errors, _), other = ends_of_scripts(*ranks)
     assert code == 143 and other == (143, [], ""), errors
     assert "tpengine: terminated after step 3 of 400: saved in out/checkpoints/step-00000003" in errors[-1]
 
@@ -177,5 +184,5 @@ main()
 @pytest.mark.parametrize(("rank", "line"), [(0, ["tpengine: interrupted"]), (1, [])])
 def test_an_interrupt_while_the_program_is_loaded_is_one_line(tmp_path: Path, rank: int, line: list[str]) -> None:
     (tmp_path / "impatient.py").write_text(IMPATIENT)
-    process = start(srun(rank, 2, free_port()), cwd=tmp_path, program=("impatient.py",))
-    assert ends_of(process) == [(130, line, "")]
+    process = start_script(srun(rank, 2, free_port()), "impatient.py", cwd=tmp_path)
+    assert ends_of_scripts(process) == [(130, line, "")]
