@@ -1,4 +1,4 @@
-"""Rungs: pure, gloo ranks, GPU. Symmetric memory of GPUs: what it refuses, and its blocks over virtual ranks.
+"""Rungs: pure, gloo ranks, GPU. Symmetric memory of GPUs: what it refuses, and its blocks over co-located ranks.
 
 What only a GPU checks: that torch maps the peers' memory and that what a rank writes there its owner reads, here by two
 ranks on one GPU. That a second GPU is reached, only two show.
