@@ -278,7 +278,7 @@ def find_checkpoint(
         )
         raise CheckpointError(
             f"--resume needs a whole checkpoint: {checkpoints.path} has none: {reasons}: put one back from a copy, or "
-            "start anew with another --run-dir"
+            "start a new run with another --run-dir"
         )
     return None
 

@@ -139,6 +139,6 @@ class Saver:
                 writer.finish([of_rank["written"] for of_rank in everyone])
             except Exception as error:
                 failures.add(one_line(str(error)))
-        # Every rank: hear whether the checkpoint is on disk.
+        # Every rank: receive whether the checkpoint is on disk.
         failure: str | None = broadcast_json("; ".join(sorted(failures)) or None, self._group)
         return failure

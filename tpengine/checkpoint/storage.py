@@ -87,7 +87,7 @@ class Writer:
 
     def _write(self, path: Path, contents: dict[str, torch.Tensor]) -> FileEntry:
         save_file(contents, str(path))
-        # safetensors makes files readable for their owner only; here whoever may read the directory may read its files.
+        # safetensors makes files readable for their owner only; here all who may read the directory may read them.
         path.chmod(path.parent.stat().st_mode & 0o666)
         with path.open("rb") as file:
             os.fsync(file.fileno())

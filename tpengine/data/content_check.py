@@ -77,7 +77,7 @@ class ContentCheck:
             )
         return (
             f"a text must have the content that its hash says: {where} does not have SHA-256 {self._text.sha256}: "
-            "restore it and continue with --resume, or write it anew with write_tokens for a new run"
+            "restore it and continue with --resume, or write it again with write_tokens for a new run"
         )
 
     def _run(self, tokens: StoredTokens) -> None:

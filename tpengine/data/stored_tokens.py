@@ -108,7 +108,7 @@ class StoredTokens:
             content = self.file.read(offset, num_bytes)
         except OSError as error:
             raise ValueError(
-                f"a token file must be readable: {self.file.path}: {error.strerror}: mend that and continue with "
+                f"a token file must be readable: {self.file.path}: {error.strerror}: correct that and continue with "
                 "--resume"
             ) from None
         if len(content) < num_bytes:

@@ -58,7 +58,9 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
         return _write_beside(path, tokens, vocab_size)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"a token file must be writable: {path}: {reason}: mend that or choose another file") from None
+        raise ValueError(
+            f"a token file must be writable: {path}: {reason}: correct that or choose another file"
+        ) from None
 
 
 def _check_place(path: Path) -> None:
@@ -121,7 +123,7 @@ def _pieces(tokens: NDArray[Any] | Iterable[NDArray[Any]]) -> Iterator[NDArray[A
         yield from [tokens] if isinstance(tokens, np.ndarray) else tokens
     except OSError as error:
         name, reason = error.filename or "its source", error.strerror or error
-        raise ValueError(f"the text must be readable: {name}: {reason}: mend that or leave it out") from None
+        raise ValueError(f"the text must be readable: {name}: {reason}: correct that or leave it out") from None
 
 
 def open_tokens(path: str | Path) -> TokenFile:

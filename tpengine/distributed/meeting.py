@@ -103,7 +103,7 @@ class Meeting:
             is_said = self._hear("world_size", mistake, speak)
             self._check_run()
         if store.add(f"here/{rank}", 1) > 1:
-            raise ValueError(self._another_run(f"rank {rank} has been here"))
+            raise ValueError(self._another_run(f"its rank {rank} was here first"))
         if rank == 0:
             store.set("run", self._launch.run)
             store.set("world_size", str(self._launch.world_size))
@@ -155,7 +155,7 @@ class Meeting:
     def _another_run(self, why: str) -> str:
         place = f"{self._launch.address}:{self._launch.port}"
         return (
-            f"the port at which the ranks meet must be this run's alone: {place} is another run's, {why}: use another "
+            f"the port at which the ranks meet must be for this run only: {place} is another run's, {why}: use another "
             "MASTER_PORT; an elastic torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 

@@ -52,7 +52,7 @@ def serve(connection: Connection, rank: int, world: int, store: str, factory: st
             method, arguments = connection.recv()
             connection.send((True, getattr(target, method)(*arguments)))
     except BaseException as error:
-        # This fails if the parent is gone; then nobody reads the report.
+        # This fails if the parent is gone, but then no process reads the report.
         with contextlib.suppress(OSError):
             connection.send((False, str(error) if isinstance(error, NotImportable) else traceback.format_exc()))
     # Other ranks may hang in a collective with this one, so no cleanup may wait for them.

@@ -5,8 +5,8 @@
     matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
 
 Each call has three phases: launch what makes this rank's data visible to the peers; compute, in kernels that wait for
-the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. The host
-waits in none of them.
+the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. On a GPU the
+host waits in none of them.
 
 exchange_matmul.py decides whether a call comes here. Data larger than a generation of the arena is exchanged in pieces,
 each a call of its own. README.md beside this file shows what the kernels write and wait for, and explains one more

@@ -210,7 +210,7 @@ def refusal(everyone: Sequence[_Facts]) -> str:
         return f"the ranks are on {hosts} hosts: use a group of one host's ranks"
     if any(facts.num_bytes != first.num_bytes for facts in everyone) or first.num_bytes < 1:
         return (
-            f"every rank must ask for as much memory, at least a byte: got {[facts.num_bytes for facts in everyone]} "
+            f"every rank must ask for the same memory, at least 1 byte: got {[facts.num_bytes for facts in everyone]} "
             "bytes by rank: use the same on all"
         )
     if any(facts.overlaps != first.overlaps for facts in everyone):

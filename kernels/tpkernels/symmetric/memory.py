@@ -167,8 +167,8 @@ class HostMemory(CachedBlocks):
             raise_together(group, problem)
             if len({entry[3] for entry in entries}) > 1:
                 raise ValueError(
-                    f"every rank must ask for as much memory: got {[entry[3] for entry in entries]} bytes by rank: use "
-                    "the same on all"
+                    f"every rank must ask for the same memory: got {[entry[3] for entry in entries]} bytes by rank: "
+                    "use the same on all"
                 )
             try:
                 for pid, peer_fd, _, _ in entries:

@@ -261,7 +261,7 @@ def check_logits(logits: Tensor, labels: Tensor, first_column: int, num_columns:
         raise ValueError(f"cross-entropy takes int64 labels: got {labels.dtype}: convert them by labels.long()")
     if first_column < 0 or not 0 <= num_columns <= logits.shape[1]:
         raise ValueError(
-            f"a shard has 0 to {logits.shape[1]} columns that are no padding, from a column >= 0 on: num_columns "
+            f"a shard has 0 to {logits.shape[1]} columns that are not padding, from a column >= 0 on: num_columns "
             f"{num_columns}, first_column {first_column}: clamp vocab_size - first_column to that range"
         )
 
