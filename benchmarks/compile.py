@@ -1,11 +1,11 @@
-"""`python -m benchmarks.run compile`: every kernel that would be launched, compiled for every target, without a GPU.
+"""`python -m benchmarks.run compile`: compile every kernel that would be launched, for every target, without a GPU.
 
-The launches are not listed anywhere: operators run on tensors without memory, for the per-rank shapes of
-harness/shapes.py, and what they would launch is compiled instead (tpkernels.launch.observed). So what is compiled has
-the dtypes, constants and alignment that a launch would have, and no configuration can be forgotten.
+No list of launches exists: operators run on tensors without memory, for the per-rank shapes of harness/shapes.py, and
+what they would launch is compiled instead (tpkernels.launch.observed). So the dtypes, constants and alignment are those
+of a launch, and no configuration can be forgotten.
 
-`--lock` keeps what was found in results/compile.jsonl, by a key of all that a kernel was compiled from, and compiles
-only what is not there yet. The tests take what the lock knows from it, and compile a changing part again.
+`--lock` stores the results in results/compile.jsonl, under a key of everything that a kernel is compiled from, and only
+compiles what is not there yet. The tests use results in the lock, and compile a part of them again that changes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Options:
     jobs: int = 2
     """Processes."""
     out: Path | None = None
-    """Append a JSON line a kernel and target to this file."""
+    """Append one JSON line per kernel and target to this file."""
     lock: bool = False
-    """Compile only what benchmarks/results/compile.jsonl does not know, and note it there."""
+    """Compile only what is not in benchmarks/results/compile.jsonl, and add it there."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Compiled:
         kernel: the kernel's name.
         target: as TARGETS.
         config: dtypes of the tensors, constants and options, as text.
-        registers: a thread's.
-        spilled_bytes: a thread's stack and local memory.
-        shared_bytes: a program's.
-        shared_limit_bytes: the most a program may have there.
-        has_dot: whether the source multiplies matrices of 16-bit numbers: in float32 there are no matrix units for it.
+        registers: per thread.
+        spilled_bytes: stack and local memory per thread.
+        shared_bytes: per program.
+        shared_limit_bytes: the most shared memory that a program may have.
+        has_dot: whether the source multiplies matrices of 16-bit numbers; float32 has no matrix units.
         matrix_instructions: those found in the code: "wgmma.mma_async".
         error: why it does not compile; then there are no numbers.
-        key: of its sources, arguments and options, the target and triton's release.
+        key: hash of its sources, arguments and options, the target and triton's release.
     """
 
     op: str
@@ -99,19 +99,19 @@ class Compiled:
 
     @property
     def fault(self) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """What is wrong with the kernel; empty if nothing is."""
         faults = [f"does not compile: {self.error}"] if self.error else []
         if self.spilled_bytes:
-            faults.append(f"spills {self.spilled_bytes} bytes a thread")
+            faults.append(f"spills {self.spilled_bytes} bytes per thread")
         if self.shared_bytes > self.shared_limit_bytes:
-            faults.append(f"needs {self.shared_bytes} bytes of shared memory, there are {self.shared_limit_bytes}")
+            faults.append(f"needs {self.shared_bytes} bytes of shared memory, the limit is {self.shared_limit_bytes}")
         if self.has_dot and not self.matrix_instructions:
             faults.append("multiplies matrices without matrix instructions")
         return "; ".join(faults)
 
 
 def main(options: Options) -> int:
-    """Compile, print a table; return 1 if anything is wrong with a kernel."""
+    """Compile and print a table; return 1 if anything is wrong with a kernel."""
     for flag, chosen, names in (("--op", options.op, LAUNCHES), ("--target", options.target, TARGETS)):
         if unknown := [name for name in chosen if name not in names]:
             raise ValueError(f"{flag} must be of {', '.join(names)}: got {', '.join(unknown)}: leave it out for all")
@@ -152,9 +152,9 @@ def compile_all(
     Args:
         pairs: operators and targets.
         jobs: number of processes.
-        progress: wraps what is iterated over.
-        cache: where triton looks for what it has compiled, and keeps it; None for nowhere.
-        known: by key, what need not be compiled.
+        progress: wraps the iterable, to show progress.
+        cache: the directory of triton's cache; None for a temporary one.
+        known: results by key that need not be compiled.
     """
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         jobs_of = [
@@ -166,7 +166,7 @@ def compile_all(
 
 
 def read_lock(path: Path = LOCK) -> dict[str, Compiled]:
-    """What has been found before, by key; empty if there is no such file."""
+    """Return earlier results by key; empty if there is no such file."""
     if not path.exists():
         return {}
     rows = map(json.loads, path.read_text().splitlines())
@@ -204,7 +204,7 @@ def _compile_one(
                 return
             try:
                 compiled = kernel.warmup(*arguments, grid=grid, **options)
-            except Exception as error:  # whatever the compiler raises: the other kernels are still worth a look
+            except Exception as error:  # any compiler error: the other kernels are compiled all the same
                 text = " ".join(str(error).split())[:200]
                 found[name, config] = Compiled(op, name, target_name, config, error=f"{type(error).__name__}: {text}")
                 return
@@ -216,7 +216,7 @@ def _compile_one(
 
 
 def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[object, ...]:
-    """All that triton compiles another variant for."""
+    """Return all of which triton compiles another variant."""
     of_arguments: list[object] = []
     for parameter, value in zip(kernel.params, arguments, strict=False):
         if isinstance(value, int):
@@ -229,7 +229,7 @@ def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any
 
 
 def _key(op: str, kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any], target_name: str) -> str:
-    """What is compiled: the kernel with all functions it calls, for what, by what; and how it is looked at."""
+    """Return the key: the kernel with all functions it calls, arguments, target, compiler, and how results are read."""
     _forget_lines(kernel)
     of_launch = repr(specialised(kernel, arguments, options))
     looks = "".join(inspect.getsource(look) for look in (_look_at, _nvidia_resources, _amd_resources))
@@ -238,7 +238,7 @@ def _key(op: str, kernel: Any, arguments: Sequence[Any], options: Mapping[str, A
 
 
 def _forget_lines(kernel: Any) -> None:
-    """Have triton's key of a kernel not change where lines above it do."""
+    """Make triton's key of a kernel independent of the number of lines above it."""
     if kernel.hash is None:
         for module in [module for name, module in sys.modules.items() if name.startswith(("tpkernels", "test_"))]:
             for function in vars(module).values():
@@ -247,7 +247,7 @@ def _forget_lines(kernel: Any) -> None:
 
 
 def describe(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> str:
-    """What the compiled code depends on and a reader wants to know: dtypes, absent tensors, constants, options."""
+    """Return what the compiled code depends on, for readers: dtypes, absent tensors, constants, options."""
     words = [_word(name, value) for name, value in zip(kernel.arg_names, arguments, strict=False)]
     words += [f"{name}={value}" for name, value in options.items()]
     return " ".join(word for word in words if word)
@@ -260,16 +260,16 @@ def _word(name: str, value: Any) -> str:
 
 
 def _pretend(target: Target, cache: Path) -> None:
-    """Have triton compile for a target that need not be here, from now on in this process."""
+    """Make triton compile for a target that need not be here, from now on in this process."""
 
     class Driver:
-        """As much of triton's driver as compiling without a launch asks for."""
+        """The part of triton's driver that compiling without a launch needs."""
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
 
         def get_current_device(self) -> Target:
-            return target  # kernels keep what they compiled by device
+            return target  # kernels cache what they compiled by device
 
         def get_current_stream(self, device: Target) -> int:
             return 0

@@ -1,6 +1,6 @@
-"""What each operator launches: its launchers, called with tensors without memory, for every shape that is measured.
+"""What each operator launches: its launchers, called on tensors without memory, for every shape that is measured.
 
-Used where launches are looked at (tpkernels.launch.observed), not made.
+For use where launches are observed (tpkernels.launch.observed), not made.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _embedding() -> None:
 
 
 def _dropout() -> None:
-    """Whole rows, a rank's columns, and columns that begin within a Philox call."""
+    """Launch for whole rows, for a rank's columns, and for columns that begin within a Philox call."""
     for dtype in DTYPES:
         for model in MODELS:
             x = _empty(SEQUENCES[0], model.hidden, dtype=dtype)
@@ -122,7 +122,7 @@ def _adamw() -> None:
 
 
 def _attention() -> None:
-    """Head sizes that models have, with and without documents, rotation, a window and dropout."""
+    """Launch for head sizes of real models, with and without documents, rotation, a window and dropout."""
     for dtype in DTYPES:
         for head in (64, 80, 96, 128, 256) if dtype == torch.bfloat16 else (64, 128):
             _attend(dtype, head, heads=8, kv_heads=1)
@@ -159,7 +159,7 @@ def _attend(
 
 
 def _matmul() -> None:
-    """Forward, dgrad and wgrad of every projection; then every order of operands, epilogue, kind of configuration."""
+    """Launch forward, dgrad, wgrad of every projection; then every operand order, epilogue, kind of configuration."""
     tokens, few = SEQUENCES[0], 64
     for dtype in DTYPES:
         for model in MODELS:
@@ -177,7 +177,7 @@ def _matmul() -> None:
         launch_matmul(dy.T, x, out=weight, accumulate=True)
         launch_matmul_swiglu(x, weight, True, fixed=True)
         launch_matmul_swiglu(x[:few], weight, False)
-        # Rows that begin anywhere, which neither TMA nor vectors read; no stride is a number of tokens.
+        # Rows that begin anywhere, which neither TMA nor vectors can read; strides do not depend on numbers of tokens.
         a, b = _empty(few, inner + 1, dtype=dtype)[:, :-1], _empty(out, inner + 1, dtype=dtype)[:, :-1]
         by_columns = _empty(inner, few + 1, dtype=dtype)[:, :-1].T
         for left in (a, by_columns):
@@ -195,14 +195,14 @@ def _project(x: Tensor, dy: Tensor, weight: Tensor, fixed: bool = False) -> None
 
 
 def _arena() -> DeviceArena:
-    """The arena of the first of TP ranks, as far as launches ask; its data has addresses and no memory."""
+    """Return the arena of the first of TP ranks, as far as launches need it; its data has addresses and no memory."""
     memory = VirtualMemory.allocate(TP, CONTROL_BYTES, "cpu")[0]
     record = torch.zeros(8, dtype=torch.int32)
     return DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(TP), timeout_seconds=1.0)
 
 
 def _all_gather_matmul() -> None:
-    """Forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
+    """Launch forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
     arena = _arena()
     for sent in (False, True):
         launch_wait(arena, 1, 1, 1, 7, sent=sent)
@@ -225,7 +225,7 @@ def _all_gather_matmul() -> None:
 
 
 def _matmul_reduce_scatter() -> None:
-    """Forward of the row-parallel matmuls, and dx of the column-parallel ones, also of two weights at once."""
+    """Launch forward of the row-parallel matmuls, and dx of the column-parallel ones, also for two weights at once."""
     arena = _arena()
     for dtype in DTYPES:
         for model in MODELS:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.run NAME [options]`: runs one benchmark; `--list` says which there are.
+"""`python -m benchmarks.run NAME [options]`: run one benchmark; `--list` prints their names.
 
-The exit code is 0; 1 where a check was red (no ratio was printed or stored); 2 after a mistake on the command line;
-130 after Ctrl-C.
+The exit code is 0; 1 if a check was red (no ratio was printed or stored); 2 after a mistake on the command line; 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _USAGE = "usage: python -m benchmarks.run NAME [options]     (options of one: NA
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.
+    """Run the benchmark on the command line.
 
     Args: argv: arguments without the program's name; default those of the process.
     Returns: the exit code.
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_options(options: Any) -> None:
-    """Refuse what is wrong whatever the benchmark: sizes below 1, lists without an entry, a place that is not there.
+    """Refuse what is wrong for any benchmark: sizes below 1, empty lists, an --out without directory.
 
     Raises:
         ValueError: the rule, the value, the remedy.
@@ -68,7 +68,7 @@ def check_options(options: Any) -> None:
 
 
 def listing() -> str:
-    """The usage line and every benchmark with its description."""
+    """Return the usage line and every benchmark with its description."""
     width = max(map(len, BENCHMARKS))
     return "\n".join([_USAGE, *(f"    {name:<{width}}  {b.description}" for name, b in BENCHMARKS.items())])
 
@@ -78,6 +78,6 @@ def _leave(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # Ends the ranks and removes what they met through, as Ctrl-C does.
+    # Treated like Ctrl-C: the ranks are ended, and the files through which they met are removed.
     signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

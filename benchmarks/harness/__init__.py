@@ -1,1 +1,1 @@
-"""What every benchmark shares: rounds in turns, rows of results, tables, the registry."""
+"""Shared by all benchmarks: interleaved timing, rows of results, tables, the registry."""

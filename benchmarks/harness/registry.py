@@ -1,7 +1,7 @@
 """The table of benchmarks, and the import of one of them.
 
-Modules are named by text and imported when their benchmark runs, so that a benchmark whose module is missing or broken
-costs the others nothing, and `--list` does not wait for torch.
+Modules are named as text and imported when their benchmark runs. So a missing or broken module does not affect the
+other benchmarks, and `--list` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
 
 
 def find(name: str) -> Benchmark:
-    """Look a benchmark up.
+    """Return the benchmark of that name.
 
     Raises:
-        ValueError: there is none of that name; says the nearest.
+        ValueError: there is none; names the nearest.
     """
     if name not in BENCHMARKS:
         nearest = difflib.get_close_matches(name, BENCHMARKS, n=1) or ["--list"]

@@ -1,4 +1,4 @@
-"""A git revision of this repository, checked out for as long as it is needed."""
+"""A git revision of this repository, checked out while it is needed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit_of(revision: str, root: Path = ROOT) -> str:
-    """The commit that a revision names, in full.
+    """Return the full hash of the commit that a revision names.
 
     Raises:
-        ValueError: there is none, or no repository.
+        ValueError: there is no such revision, or no repository.
     """
     done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if done.returncode:
@@ -29,7 +29,7 @@ def commit_of(revision: str, root: Path = ROOT) -> str:
 
 @contextmanager
 def checked_out(commit: str, root: Path = ROOT) -> Iterator[Path]:
-    """A temporary worktree of a commit, removed whatever happens inside, Ctrl-C included.
+    """Yield a temporary worktree of a commit; it is removed whatever happens inside, also after Ctrl-C.
 
     Raises: RuntimeError: git cannot make it.
     """
@@ -42,7 +42,7 @@ def checked_out(commit: str, root: Path = ROOT) -> Iterator[Path]:
         yield tree
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        _git(root, "worktree", "prune")  # forgets those whose directory is gone, one half made too
+        _git(root, "worktree", "prune")  # forget worktrees without a directory, also one that was made partly
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

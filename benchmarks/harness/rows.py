@@ -1,6 +1,6 @@
-"""Rows of results: one JSON object a line, with where, when and from which source it was measured.
+"""Rows of results: one JSON object per line, with where, when and from which source it was measured.
 
-No host or user names: a row is published. Every number with a fraction says its unit at the end of its name.
+Host and user names are left out, because rows are published. The name of every number with a fraction ends in its unit.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _UNITS = (
 
 
 def make_row(case: str, *, threads_per_rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Assemble one row.
+    """Return one row.
 
     Args:
-        case: what was measured; a file may hold many.
-        threads_per_rank: of torch.
+        case: what was measured; a file may have many.
+        threads_per_rank: threads that torch uses.
         fields: the numbers, and what they depend on.
 
     Returns:
         `case`, the fields, then date, versions, machine and source.
 
     Raises:
-        ValueError: a float whose name does not end in a unit, or a field that the environment also has.
+        ValueError: a float whose name does not end in a unit, or a field that the environment has too.
     """
     nameless = [name for name, value in fields.items() if isinstance(value, float) and not name.endswith(_UNITS)]
     if nameless:
@@ -57,7 +57,7 @@ def make_row(case: str, *, threads_per_rank: int, fields: Mapping[str, Any]) -> 
 
 
 def environment() -> dict[str, Any]:
-    """Date, versions, machine, and the commit with whether the tree differs from it (results aside)."""
+    """Return date, versions, machine, and the commit with whether the tree differs from it (except results)."""
     status = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.date.today().isoformat(),
@@ -74,7 +74,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor as Linux names it, with family and model, since virtual machines shorten the name."""
+    """Return the processor's name, with family and model, since virtual machines shorten the name."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the source tree; None where there is no git or no repository."""
+    """Return git's output in the source tree; None without git or a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""What one of 8 tensor-parallel ranks computes of Llama-3 8B, 70B and 405B: the shapes that operators are measured at.
+"""The part of Llama-3 8B, 70B and 405B on one of 8 tensor-parallel ranks: the shapes at which operators are measured.
 
 Source: Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783, table 3.
 """
@@ -13,7 +13,7 @@ SEQUENCES = (4096, 8192, 32768)
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer, whole and on one rank.
+    """Sizes of a transformer, whole and on one rank.
 
     Attributes:
         name: as in results.
@@ -34,7 +34,7 @@ class Model:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns, out and in, of one rank's weights in a block, by what they make or read."""
+        """Return rows and columns (out, in) of one rank's weights in a block, by what they make or read."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_size, self.hidden),
             "out": (self.hidden, self.heads * self.head_size),

@@ -1,4 +1,4 @@
-"""Tables of results as a person reads them. Those of one benchmark alone stand in its own file."""
+"""Tables of results that several benchmarks use; a table of one benchmark is in its own file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.harness.timing import PASSED
 def speed_table(
     title: str, labels: Mapping[str, Sequence[str]], rows: Sequence[Mapping[str, Any]], ours: str, theirs: str
 ) -> Table:
-    """Show how much faster ours is than theirs, a line a row; a red check shows its reason and no number.
+    """Return a table of how much faster ours is than theirs, one line per row; a red check shows its reason only.
 
     Args:
-        labels: columns before the numbers, a text a row; the first says the case.
+        labels: columns before the numbers, one text per row; the first names the case.
         rows: with the fields of `Comparison.fields(theirs)`.
         ours, theirs: the two variants.
     """

@@ -1,20 +1,20 @@
 """Timing of variants against each other: checked first, interleaved, paired.
 
-What has given wrong numbers, here or elsewhere, and what is done about it:
+What has given wrong numbers, here or elsewhere, and how it is avoided:
 
 1.  Variants that compute different things. Results are checked before anything is timed; after a red check nothing is.
 2.  First touch: page faults, the allocator's growth, tables and connections built late. Warm-up rounds do not count.
 3.  A core's frequency and its neighbours drift over seconds. Variants are interleaved call by call, and a ratio is the
-    median of the ratios within a round, in which drift cancels; the ratio of two medians is something else.
-4.  What ran just before leaves caches hot with its operands, or cold. The order rotates from round to round.
+    median of the ratios within a round, in which drift cancels. The ratio of two medians would be something else.
+4.  What ran just before leaves the caches hot with its operands, or cold. The order rotates from round to round.
 5.  One rank's time. The others may still be working: a sample is the largest over the ranks.
 6.  Ranks that start at different times. A barrier comes before every timed call, outside the measured time.
-7.  Barriers and waits that spin take the core from the slower peer whom they wait for. Ours block.
-8.  More ranks than cores. Then a variant is also charged for the scheduler; rows name ranks, threads and cores.
-9.  A thread count left open: torch takes all cores in every rank. tpengine/distributed/local_ranks.py pins one thread.
+7.  Barriers and waits that poll take the core from the slower peer that they wait for. Ours block.
+8.  More ranks than cores. Then a variant's time includes the scheduler's; rows name ranks, threads and cores.
+9.  An open thread count: torch uses all cores in every rank. tpengine/distributed/local_ranks.py sets one thread.
 10. Denormal, NaN or infinite operands run at another speed. Inputs are of ordinary size, and checks compare values.
-11. An allocator that gives memory back to the system after a call and faults it in again in the next: 2 to 10 % of a
-    matmul. `keep_freed_memory` lifts glibc's thresholds first, as any training process has done after one step.
+11. An allocator that returns memory to the system after a call and faults it in again in the next: 2 to 10 % of a
+    matmul. `keep_freed_memory` raises glibc's thresholds first, as any training process does after one step.
 12. The mean: one interrupted call moves it. Medians with the 20th and 80th percentile are reported.
 """
 
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 Check = Callable[[], object]
 PASSED = "passed"
 
-# glibc does not raise its thresholds for a block above 32 MiB, its own header included.
+# glibc does not raise its thresholds for a block above 32 MiB, including its header.
 _LARGEST_THRESHOLD_BYTES = (32 << 20) - 65536
 
 
@@ -46,7 +46,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Summarise at least one sample."""
+        """Return the spread of at least one sample."""
         values = torch.tensor(samples, dtype=torch.float64)
         p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
         return cls(median, p20, p80, len(samples))
@@ -54,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Attributes:
         check: "passed" or "failed: ...".
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether there are times at all."""
+        """Whether the check passed, so that there are times."""
         return self.check == PASSED
 
     @property
@@ -75,17 +75,17 @@ class Comparison:
         return 0 if self.passed else 1
 
     def seconds(self, variant: str) -> Spread | None:
-        """Time of a call; None after a red check."""
+        """Return the time of a call; None after a red check."""
         return Spread.of(self.samples[variant]) if self.passed else None
 
     def ratio(self, numerator: str, denominator: str) -> Spread | None:
-        """Time of one variant over another's, by round; None after a red check."""
+        """Return the time of one variant over another's, by round; None after a red check."""
         if not self.passed:
             return None
         return Spread.of(paired_ratios(self.samples[numerator], self.samples[denominator]))
 
     def fields(self, baseline: str) -> dict[str, object]:
-        """The comparison as fields of a row: check, times, and each variant's speed-up over `baseline`."""
+        """Return the comparison as fields of a row: check, times, and each variant's speed-up over `baseline`."""
         row: dict[str, object] = {"check": self.check}
         for variant in self.samples:
             row |= spread_fields(f"{variant}", "seconds", self.seconds(variant))
@@ -96,19 +96,19 @@ class Comparison:
 
 
 def spread_fields(what: str, unit: str, spread: Spread | None) -> dict[str, float]:
-    """A spread as three fields of a row, `<what>_median_<unit>` and so on; none where there is no spread."""
+    """Return a spread as three fields of a row, `<what>_median_<unit>` and so on; none without a spread."""
     if spread is None:
         return {}
     return {f"{what}_{which}_{unit}": getattr(spread, which) for which in ("median", "p20", "p80")}
 
 
 def paired_ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Ratios within each round."""
+    """Return the ratios within each round."""
     return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
 def rotation(variants: Sequence[str], round_: int) -> list[str]:
-    """The order of a round: the first variant moves on by one from round to round."""
+    """Return the order of a round: the first variant advances by one from round to round."""
     first = round_ % len(variants)
     return [*variants[first:], *variants[:first]]
 
@@ -116,12 +116,12 @@ def rotation(variants: Sequence[str], round_: int) -> list[str]:
 def interleave(
     variants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Call every variant once a round, in rotating order.
+    """Call every variant once per round, in rotating order.
 
     Args:
         variants: by name, a call that returns its own time in seconds, the largest over its ranks.
         rounds: samples of each variant.
-        warmup: rounds before those, not counted.
+        warmup: rounds before those, which are not counted.
 
     Returns:
         Seconds by variant, in the order of rounds.
@@ -147,16 +147,16 @@ def compare(
     """Check variants, then time them against each other in this process; collective over `group`.
 
     Args:
-        variants: by name, the call to time; on a GPU it must wait for its work itself.
-        check: one call, or one by variant, that raises AssertionError where a result is wrong. A check that is
-            collective must raise after its last collective, or the other ranks wait for ever.
+        variants: by name, the call to time; on a GPU it must itself wait for its work.
+        check: one call, or one by variant, that raises AssertionError if a result is wrong. A collective check must
+            raise after its last collective, or the other ranks wait for ever.
         rounds, warmup: as interleave.
-        group: the ranks that call this; None for the default group, or for this process alone where there is none.
+        group: the ranks that call this; None for the default group, or for this process alone if there is none.
 
     Returns:
-        The same on every rank: red if the check is on any of them.
+        The same on every rank: red if the check is red on any of them.
 
-    See the module's head for the order of things and why.
+    The module docstring explains the order of the steps.
     """
     several = dist.is_initialized() and dist.get_world_size(group) > 1
     checks = check if isinstance(check, Mapping) else {"": check}
@@ -175,7 +175,7 @@ def compare(
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: its thresholds follow the largest block ever freed, up to 32 MiB."""
+    """Make glibc keep what is freed: its thresholds follow the largest block ever freed, up to 32 MiB."""
     torch.empty(_LARGEST_THRESHOLD_BYTES, dtype=torch.uint8)
 
 
@@ -189,7 +189,7 @@ def _failure(name: str, check: Check) -> str:
 
 
 def _of_all_ranks(failures: list[str], several: bool, group: ProcessGroup | None) -> list[str]:
-    """Each rank's failures, with its number where there are several ranks."""
+    """Return each rank's failures, with its number if there are several ranks."""
     if not several:
         return failures
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]

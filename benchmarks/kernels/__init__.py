@@ -1,1 +1,1 @@
-"""Operators against torch's, and the kernels of any revision."""
+"""Operators against torch's, and against the kernels of another revision."""

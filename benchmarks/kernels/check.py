@@ -1,12 +1,13 @@
-"""Whether contestants of `benchmarks.run kernels` compute what they should, before anything is timed.
+"""Check that contestants of `benchmarks.run kernels` compute the right results, before anything is timed.
 
-No tolerance: an error of at most twice torch's in the same dtype, both against plain torch in float64, forward and
-every gradient, at the very shape that is timed. Where ours breaks that rule there is no number. A rival that breaks it
-is said to be less exact and timed all the same, as long as half of the dtype's digits are right: torch.compile's sums
-are such, and leaving it out would flatter ours. With fewer right it computes something else, and is left out.
+There is no fixed tolerance: an error may be at most twice torch's in the same dtype, both against plain torch in
+float64, for forward and every gradient, at the very shape that is timed. If ours breaks the rule, no number is printed.
+A rival that breaks it is reported as less exact, and still timed if half of the dtype's digits are right: sums of
+torch.compile are such a case, and leaving it out would flatter ours. With fewer right digits it computes something else
+and is left out.
 
-Attention has two yardsticks, plain torch and torch's fused operator: the first is better at rows that see few keys,
-whose gradient nearly cancels, the second elsewhere in 16 bits, since it does not round scores.
+Attention has two yardsticks, plain torch and torch's fused operator. The first is better for rows that see few keys,
+whose gradient nearly cancels; the second elsewhere in 16 bits, since it does not round scores.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from torch import Tensor
 
 from benchmarks.kernels.cases.cases import OURS, Case, Contestant, Draw, Shape
 
-# One draw may suit either by chance, and a whole row may cancel: over 3 draws of a few thousand elements, errors no
-# larger than torch's on average broke the rule once in 50 times. So small cases are drawn more often.
+# One draw may suit one side by chance, and a whole row may cancel. With 3 draws of a few thousand elements, errors that
+# were on average no larger than torch's broke the rule once in 50 times. So small cases are drawn more often.
 _FEWEST_DRAWS, _MOST_DRAWS = 3, 32
 _INPUT_ELEMENTS = 2**20
 
 
 class Findings(NamedTuple):
-    """What is to be said of contestants, by name, in one line each.
+    """Findings about contestants, by name, one line each.
 
     Attributes:
-        wrong: of those that must not be timed.
-        less_exact: of rivals whose results are worse than torch's.
+        wrong: about those that must not be timed.
+        less_exact: about rivals whose results are worse than torch's.
     """
 
     wrong: dict[str, str]
@@ -39,9 +40,9 @@ class Findings(NamedTuple):
 
 
 def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Findings:
-    """Hold every contestant's results to the rule.
+    """Check every contestant's results against the rule.
 
-    Cost: 3 draws, of small inputs up to 32, each run in float64, in plain torch and by every contestant.
+    Cost: 3 draws, for small inputs up to 32; each runs in float64, in plain torch and with every contestant.
     """
     wrong: dict[str, str] = {}
     less_exact: dict[str, str] = {}
@@ -56,12 +57,12 @@ def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Fi
         for yardstick in filter(None, (case.reference, case.also_torch)):
             try:
                 of_torch = _results(yardstick, draw(), slopes)
-            except RuntimeError:  # no backend, or no memory
+            except RuntimeError:  # no backend, or not enough memory
                 if yardstick is case.reference:
                     raise
                 continue
             for what, right in exact.items():
-                # No result in the dtype can be held to less than half a unit in its last place, here twice that.
+                # A result in the dtype is off by up to half a unit in its last place; twice that is allowed here.
                 size, eps = _largest(right), torch.finfo(of_torch[what].dtype).eps
                 allowed[what] = max(allowed.get(what, 0.0), size * eps, 2 * _error(of_torch[what], right))
                 half_digits[what] = max(half_digits.get(what, 0.0), size * eps**0.5)
@@ -74,7 +75,7 @@ def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Fi
                 for what, right in exact.items() if contestant.is_checked else ():
                     error = _compared(got[what], right, of_torch[what])
                     largest[name, what] = max(largest.get((name, what), 0.0), error)
-            except Exception as raised:  # a rival that cannot run here is no reason to stop
+            except Exception as raised:  # a rival that cannot run here must not stop the benchmark
                 wrong[name] = _one_line(raised)
     for (name, what), error in largest.items():
         if error > allowed[what]:
@@ -84,7 +85,7 @@ def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Fi
 
 
 def slopes_of(case: Case, shape: Shape, seed: int) -> list[Tensor]:
-    """Random gradients of a case's outputs; none if no input takes one."""
+    """Return random gradients for a case's outputs; none if no input needs a gradient."""
     inputs = _drawn(case, shape, seed)
     if not any(tensor.requires_grad for tensor in inputs.values()):
         return []
@@ -101,7 +102,7 @@ def _num_draws(case: Case, shape: Shape) -> int:
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """One output or several, as a list."""
+    """Return one output or several as a list."""
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
@@ -110,7 +111,7 @@ def _drawn(case: Case, shape: Shape, seed: int) -> dict[str, Tensor]:
 
 
 def _results(function: Callable[..., Any], inputs: Mapping[str, Tensor], slopes: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by name, detached; those outputs that change with backward are taken before it."""
+    """Return outputs and gradients by name, detached; outputs that backward changes are copied before it."""
     outputs = as_list(function(**inputs))
     found = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
     leaves = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -139,7 +140,7 @@ def _compared(got: Tensor, right: Tensor, of_torch: Tensor) -> float:
 
 
 def _error(got: Tensor, right: Tensor) -> float:
-    """The largest absolute difference; infinite where there is NaN."""
+    """Return the largest absolute difference; infinite if there is a NaN."""
     if not right.numel():
         return 0.0
     return float((got.double() - right).nan_to_num_(nan=torch.inf).abs().max())

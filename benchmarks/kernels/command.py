@@ -1,14 +1,14 @@
 """`python -m benchmarks.run kernels`: operators against their rivals, or against themselves at another git revision.
 
-For each operator and per-rank shape of a model: time forward, backward and both, checked first, interleaved and paired
-as harness/timing.py does; speed by the formulas of tpkernels.work, as a part of what a large copy or a large matmul
-reaches in the same run; peak memory on a GPU. Cases are in cases/operators.py and cases/attention.py, the rule of
-what is right in check.py, traps of GPU timing in timing.py, the other revision's process in side.py.
+For each operator and per-rank shape of a model this measures the time of forward, backward and both, checked first,
+interleaved and paired as in harness/timing.py; the speed by the formulas of tpkernels.work, relative to that of a large
+copy or a large matmul in the same run; and peak memory on a GPU. Cases are in cases/, the rule for right results in
+check.py, traps of GPU timing in timing.py, the process of the other revision in side.py.
 
-Backward alone is timed behind a forward pass that does not count. Where an operator computes gradients in its forward
-pass, as linear + cross-entropy does, only both together can be compared, and backward alone is not measured.
+Backward alone is timed after a forward pass that does not count. An operator that computes gradients in its forward
+pass, such as linear + cross-entropy, is only measured in both together.
 
-Without a GPU the host paths run, on one thread as in training, at shapes that a line names.
+Without a GPU the host paths run, on one thread as in training, at shapes that a printed line names.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ _TABLE_COLUMNS = 136
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. Without a GPU the defaults are small: a line says which."""
+    """What to measure. Without a GPU the defaults are small, and a line names them."""
 
     op: tuple[str, ...] | None = None
     """Operators; by default all."""
     models: tuple[str, ...] | None = None
-    """Whose per-rank shapes, at tp 8: llama3_8b, llama3_70b, llama3_405b; by default all."""
+    """Models whose per-rank shapes, at tp 8, are used: llama3_8b, llama3_70b, llama3_405b; by default all."""
     seqs: tuple[int, ...] | None = None
-    """Tokens of a sequence; by default 4096, 8192 and 32768."""
+    """Tokens per sequence; by default 4096, 8192 and 32768."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of activations and weights; by default bfloat16, without a GPU float32."""
+    """Dtypes of activations and weights; by default bfloat16, without a GPU float32."""
     direction: tuple[Direction, ...] = DIRECTIONS
-    """Forward, backward behind a forward that does not count, or both together."""
+    """Forward, backward after a forward that does not count, or both together."""
     rivals: tuple[str, ...] = RIVALS
-    """Whom to compare with, where they have the operator."""
+    """Rivals, where they have the operator."""
     against: str | None = None
     """A git revision whose operators are the only rival."""
     rounds: int = 20
@@ -81,17 +81,17 @@ class Options:
     plot: Path | None = None
     """Draw the results into this file, .png or .svg."""
     out: Path | None = None
-    """Append a JSON line a case to this file; by default on a GPU benchmarks/results/<GPU>/kernels.jsonl."""
+    """Append one JSON line per case to this file; by default on a GPU benchmarks/results/<GPU>/kernels.jsonl."""
 
 
 @dataclass(frozen=True)
 class _Contest:
-    """Who takes part: contestants of one process under their own names, or our operator in two, under the processes'.
+    """The contestants: those of one process by their names, or our operator in two processes, by the processes' labels.
 
     Attributes:
-        processes: by label; the only one of this process has none.
-        ours: the contestant whose results must be right, and whose speed-up is told.
-        chosen: contestants a process measures.
+        processes: by label; without --against there is only this one, with an empty label.
+        ours: the contestant whose results must be right, and whose speed-up is reported.
+        chosen: contestants that a process measures.
         against: commit of the other revision.
     """
 
@@ -101,7 +101,7 @@ class _Contest:
     against: str | None = None
 
     def open(self, op: str, shape: Shape, case: str) -> Findings:
-        """Check a case everywhere."""
+        """Check a case in every process."""
         every = Findings({}, {})
         for label, process in self.processes.items():
             for all_of_kind, of_process in zip(every, process.ask("open", op, shape, case, self.chosen), strict=True):
@@ -109,7 +109,7 @@ class _Contest:
         return every
 
     def contestants(self, direction: Direction) -> dict[str, tuple[Asked, str]]:
-        """Contestants of the open case: the process to ask, and the name there."""
+        """Return the contestants of the open case: the process to ask, and the name there."""
         return {
             label or name: (process, name)
             for label, process in self.processes.items()
@@ -118,7 +118,7 @@ class _Contest:
 
 
 def main(options: Options) -> int:
-    """Measure every case, print a table an operator; return 1 if our results were wrong in any."""
+    """Measure every case and print a table per operator; return 1 if our results were wrong in any."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = _shapes(options, device)
     console = Console(width=max(Console().width, _TABLE_COLUMNS))
@@ -152,7 +152,7 @@ def main(options: Options) -> int:
 
 
 def _shapes(options: Options, device: str) -> list[Shape]:
-    """The shapes that are asked for; refuses names that are none."""
+    """Return the shapes that are asked for; refuse unknown names."""
     for flag, chosen, known in (
         ("--op", options.op or (), CASES),
         ("--models", options.models or (), _MODELS),
@@ -170,7 +170,7 @@ def _shapes(options: Options, device: str) -> list[Shape]:
 
 
 def _contest(options: Options, stack: ExitStack) -> _Contest:
-    """Start what the options ask for; the stack ends it."""
+    """Start the processes that the options need; the stack ends them."""
     if options.against is None:
         return _Contest({"": Measured()}, OURS, (OURS, *options.rivals))
     commit = commit_of(options.against)
@@ -181,7 +181,7 @@ def _contest(options: Options, stack: ExitStack) -> _Contest:
 
 
 def _ops(options: Options, contest: _Contest, shape: Shape, console: Console) -> list[str]:
-    """The operators that every process has; one that was not asked for by name is left out in a line if it is missing.
+    """Return the operators that every process has; a missing one is an error only if it was asked for by name.
 
     Raises: MissingOperator: one was asked for.
     """
@@ -205,7 +205,7 @@ def _ops(options: Options, contest: _Contest, shape: Shape, console: Console) ->
 
 @contextlib.contextmanager
 def _threads(device: str) -> Iterator[None]:
-    """On a CPU as many as a rank has in training."""
+    """Use as many threads on a CPU as a rank has in training."""
     before = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(THREADS_PER_RANK)
@@ -246,7 +246,7 @@ def _rows(
 def _compared(
     contest: _Contest, direction: Direction, wrong: Mapping[str, str], rounds: int
 ) -> tuple[Comparison, dict[str, int]]:
-    """Times of those that are right, and peak memory where it is known; nothing where ours is wrong."""
+    """Return times of contestants with right results, and peak memory if known; nothing if ours is wrong."""
     if contest.ours in wrong:
         return Comparison(f"failed: {contest.ours}: {wrong[contest.ours]}"), {}
     who = {name: asked for name, asked in contest.contestants(direction).items() if name not in wrong}
@@ -259,7 +259,7 @@ def _compared(
 def _numbers(
     case: Case, direction: Direction, comparison: Comparison, ours: str, ceilings: Mapping[Ceiling, float]
 ) -> dict[str, Any]:
-    """Check, times, speeds, parts of the ceiling, and our speed-up over each rival and over the fastest."""
+    """Return check, times, speeds, shares of the ceiling, and our speed-up over each rival and over the fastest."""
     work = case.total_work(direction)
     amount, unit = (
         (work.memory_bytes, "bytes_per_second") if case.ceiling == "copy" else (work.flops, "flops_per_second")
@@ -270,7 +270,7 @@ def _numbers(
     medians: dict[str, float] = {}
     for name in comparison.samples:
         spread = comparison.seconds(name)
-        assert spread is not None, "samples are of a check that passed"
+        assert spread is not None, "a check that passed has samples"
         medians[name] = spread.median
         fields |= spread_fields(name, "seconds", spread)
         fields[f"{name}_{unit}"] = amount / spread.median
@@ -287,7 +287,7 @@ def _numbers(
 
 
 def _memory(peaks: Mapping[str, int], ours: str) -> dict[str, Any]:
-    """Peak memory of each, and ours as a part of plain torch's."""
+    """Return each contestant's peak memory, and ours relative to plain torch's."""
     fields: dict[str, Any] = {f"{name}_peak_bytes": peak for name, peak in peaks.items()}
     if ours in peaks and peaks.get(TORCH):
         fields["peak_over_torch_ratio"] = peaks[ours] / peaks[TORCH]

@@ -23,12 +23,12 @@ _OURS, _TORCH = "tpkernels", "torch"
 
 @dataclass(frozen=True)
 class Options:
-    """Shapes of a micro-batch; the number of tokens is the same for every length of the sequences."""
+    """Shapes of a micro-batch; all lengths of sequences have the same total number of tokens."""
 
     seqs: tuple[int, ...] = (128, 256, 512, 1024)
-    """Tokens a sequence, S."""
+    """Tokens per sequence, S."""
     tokens: int = 1024
-    """Of a micro-batch, B*S."""
+    """Tokens per micro-batch, B*S."""
     heads: int = 8
     """H."""
     head_size: int = 64
@@ -36,7 +36,7 @@ class Options:
     rounds: int = 20
     """Samples of each variant."""
     out: Path | None = None
-    """Append a JSON line a case to this file."""
+    """Append one JSON line per case to this file."""
 
 
 def main(options: Options) -> int:
@@ -56,7 +56,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
     for seq in options.seqs:
         shape = (options.tokens // seq, options.heads, seq, options.head_size)
         functions = {_OURS: causal_attention, _TORCH: _by_torch}
-        # q and k as the rotation leaves them; v and dy as parts of packed tensors, token by token.
+        # q and k as the rotation returns them; v and dy as parts of packed tensors, token by token.
         q, k, v, dy = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
         v, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (v, dy))
         leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Checks, then times the contestants of one case after another, in this process."""
+"""Check, then time the contestants of one case after another, in this process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TIMED_SEED = 0
 
 
 class Asked(Protocol):
-    """A `Measured` of this process or of another."""
+    """A `Measured` in this process or another."""
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of it by name."""
+        """Call one of its methods by name."""
 
 
 class Measured:
-    """The case that is open, and its contestants in one direction.
+    """The open case, and its contestants in one direction.
 
-    Everything is named, so that the caller may be in another process.
+    Everything is passed by name, so that the caller may be in another process.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class Measured:
         self._device = ""
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """As kernel_side.Side.ask."""
+        """Call a method by name, as side.Side.ask does."""
         return getattr(self, method)(*arguments)
 
     def names(self, op: str, shape: Shape) -> list[str]:
-        """The cases of an operator.
+        """Return the names of an operator's cases.
 
-        Raises: MissingOperator: it is not in this tpkernels.
+        Raises: MissingOperator: this tpkernels does not have it.
         """
         return [case.name for case in cases_of(op, shape)]
 
     def open(self, op: str, shape: Shape, name: str, chosen: Sequence[str]) -> Findings:
-        """Check a case's contestants, of those chosen."""
+        """Open a case and check the chosen contestants."""
         self.close()
         (case,) = [case for case in cases_of(op, shape) if case.name == name]
         contestants = {n: contestant for n, contestant in case.contestants.items() if n in chosen}
@@ -59,11 +59,11 @@ class Measured:
         return found
 
     def contestants(self, direction: Direction) -> list[str]:
-        """Those of the open case that run in this direction."""
+        """Return the names of the open case's contestants that run in this direction."""
         return [name for name, contestant in self._contestants.items() if direction in contestant.directions]
 
     def start(self, name: str, direction: Direction) -> int | None:
-        """Warm a contestant up; return its peak memory, where it can be known."""
+        """Warm a contestant up; return its peak memory if it can be known."""
         assert self._operands is not None, "a case must be open"
         keep_freed_memory()
         self._timed[name] = Timed(self._contestants[name], self._operands, direction, self._device)
@@ -71,9 +71,9 @@ class Measured:
         return self._timed[name].peak_bytes()
 
     def seconds(self, name: str) -> float:
-        """One sample of a contestant that was started."""
+        """Return one sample of a contestant that was started."""
         return self._timed[name].seconds()
 
     def close(self) -> None:
-        """Let go of the open case's memory."""
+        """Free the open case's memory."""
         self._contestants, self._operands, self._timed = {}, None, {}

@@ -1,4 +1,4 @@
-"""A plot of `benchmarks.run kernels`: how near each contestant comes to the ceiling, case by case."""
+"""A plot of `benchmarks.run kernels`: each contestant's share of the ceiling, case by case."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.harness.timing import PASSED
 
 _ENDINGS = (".png", ".svg")
 _MOST_ACROSS = 3
-# Of one bar and of one panel, in inches.
+# Sizes of a bar, a panel and the margin, in inches.
 _BAR, _PANEL_HEIGHT, _MARGIN = 0.22, 3.2, 1.4
 
 
 def check_plot(path: Path) -> None:
-    """Refuse early what would fail after the measurements.
+    """Refuse, before the measurements, what would fail after them.
 
     Raises:
-        ValueError: another kind of file, a place that is not there, or no matplotlib.
+        ValueError: another kind of file, a directory that does not exist, or no matplotlib.
     """
     if path.suffix not in _ENDINGS:
         raise ValueError(f"--plot must end in {' or '.join(_ENDINGS)}: got {path}: use {path.with_suffix('.png')}")
@@ -30,10 +30,10 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a panel for each operator's case and direction: groups of bars, a group a shape, a bar a contestant.
+    """Draw a panel for each operator's case and direction: one group of bars per shape, one bar per contestant.
 
-    A bar's height is the part of the ceiling reached, with a line from the slowest to the fastest fifth of the samples;
-    the broken line is the ceiling. Rows with a red check have no bars.
+    A bar's height is the share of the ceiling, with a line from the 20th to the 80th percentile of the samples. The
+    broken line is the ceiling. Rows with a red check have no bars.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -66,7 +66,7 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
 
 
 def _draw(axis: Any, title: str, rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> None:
-    """One panel. Bars stand side by side within a width of 0.8 around their shape's place."""
+    """Draw one panel. The bars of a shape are side by side, 0.8 wide together."""
     names = [name for name in colors if any(name in row["contestants"] for row in rows)]
     bar = 0.8 / max(1, len(names))
     for place, row in enumerate(rows):

@@ -1,9 +1,9 @@
-"""A process that measures operators with the tpkernels it was told to take, so that two revisions can be compared.
+"""A process that measures operators with a given tpkernels, so that two revisions can be compared.
 
-Two revisions in one process would register the same names twice. Both sides are such processes, alike but for the
-directory that tpkernels comes from; cases and clocks are the working tree's on both. The caller asks each in turn for
-one sample, so that calls are interleaved and ratios are paired as within one process; who is not asked waits in the
-read of its pipe.
+Two revisions in one process would register the same names twice. So each side is such a process; they differ only in
+the directory of tpkernels, while cases and clocks are the working tree's. The caller asks each in turn for one sample,
+so calls are interleaved and ratios are paired, as within one process. A process that is not asked blocks in reading its
+pipe.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _GRACE_SECONDS = 10.0
 
 
 class Side:
-    """The caller's end: a context manager that ends the process when it is left.
+    """The caller's end: a context manager that ends the process on exit.
 
     Args:
         name: for messages.
         tree: a checkout whose kernels/tpkernels is measured.
-        num_threads: of torch there.
+        num_threads: threads of torch in that process.
     """
 
     def __init__(self, name: str, tree: Path, num_threads: int) -> None:
@@ -63,8 +63,8 @@ class Side:
         """Call a method of the process's `Measured`.
 
         Raises:
-            MissingOperator: it is not in its tpkernels.
-            RuntimeError: anything else went wrong there.
+            MissingOperator: its tpkernels does not have it.
+            RuntimeError: any other failure there.
         """
         try:
             self._connection.send((method, arguments))
@@ -79,12 +79,12 @@ class Side:
 
 
 def serve(connection: Connection, kernels: Path) -> None:
-    """Answer until the caller closes its end."""
+    """Answer calls until the caller closes its end."""
     import tpkernels
 
     from benchmarks.kernels.measure import Measured
 
-    # The same code on both sides would give a ratio of 1, which nobody would doubt.
+    # With the same code on both sides the ratio would be 1, and no one would notice.
     assert Path(tpkernels.__file__).is_relative_to(kernels), f"tpkernels is {tpkernels.__file__}, not of {kernels}"
     measured = Measured()
     while True:

@@ -1,4 +1,4 @@
-"""The table of one operator's rows: a line a contestant, ours first; below it why some are left out."""
+"""The table of one operator's rows: one line per contestant, ours first; below it why some are left out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _COLUMNS = ("", "time", "p20 to p80", "speed", "of ceiling", "ours over it", "pe
 
 
 def kernel_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show rows of `benchmarks.run kernels`; a red check shows its reason and no number.
+    """Return a table of rows of `benchmarks.run kernels`; a red check shows its reason and no number.
 
-    The last column is our speed-up, the median of ratios within rounds, and their 20th to 80th percentile; above 1 ours
-    is faster. Below are the geometric means of these medians. The fastest rival is bold. Memory has a column where it
-    is known.
+    The last column is our speed-up: the median of ratios within rounds, and their 20th to 80th percentile; above 1 ours
+    is faster. Below are the geometric means of these medians. The fastest rival is bold. There is a column for memory
+    if it is known.
     """
     ceilings = dict.fromkeys(f"a large {row['ceiling']} here: {_speed(row, 'ceiling')}" for row in rows)
     table = Table(title=f"{op}; {', '.join(ceilings)}", box=box.SIMPLE)
@@ -38,7 +38,7 @@ def kernel_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Our speed-up over each rival that took part in several rows; none if there is none."""
+    """Return our speed-up over each rival that took part in several rows; None if there is no such rival."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         for name in row["contestants"]:
@@ -49,7 +49,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why checks were red, and what is to be said of rivals, a line each."""
+    """Return why checks were red, and what was found about rivals, one line each."""
     lines = []
     for row in rows:
         case = row["case"].removeprefix("kernels/")

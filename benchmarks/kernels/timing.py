@@ -1,30 +1,29 @@
 """Time and memory of one call of an operator, on a GPU by its own clock; the ceilings to hold it against.
 
-Interleaving, rotation and pairing are harness/timing.py's, and so are its traps. What gives wrong numbers on a GPU
-besides:
+Interleaving, rotation and pairing, and their traps, are in harness/timing.py. On a GPU these also give wrong numbers:
 
-1.  Launches do not wait. Events in the stream take the time, before and after the call; a sample ends with a wait for
-    the second event.
+1.  Launches do not wait. Events in the stream measure the time, before and after the call; a sample ends with a wait
+    for the second event.
 2.  A GPU that waits for Python. If the stream is idle when the first event is recorded, the host's time until the first
-    launch is counted. Buffers are zeroed before it, as often as the call's host time asks for, so that everything is
-    queued when the first event comes.
-3.  Operands left in the cache by the call before: a 50 MB L2 makes a small copy twice as fast as memory. Those zeroed
-    buffers are 256 MiB, and throw out what was there. On a CPU nothing is flushed: small operands stay in its caches,
-    and then a part of the copy's speed may be above 100 %.
-4.  An event's clock ticks about every half microsecond. A call below 20 us is called several times a sample, each with
-    events, a flush and a wait of its own.
+    launch is counted. So buffers are zeroed first, as often as the call's host time needs, and everything is queued
+    when the first event comes.
+3.  Operands left in the cache by the call before: a 50 MB L2 makes a small copy twice as fast as memory. The zeroed
+    buffers are 256 MiB, and evict what was there. On a CPU nothing is flushed: small operands stay in its caches, and
+    a share of the copy's speed may be above 100 %.
+4.  An event's clock ticks about every half microsecond. A call below 20 us is called several times per sample, each
+    with its own events, flush and wait.
 5.  The first calls compile, allocate and build tables. They are made before, and do not count.
-6.  torch.compile's cache is by source line: after eight shapes it runs eagerly, and tells the log only. It is emptied
-    before each case.
+6.  torch.compile's cache is by source line: after eight shapes it runs eagerly, and only logs it. It is emptied before
+    each case.
 7.  A backward pass repeated on one graph. Compiled graphs give their saved tensors away, and an operator may write its
-    gradient over what it saved, so that a second pass computes from garbage. A graph is built before each backward,
-    outside the measured time, and inputs that any contestant overwrites get their values back.
+    gradient over what it saved, so a second pass would compute from garbage. A graph is built before each backward,
+    outside the measured time, and inputs that any contestant overwrites are restored.
 8.  Deterministic mode also fills every new tensor with NaN. That is switched off where determinism is timed.
-9.  A ceiling from a data sheet is never reached. It is a copy's and a matmul's, measured in the same run.
+9.  A ceiling from a data sheet is never reached. The ceiling is a copy's or a matmul's speed, measured in the same run.
 10. A small gradient beside a large one: each contestant computes all of them, and forward is timed as training calls
     it, keeping what backward needs.
-11. Peak memory with what other contestants left behind. It is counted from what is allocated before the call, results
-    included, and nothing of another contestant is alive then.
+11. Peak memory with leftovers of other contestants. It is counted from what is allocated before the call, including
+    results, and nothing of another contestant is alive then.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ Call = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Times one call; what it returns lives until the time is taken."""
+    """Times one call; what the call returns lives until the time is taken."""
 
     def seconds(self, call: Call) -> float: ...
 
     def learn(self, call: Call) -> None:
-        """Get to know a call before it is timed."""
+        """Measure what the clock needs to know about a call before it is timed."""
 
 
 class HostClock:
-    """The host's clock around a call that waits for its own work."""
+    """The host's clock, around a call that itself waits for its work."""
 
     def seconds(self, call: Call) -> float:
         begin = time.perf_counter()
@@ -75,7 +74,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events around a call, behind flushes of the cache that last at least as long as the host takes to launch it."""
+    """Events around a call, after flushes of the cache that last at least as long as the host needs to launch it."""
 
     def __init__(self) -> None:
         self._buffer = _flush_buffer()
@@ -110,12 +109,12 @@ def _flush_buffer() -> Tensor:
 
 
 def make_clock(device: str) -> Clock:
-    """The clock of a device."""
+    """Return the clock for a device."""
     return CudaClock() if device == "cuda" else HostClock()
 
 
 class Operands:
-    """What contestants of a case share: leaves, gradients of the outputs, and the values of what any overwrites."""
+    """What a case's contestants share: leaves, gradients of outputs, and the original values of what any overwrites."""
 
     def __init__(
         self, inputs: Mapping[str, Tensor], slopes: Sequence[Tensor], contestants: Iterable[Contestant]
@@ -129,19 +128,19 @@ class Operands:
         self._originals = [(tensor, tensor.detach().clone()) for tensor in overwritten]
 
     def restore(self) -> None:
-        """Give what a call has overwritten its values back."""
+        """Restore the values that a call has overwritten."""
         with torch.no_grad():
             for tensor, original in self._originals:
                 tensor.copy_(original)
 
 
 class Timed:
-    """A contestant in one direction: call by call, with what a call needs made before it.
+    """A contestant in one direction: times calls, with what a call needs prepared before it.
 
     Args:
         contestant: what is called.
-        operands: on what.
-        direction: what counts; backward runs forward before it.
+        operands: its arguments.
+        direction: what is timed; before backward, forward runs untimed.
         device: of the operands.
     """
 
@@ -151,7 +150,7 @@ class Timed:
         self._outputs: list[Tensor] = []
 
     def warm_up(self) -> None:
-        """Call a few times, and settle how many calls make a sample."""
+        """Call a few times, and determine how many calls make a sample."""
         seconds = []
         for _ in range(_WARM_CALLS):
             with self._prepared() as call:
@@ -160,7 +159,7 @@ class Timed:
         self._num_calls = _SHORT_CALLS if Spread.of(seconds).median < _SHORT_SECONDS else 1
 
     def seconds(self) -> float:
-        """One sample: a call's time, the mean of several where one is short."""
+        """Return one sample: a call's time, or the mean of several if calls are short."""
         total = 0.0
         for _ in range(self._num_calls):
             with self._prepared() as call:
@@ -168,7 +167,7 @@ class Timed:
         return total / self._num_calls
 
     def peak_bytes(self) -> int | None:
-        """Memory that a call has at most besides inputs and slopes, backward's with its forward; None on a CPU."""
+        """Return the peak memory of a call besides inputs and slopes, backward's with its forward; None on a CPU."""
         if self._device == "cpu":
             return None
         torch.cuda.synchronize()
@@ -203,9 +202,9 @@ class Timed:
 
 
 def measure_ceilings(device: str, dtype: torch.dtype, *, samples: int = 10) -> dict[Ceiling, float]:
-    """Speeds of a large copy, in bytes read and written a second, and of a large matmul, in operations a second.
+    """Return the speed of a large copy, in bytes read and written per second, and of a large matmul, in flops/s.
 
-    Of the fastest sample: what else the machine does lowers no ceiling.
+    The fastest sample counts: other work on the machine must not lower a ceiling.
     """
     copy_bytes, size = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1536)
     source, target = (torch.zeros(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2))

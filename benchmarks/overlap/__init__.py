@@ -1,1 +1,1 @@
-"""Matmuls fused with their communication against matmul and collective; exchanges alone."""
+"""Matmuls fused with their communication against matmul and collective; and exchanges alone."""

@@ -1,10 +1,10 @@
-"""What `benchmarks.run overlap` computes on a GPU, whichever way: a feed-forward network's matmuls on one of 8 ranks.
+"""What `benchmarks.run overlap` computes on a GPU, in every way: a feed-forward network's matmuls on one of 8 ranks.
 
     gate_up[T, 2F] = all_gather(x[T/R, D]) @ w[2F, D].T         all_gather_matmul
     y[T/R, D]      = reduce_scatter(h[T, F] @ v[D, F].T)        matmul_reduce_scatter
 
-F is one of 8 ranks' part, as models are trained; rows are exchanged between R virtual ranks, each with weights of its
-own. What the activation between the two would make of one for the other is there already, so that neither is timed.
+F is the share of one of 8 ranks, as models are trained; rows are exchanged between R co-located ranks, each with its
+own weights. What the activation between the two would compute exists already, so that it is not timed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LARGEST = 2
 
 
 class Operands:
-    """Every rank's tensors, not filled yet, and buffers made once.
+    """Every rank's tensors, not filled yet, and buffers that are allocated once.
 
     Attributes:
-        model, tokens, ranks: as given; tokens are all ranks'.
+        model, tokens, ranks: as given; tokens are those of all ranks.
         x, dy: what is gathered, [T, D].
         w, v: a rank's weights, [2F, D] and [D, F]; w_t, v_t as forward multiplies by them.
         h, dh: what is scattered when multiplied, [T, F] and [T, 2F].
@@ -48,9 +48,9 @@ class Operands:
         self.dw, self.dv = empty(2 * ffn, depth, of=torch.float32), empty(depth, ffn, of=torch.float32)
 
     def fill(self, *, integers: bool) -> None:
-        """Give values: small integers, of which every order of sums gives the same bits, or of a normal distribution.
+        """Fill with small integers, for which every order of sums gives the same bits, or with normal numbers.
 
-        On these a GPU draws the power that it does in training, and so runs at that clock.
+        With normal numbers a GPU draws as much power as in training, and so runs at the same clock.
         """
         generator = torch.Generator(self.ranks.device).manual_seed(0)
         for each in (self.x.full[:1], self.dy.full[:1], self.w, self.v, self.h, self.dh):
@@ -73,10 +73,10 @@ class Case:
     """One thing to compute.
 
     Attributes:
-        name: what.
-        compute: in a way; results of all ranks.
+        name: what is computed.
+        compute: computes it in a given way; returns the results of all ranks.
         flops: of all ranks' products.
-        is_pushed: whether rows are gathered that a kernel may push.
+        is_pushed: whether it gathers rows that a kernel may push.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Case:
 
 
 def cases_of(o: Operands) -> list[Case]:
-    """Forward, data gradient, both with weight gradients, of both operators."""
+    """Return forward, data gradient, and both with weight gradients, for both operators."""
 
     def first_forward(way: Way) -> list[Tensor]:
         return way.gather(o.x, o.w_t, GATHER, False)[0]
@@ -101,7 +101,7 @@ def cases_of(o: Operands) -> list[Case]:
         return way.gather(o.dy, o.v, SCATTER, False)[0]
 
     def first_backward(way: Way) -> list[Tensor]:
-        """x was not kept: it is gathered again, behind the data gradient's matmul where the way can."""
+        """x was not kept: it is gathered again, hidden by the data gradient's matmul if the way can do that."""
         dx, full = way.scatter_and_gather(o.dh, o.w, o.x, GATHER)
         way.wgrad(o.dw, o.dh, full)
         return [*dx, *o.dw]
@@ -111,7 +111,7 @@ def cases_of(o: Operands) -> list[Case]:
 
     def pair_backward(way: Way) -> list[Tensor]:
         dh, full = way.gather(o.dy, o.v, SCATTER, True)
-        assert full is not None, "asked for"
+        assert full is not None, "the gathered rows were asked for"
         way.wgrad(o.dv, full, o.h)
         dx = first_dgrad(way)
         way.wgrad(o.dw, o.dh, o.x.full)

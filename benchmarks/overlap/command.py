@@ -1,25 +1,25 @@
-"""`python -m benchmarks.run overlap`: what is left of the communication when it is fused with the matmul.
+"""`python -m benchmarks.run overlap`: how much communication time is left when it is fused with the matmul.
 
 Four bars for each operator, forward and backward, all computing the same thing from the same operands:
 
     matmul    the fastest plain matmul of the same local shapes, all operands present, nothing split, nothing sent:
               torch.mm, host_gemm.product of the weight, or of the weight prepared once for many micro-batches
     own       the matmuls as the fused operator does them, all operands present: products that are scattered are
-              split by owner; products of gathered rows are not, where that gives the same bits (on ranks that begin
-              together all shards come at once; a rank whose peers are late multiplies shard by shard, see `split`)
-    split     the matmuls shard by shard; only in the rows
+              split by owner; products of gathered rows are not, if that gives the same bits (on ranks that begin
+              together all shards arrive at once; a rank whose peers are late multiplies shard by shard, see `split`)
+    split     the matmuls shard by shard; in the rows only
     serial    the collective, then the matmul; or the matmul, then the collective
     fused     the operator
 
     ECT = T - T(matmul), the effective communication time;   E = 1 - ECT(fused) / ECT(serial);   ceiling = E of own
 
-The last three multiply by prepared weights, as training does. E is 1 where the communication is hidden, 0 where fusing
-gains nothing, negative where it loses. No E is printed where ECT(serial) is not positive. The pair is a feed-forward
-network's two matmuls in a row, as a training step has them; backward has both data gradients and both weight gradients.
-Weight gradients alone need no communication.
+The last three multiply by prepared weights, as training does. E is 1 if the communication is hidden, 0 if fusing gains
+nothing, negative if it loses. No E is printed if ECT(serial) is not positive. The pair is a feed-forward network's two
+matmuls in a row, as in a training step; its backward has both data gradients and both weight gradients. Weight
+gradients alone need no communication.
 
-On a CPU each rank is a process; on a GPU ranks are virtual, in one process on one GPU (gpu.py, whose bars are
-the same, done in the GPU's ways).
+On a CPU each rank is a process. On a GPU ranks are co-located, in one process on one GPU (gpu.py; the bars are the
+same, computed in the GPU's ways).
 
 Sources: ECT and overlap efficiency as Chang et al., "Flux", arXiv 2406.06858, section 5, with the same local shape.
 """
@@ -54,32 +54,32 @@ _TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")
 _BARS = ("own", "split", "serial", "fused")
 _TOKENS = (1024,)
-# What stands for nothing on the other device.
+# Options that have no meaning on the other device.
 _OF_HOST, _OF_GPU = ("tp", "hidden", "ffn"), ("virtual_ranks", "models")
 
 
 @dataclass(frozen=True)
 class Options:
-    """x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D], a feed-forward's matmuls; on a GPU Llama-3's, by virtual ranks."""
+    """x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D], a feed-forward's matmuls; on a GPU Llama-3's, with co-located ranks."""
 
     device: Literal["cpu", "cuda"] | None = None
-    """By default a GPU, if there is one and none of the CPU's sizes is given."""
+    """By default a GPU, if there is one and no option for the CPU is given."""
     tp: int = 2
-    """CPU: ranks."""
+    """CPU: number of ranks."""
     tokens: tuple[int, ...] | None = None
-    """T, all ranks' tokens, one after another; by default 1024, on a GPU 512, 4096 and 16384."""
+    """T, tokens of all ranks, measured one after another; by default 1024, on a GPU 512, 4096 and 16384."""
     hidden: int = 512
     """CPU: D."""
     ffn: int = 1408
-    """CPU: F, all ranks' features; divisible by tp."""
+    """CPU: F, features of all ranks; divisible by tp."""
     virtual_ranks: int = 4
-    """GPU: how many ranks share it, 2 to 8; each has as large a part of its processors."""
+    """GPU: number of co-located ranks, 2 to 8; each uses an equal part of the processors."""
     models: tuple[str, ...] | None = None
-    """GPU: whose shapes on one of 8 ranks: llama3_8b, llama3_70b, llama3_405b; by default all."""
+    """GPU: models whose shapes on one of 8 ranks are used: llama3_8b, llama3_70b, llama3_405b; by default all."""
     rounds: int = 60
     """Samples of each variant."""
     out: Path | None = None
-    """Append a JSON line a case to this file; by default on a GPU benchmarks/results/<GPU>/overlap.jsonl."""
+    """Append one JSON line per case to this file; by default on a GPU benchmarks/results/<GPU>/overlap.jsonl."""
 
 
 Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
@@ -87,7 +87,7 @@ Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
 
 def main(options: Options) -> int:
     """Run all cases; return 1 if a check was red."""
-    # Read when CUDA starts, which even asking for a GPU does.
+    # CUDA reads the environment when it starts, and even looking for a GPU starts it.
     prepare_environment()
     device = _device(options)
     if device == "cuda":
@@ -108,10 +108,10 @@ def main(options: Options) -> int:
 
 
 def _device(options: Options) -> str:
-    """Where to measure.
+    """Return the device to measure on.
 
     Raises:
-        ValueError: what is asked for is not there, or is the other device's.
+        ValueError: the device does not exist, or an option is for the other device.
     """
     given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     device = options.device
@@ -154,7 +154,7 @@ _Product = Callable[[Tensor, _Right], Tensor]
 
 
 class _Operands:
-    """Integer-valued operands, so that every order of sums gives the same bits, and buffers made once."""
+    """Integer-valued operands, for which every order of sums gives the same bits, and buffers allocated once."""
 
     def __init__(self, options: Options, tokens: int, comm: Communicator) -> None:
         tp, t, d, f = options.tp, tokens, options.hidden, options.ffn // options.tp
@@ -176,11 +176,11 @@ class _Operands:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to do both kinds of product; the plain ones leave out what other ranks would add.
+    """One way to compute both kinds of product; the plain ones leave out what other ranks would add.
 
     Attributes:
         gather: (shard, all rows, m, operator) -> (rows @ m, the gathered rows).
-        scatter: (x, m, operator) -> this rank's rows of x @ m, summed; of plain ways all rows, not summed.
+        scatter: (x, m, operator) -> this rank's rows of x @ m, summed; for plain ways all rows, not summed.
     """
 
     gather: Callable[[Tensor, Tensor, _Right, str], tuple[Tensor, Tensor]]
@@ -188,7 +188,7 @@ class _Way:
 
 
 def _ways(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, _Way]:
-    """The bars; see the head of this file."""
+    """Return the bars; see the module docstring."""
 
     def alone(of_gathered: _Product, to_scatter: _Product) -> _Way:
         return _Way(lambda x, full, m, name: (of_gathered(full, m), full), lambda x, m, name: to_scatter(x, m))
@@ -209,7 +209,7 @@ def _ways(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, _
 
     def gather_fused(x: Tensor, full: Tensor, m: _Right, name: str) -> tuple[Tensor, Tensor]:
         (y,), gathered = gather_matmul(x, [m.prepared], fused, o.tokens, name, keep=True)
-        assert gathered is not None, "asked for"
+        assert gathered is not None, "the gathered rows were asked for"
         return y, gathered
 
     products: dict[str, _Product] = {
@@ -227,7 +227,7 @@ def _ways(o: _Operands, fused: Communicator, plain: Communicator) -> dict[str, _
 
 
 def _cases(o: _Operands) -> dict[str, Callable[[_Way], list[Tensor]]]:
-    """What is computed, whichever way."""
+    """Return what is computed, the same in every way."""
     ag, rs = "all_gather_matmul", "matmul_reduce_scatter"
 
     def wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def _cases(o: _Operands) -> dict[str, Callable[[_Way], list[Tensor]]]:
 
 
 def _check(variants: Variants) -> None:
-    """Tolerance zero: operands are integers. The plain products are one rank's part of what the others return."""
+    """Check with tolerance zero: operands are integers. Plain products are one rank's part of the other results."""
     serial = [result.clone() for result in variants["serial"]()]
     for got, want in zip(variants["fused"](), serial, strict=True):
         assert torch.equal(got, want), f"fused and serial differ by up to {(got - want).abs().max().item():g}"

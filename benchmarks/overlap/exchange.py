@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run exchange`: what moves through shared memory against torch's collectives over gloo.
+"""`python -m benchmarks.run exchange`: exchanges through shared memory against torch's collectives over gloo.
 
     all_gather        y[T, D] from x[T/tp, D]
     reduce_scatter    y[T/tp, D] from x[T, D]
@@ -32,7 +32,7 @@ from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 _OURS, _GLOO = "memory", "gloo"
 _ITEM_BYTES = 4
 
-# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -50,7 +50,7 @@ class Options:
     rounds: int = 20
     """Samples of each variant."""
     out: Path | None = None
-    """Append a JSON line a case to this file."""
+    """Append one JSON line per case to this file."""
 
 
 Variants = Mapping[str, Callable[[], Tensor]]
@@ -116,7 +116,7 @@ def _activation_cases(num_bytes: int) -> dict[str, Variants]:
         _reduce_scatter_single(y, whole)
         return y
 
-    # Rank 0 sends to rank 1, which sends it back; the others do the same among themselves, or nothing.
+    # Rank 0 sends to rank 1, which sends it back; other pairs do the same; a rank without partner does nothing.
     peer = rank ^ 1
     message = _integers(20 + rank // 2, tokens, 512)
 
@@ -154,7 +154,7 @@ def _bucket_case(num_bytes: int) -> Variants:
 
 
 def _check(variants: Variants) -> None:
-    """Tolerance zero."""
+    """Check with tolerance zero."""
     got = variants[_OURS]().clone()
     want = variants[_GLOO]()
     assert torch.equal(got, want), f"memory and gloo differ by up to {(got - want).abs().max().item():g}"

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.run overlap` on a GPU: the fused operators' kernels between virtual ranks of one process.
+"""`python -m benchmarks.run overlap` on a GPU: the fused operators' kernels between co-located ranks in one process.
 
-The bars are command.py's; ways.py says how they are done here, ranks.py what virtual ranks are and what
-gives wrong numbers, cases.py what is computed. A row's `ranks` says that they are virtual: what it tells is how
-much of a wait the kernels hide, with no link between the ranks.
+The bars are those of command.py; ways.py computes them here, ranks.py has the co-located ranks and what gives wrong
+numbers, cases.py says what is computed. A row's `ranks` says that they are virtual: it shows how much of a wait the
+kernels hide, without any link between the ranks.
 
-Every variant is checked before any is timed, with integers and tolerance zero, new memory and slots being NaN; the
-plain ones and `own` against a rank's products, the others against their sums over the ranks.
+Every variant is checked before any is timed, with integers and tolerance zero; new memory and slots are filled with
+NaN. The plain ones and `own` are compared with a rank's products, the others with their sums over the ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def measure_on_gpu(
 
     Args:
         models: names in shapes.py; by default all.
-        tokens: all ranks' together.
-        num_ranks: virtual ranks.
+        tokens: of all ranks together.
+        num_ranks: number of co-located ranks.
         rounds: samples of each variant.
-        out: where rows are appended; by default the GPU's results.
+        out: the file that rows are appended to; by default the GPU's results.
 
     Raises:
-        ValueError: a model or number of ranks that there is not, or no GPU.
+        ValueError: an unknown model, a number of ranks that is not possible, or no GPU.
     """
     chosen = _checked(models, num_ranks)
     gpu = torch.cuda.get_device_name()
@@ -82,8 +82,8 @@ def measure_on_gpu(
             for row in measured_rows(model, num_tokens, ranks, clock, rounds, f"virtual, one {gpu}"):
                 append(out, row)
                 rows.append(row)
-            sizes = f"{model.name}, T {num_tokens}, D {model.hidden}, F {model.ffn} a rank, bfloat16"
-            title = f"{sizes}; {num_ranks} virtual ranks, one {gpu}; medians in ms"
+            sizes = f"{model.name}, T {num_tokens}, D {model.hidden}, F {model.ffn} per rank, bfloat16"
+            title = f"{sizes}; {num_ranks} co-located ranks, one {gpu}; medians in ms"
             console.print(overlap_table(title, rows))
             for row in rows:
                 if row["check"] != PASSED:
@@ -93,7 +93,7 @@ def measure_on_gpu(
 
 
 def _checked(models: Sequence[str] | None, num_ranks: int) -> list[Model]:
-    """The models that are asked for; refuses what there is not."""
+    """Return the models that are asked for; refuse unknown ones, and numbers of ranks that are not possible."""
     if not FEWEST_RANKS <= num_ranks <= MOST_RANKS:
         nearest = min(max(num_ranks, FEWEST_RANKS), MOST_RANKS)
         raise ValueError(
@@ -123,10 +123,10 @@ def measured_rows(
     which_ranks: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each case of a model and number of tokens.
+    """Return the rows of each case of a model and number of tokens.
 
     Args:
-        which_ranks: what rows say of the ranks.
+        which_ranks: the row's text about the ranks.
     """
     o = Operands(model, tokens, ranks, dtype)
     for case in cases_of(o):
@@ -143,11 +143,11 @@ def measured_rows(
 
 
 def ways_of(case: Case, o: Operands, arenas: Sequence[DeviceArena], still: Sequence[DeviceArena]) -> dict[str, Way]:
-    """The variants of a case, plain ones first: their kernels are loaded before anything waits.
+    """Return the variants of a case, plain ones first, so that their kernels are loaded before anything waits.
 
     Args:
         arenas: by rank.
-        still: more of them, for `Serial`.
+        still: other arenas without any call, for `Serial`.
     """
     ranks = o.ranks
     kernel = functools.partial(matmul_on, ranks.processors)
@@ -163,13 +163,13 @@ def ways_of(case: Case, o: Operands, arenas: Sequence[DeviceArena], still: Seque
 
 
 def arenas_for(o: Operands) -> list[DeviceArena]:
-    """Arenas in which every case's exchange moves in one piece."""
+    """Return arenas so large that every case's exchange is one piece."""
     row_bytes = o.model.hidden * o.h[0].element_size()
     return o.ranks.arenas(exchange_bytes(o.tokens, row_bytes, o.ranks.world) // NUM_GENERATIONS)
 
 
 def _compared(case: Case, o: Operands, clock: Clock, rounds: int) -> Comparison:
-    """Check, then time the variants of a case. Its arenas are new: a call that was given up spoils no other case."""
+    """Check, then time the variants of a case. Its arenas are new, so that a failed call affects no other case."""
     arenas, still = arenas_for(o), arenas_for(o)
     ways = ways_of(case, o, arenas, still)
     every = [*arenas, *still]
@@ -181,7 +181,7 @@ def _compared(case: Case, o: Operands, clock: Clock, rounds: int) -> Comparison:
         return sample
 
     before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    # torch then sums in float32 too, in whatever parts.
+    # Without this, torch may add parts of the sums in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     try:
         check(case, o, ways, every, clock)
@@ -195,14 +195,14 @@ def _compared(case: Case, o: Operands, clock: Clock, rounds: int) -> Comparison:
 
 
 def check(case: Case, o: Operands, ways: Mapping[str, Way], arenas: Sequence[DeviceArena], clock: Clock) -> None:
-    """Compare each variant's results, of small integers, with what is right.
+    """Compare each variant's results, for small integers, with the right ones.
 
     Raises:
         AssertionError: they differ; says which variant, and by how much.
         PeerError, CallMismatch: a wait was given up.
     """
     with unwritten_is_nan(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about deterministic algorithms, of which none is asked for
+        warnings.simplefilter("ignore")  # torch warns about deterministic algorithms, which are not needed here
         o.fill(integers=True)
         for way in ways.values():
             load(functools.partial(case.compute, way), o.ranks)
@@ -222,7 +222,7 @@ def check(case: Case, o: Operands, ways: Mapping[str, Way], arenas: Sequence[Dev
 
 
 def _spoil(arenas: Sequence[DeviceArena]) -> None:
-    """Have nothing in the arenas but NaN."""
+    """Fill the arenas with NaN."""
     for arena in arenas:
         for generation in range(NUM_GENERATIONS):
             arena.block(arena.rank, generation, (arena.generation_bytes,), torch.uint8).fill_(0xFF)

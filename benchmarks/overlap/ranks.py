@@ -1,18 +1,18 @@
-"""Virtual ranks: several ranks in one process on one GPU, each with streams and memory of its own; and their clock.
+"""Co-located ranks in one process on one GPU, each with its own streams and memory; and the clock that times them.
 
-Processes on one GPU take turns in time slices, and show nothing of overlap. Virtual ranks are resident together: each
-persistent kernel has as many programs as its rank's part of the processors takes. What gives wrong numbers, or none:
+Processes on one GPU run in turns (time slices), so they show no overlap. The ranks here are resident together: each
+persistent kernel has as many programs as its rank's part of the processors can hold. What gives wrong numbers, or none:
 
-1.  A rank waits for one whose kernels are not launched yet, and its programs hold what those need. So all launches of a
-    call are queued behind flushes of the cache, and begin together when these have ended; `RanksClock` lengthens the
-    flushes until they last as long as the host takes to launch.
+1.  A rank waits for another rank whose kernels are not launched yet, and its programs occupy what those need. So all
+    launches of a call are queued behind flushes of the cache, and begin together when the flushes have ended.
+    `RanksClock` makes the flushes longer until they last as long as the host needs to launch.
 2.  A kernel's code is loaded at its first launch, for which CUDA may wait until the GPU is idle, while a program waits
-    for that very kernel. `load` compiles and loads what a call launches before it is launched at all.
-3.  Streams share hardware queues, 8 by default, and what waits in a queue holds up what another stream has put behind
-    it. `prepare_environment` asks for 32; each rank has two streams.
+    for that very kernel. `load` compiles and loads what a call launches before anything is launched.
+3.  Streams share hardware queues, 8 by default, and what waits in a queue blocks what another stream has put behind it.
+    `prepare_environment` asks for 32; each rank has two streams.
 4.  Memory that is allocated while programs wait. `load` makes the same allocations on the same streams before.
-5.  Copies within a GPU are made at its memory's speed, not at a link's, and the driver may have processors make them
-    instead of a copy engine. So what is measured is who waits for whom, never the links.
+5.  Copies within a GPU run at its memory's speed, not at a link's, and the driver may use processors for them instead
+    of a copy engine. So what is measured is which rank waits for which, never the links.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from tpkernels.symmetric.cuda_memory import VirtualMemory, host_record
 FEWEST_RANKS, MOST_RANKS = 2, 8
 
 _FLUSH_BYTES = 256 << 20
-# 60 ms of an H200's.
+# 60 ms on an H200.
 _MOST_FLUSHES = 1000
 _MOST_TRIES = 4
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _PAGE_BYTES = 4096
-# Of a deadlock, which then is a red check.
+# Limit for a deadlock, which then is a red check.
 _TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
 
 
 def prepare_environment() -> None:
-    """Ask for enough hardware queues, unless the user has asked for a number; before CUDA starts."""
+    """Ask for enough hardware queues, unless the user has set their number; call it before CUDA starts."""
     os.environ.setdefault(_CONNECTIONS, "32")
 
 
 class VirtualRanks:
-    """Ranks that share a device.
+    """Co-located ranks: ranks that share a device.
 
     Args:
-        world: how many.
-        device: a GPU; another device where launches are only looked at, or interpreted.
+        world: number of ranks.
+        device: a GPU; another device if launches are only observed, or interpreted.
         copies: each rank's copy engine; by default a stream's.
 
     Attributes:
         world, device: as given.
-        processors: a rank's part of the device's.
-        streams: each rank's; none where the device is no GPU.
+        processors: number of processors per rank.
+        streams: one per rank; none if the device is not a GPU.
     """
 
     def __init__(self, world: int, device: torch.device, copies: Sequence[Copies] | None = None) -> None:
@@ -74,7 +74,7 @@ class VirtualRanks:
         self._copies = [StreamCopies(device) for _ in range(world)] if copies is None else copies
 
     def arenas(self, generation_bytes: int) -> list[DeviceArena]:
-        """New arenas, one a rank, each with generations of so many bytes, over memory that all of them address."""
+        """Return new arenas, one per rank, with generations of this many bytes, in memory that all of them address."""
         whole = -(-generation_bytes // _PAGE_BYTES) * _PAGE_BYTES
         num_bytes = -(-CONTROL_BYTES // _PAGE_BYTES) * _PAGE_BYTES + NUM_GENERATIONS * whole
         arenas = []
@@ -82,7 +82,7 @@ class VirtualRanks:
             VirtualMemory.allocate(self.world, num_bytes, self.device), self._copies, strict=True
         ):
             arena = DeviceArena(
-                memory, host_record(), copies, whole, "of virtual ranks", range(self.world), _TIMEOUT_SECONDS
+                memory, host_record(), copies, whole, "of co-located ranks", range(self.world), _TIMEOUT_SECONDS
             )
             arena.processors = self.processors
             arenas.append(arena)
@@ -90,7 +90,7 @@ class VirtualRanks:
         return arenas
 
     def each(self, call: Callable[[int], T]) -> list[T]:
-        """Call with every rank, on its stream; what each returned, by rank."""
+        """Call for every rank, on its stream; return the results by rank."""
         results = []
         for rank in range(self.world):
             with torch.cuda.stream(self.streams[rank]) if self.streams else contextlib.nullcontext():
@@ -98,7 +98,7 @@ class VirtualRanks:
         return results
 
     def meet(self) -> None:
-        """Have what each rank launches from now on come after what all have launched."""
+        """Make what any rank launches from now on run after everything that has been launched."""
         reached = [stream.record_event() for stream in self.streams]
         for stream in self.streams:
             for event in reached:
@@ -114,28 +114,28 @@ class Clock(Protocol):
     """Times calls that launch on several streams."""
 
     def timed(self, call: Callable[[], T], name: object = None) -> tuple[float, T]:
-        """Seconds of a call, and what it returned; calls of one name are alike."""
+        """Return the seconds of a call, and what it returned; calls with the same name are alike."""
 
 
 class RanksClock:
     """Events around a call, before every stream begins and after all have ended, behind flushes of the cache.
 
     Args:
-        ranks: on whose streams calls launch.
+        ranks: the ranks on whose streams calls launch.
     """
 
     def __init__(self, ranks: VirtualRanks) -> None:
         self._streams = ranks.streams
         self._buffer = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=ranks.device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Of a call that nobody has timed yet, the host's time is not known.
+        # Flushes by name; the host's time of a call that was not timed yet is unknown.
         self._num_flushes: dict[object, int] = {}
 
     def timed(self, call: Callable[[], T], name: object = None) -> tuple[float, T]:
-        """Time a call, with fewer flushes if one of this name was timed before; again if the host was too slow.
+        """Time a call, with fewer flushes if one of this name was timed before; repeat if the host was too slow.
 
         Raises:
-            AssertionError: the flushes never last as long as the host takes.
+            AssertionError: the flushes never last as long as the host needs.
         """
         for _ in range(_MOST_TRIES):
             num_flushes = self._num_flushes.get(name, _MOST_FLUSHES)
@@ -175,7 +175,7 @@ class RanksClock:
 
 @contextlib.contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that what nobody wrote is wrong."""
+    """Fill new memory with NaN, so that elements that are not written are wrong."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -185,10 +185,10 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def load(call: Callable[[], object], ranks: VirtualRanks) -> None:
-    """Compile and load every kernel of ours that a call launches, and launch none of them; torch's run, on garbage."""
+    """Compile and load every kernel of ours that a call launches, but launch none; torch's kernels run, on garbage."""
 
     def loads(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # To ask a compiled kernel for its launcher loads it.
+        # Asking a compiled kernel for its launcher loads it.
         assert kernel.warmup(*arguments, grid=grid, **options).run is not None, kernel
 
     if not ranks.streams:
@@ -199,11 +199,11 @@ def load(call: Callable[[], object], ranks: VirtualRanks) -> None:
 
 
 def matmul_on(processors: int, a: Tensor, b: Tensor, accumulated: Tensor | None = None) -> Tensor:
-    """Multiply by our kernel on part of the processors; into a tensor if one is given to add to."""
+    """Multiply with our kernel on part of the processors; if a tensor to add to is given, add to it."""
     launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
     target = target_of(a)
     config = config_of(a.shape[0], b.shape[1], a.shape[1], a.dtype, target, num_processors=processors)
-    # The launcher takes all processors: what it would launch is launched here, with fewer programs.
+    # The launcher uses all processors, so its launch is observed, and repeated here with fewer programs.
     with observed(target, lambda *launch: launches.append(launch)):
         c = launch_matmul(a, b, out=accumulated, accumulate=accumulated is not None, config=config)
     most = processors * config.programs_per_processor(a.element_size(), target)

@@ -1,6 +1,6 @@
-"""Numbers and table of `benchmarks.run overlap`, of either device; command.py says what ECT, E and the ceiling are.
+"""Numbers and table of `benchmarks.run overlap`, for both devices; command.py defines ECT, E and the ceiling.
 
-Where several variants do what a bar stands for, the fastest is the bar, by its median, and a field names it.
+If several variants are possible for a bar, the one with the smallest median is the bar, and a field names it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rich.table import Table
 from benchmarks.harness.timing import PASSED, Comparison, spread_fields
 
 MATMUL, SERIAL = "matmul", "serial"
-# Of which an ECT is told; `push` is what a GPU has besides.
+# Bars for which an ECT is reported; `push` exists on GPUs only.
 _WITH_ECT = ("own", SERIAL, "fused", "push")
 _TORCH = "torch.mm"
 
 
 def overlap_fields(comparison: Comparison, bars: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Check, times, ratios within rounds, ECT, E and ceiling, as fields of a row; the check alone where it is red.
+    """Return check, times, ratios within rounds, ECT, E and ceiling as fields of a row; only the check if it is red.
 
     Args:
-        comparison: of all variants, torch.mm among them.
-        bars: of which variants the fastest is a bar; "matmul", "own", "serial" and "fused" must be there.
+        comparison: of all variants, including torch.mm.
+        bars: by bar, its variants, of which the fastest is taken; "matmul", "own", "serial" and "fused" must be there.
     """
     fields: dict[str, Any] = {"check": comparison.check}
     if not comparison.passed:
@@ -50,7 +50,7 @@ def overlap_fields(comparison: Comparison, bars: Mapping[str, Sequence[str]]) ->
 
 
 def overlap_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show rows, a line each; a red check shows that and no number. Columns of `push` where a row has it."""
+    """Return the table of rows, one line each; a red check shows that and no number. `push` has columns if present."""
     pushed = any("push_median_seconds" in row for row in rows)
     table = Table(
         box=box.SIMPLE,

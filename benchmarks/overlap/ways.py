@@ -1,17 +1,17 @@
-"""The bars of `benchmarks.run overlap` on a GPU: how virtual ranks do the products that are gathered or scattered.
+"""The bars of `benchmarks.run overlap` on a GPU: how co-located ranks compute products with gathers and scatters.
 
-    torch.mm         all operands present, nothing sent: torch.mm on all ranks' streams at once, processors shared as
-                     they come
-    kernel           the same by our matmul kernel, with as many programs as a rank's part of the processors takes
-    own              the fused kernels, all operands present: the gathering one waits for nothing; the scattering one
-                     stores into the slots, which nobody waits for or adds up
+    torch.mm         all operands present, nothing sent: torch.mm on all ranks' streams at the same time; the GPU
+                     divides its processors
+    kernel           the same with our matmul kernel, with as many programs as a rank's part of the processors holds
+    own              the fused kernels, all operands present: the gathering one does not wait; the scattering one stores
+                     into the slots, which are neither waited for nor added
     serial_torch     copies between the ranks' memory, then torch.mm; torch.mm, then copies into slots, then their sum
-    serial_kernel    the same by our matmul kernel
+    serial_kernel    the same with our matmul kernel
     fused            the operator
-    push             the operator, shards pushed by the kernel; where few tokens are gathered
+    push             the operator, with shards pushed by the kernel; if few tokens are gathered
 
-Ranks are met by events where something is serial, which costs less than any collective: E is not flattered. A scattered
-product's own rows pass through a slot too, in serial as in fused.
+Serial ways synchronise ranks by events, which costs less than any collective, so E is not flattered. A scattered
+product's own rows go through a slot too, in serial and in fused.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tpkernels.launch import cdiv, target_of
 from benchmarks.overlap.ranks import VirtualRanks, matmul_on
 
 PUSH = "push"
-# More than these, and the strategy never takes it.
+# With more tokens the strategy never pushes.
 MOST_PUSHED_TOKENS = 1024
 
 Product = Callable[[Tensor, Tensor], Tensor]
-# A tensor a rank.
+# One tensor per rank.
 Each = Sequence[Tensor]
 
 
@@ -48,22 +48,22 @@ class Rows:
         self.shards = [x[shard_rows(num_tokens, world, rank)].clone() for rank, x in enumerate(full)]
 
     def refresh(self) -> None:
-        """Have the shards be what `full` is now, which all ranks have alike."""
+        """Set the shards from `full`, which is the same on all ranks."""
         for rank, (shard, full) in enumerate(zip(self.shards, self.full, strict=True)):
             full.copy_(self.full[0])
             shard.copy_(full[shard_rows(len(full), len(self.full), rank)])
 
 
 class Way:
-    """All operands present, nothing sent: what `exchanges` overrides for ways that send.
+    """A way to compute: this one has all operands present and sends nothing; subclasses that send override `exchanges`.
 
     Args:
-        ranks: who computes.
-        product: of two matrices.
+        ranks: the ranks that compute.
+        product: multiplies two matrices.
 
     Attributes:
-        exchanges: whether what is scattered is summed over the ranks; else a rank's product of all rows is returned,
-            a block for each owner.
+        exchanges: whether scattered products are summed over the ranks; else a rank's product of all rows is returned,
+            one block for each owner.
     """
 
     exchanges = False
@@ -72,19 +72,19 @@ class Way:
         self.ranks, self.product = ranks, product
 
     def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
-        """Each rank's products of all rows; the gathered rows if they are kept."""
+        """Return each rank's products of all rows, and the gathered rows if they are kept."""
         return self.ranks.each(lambda rank: self.product(rows.full[rank], matrices[rank])), rows.full
 
     def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
-        """Each rank's rows of the summed products, or the blocks of the products."""
+        """Return each rank's rows of the summed products, or the blocks of the products."""
         return self._blocks(self.ranks.each(lambda rank: self.product(lefts[rank], matrices[rank])))
 
     def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
-        """`scatter`, and rows that have nothing to do with it, gathered."""
+        """Do `scatter`, and gather other rows."""
         return self.scatter(lefts, matrices, operation), rows.full
 
     def wgrad(self, buffers: Each, slopes: Each, rows: Each) -> None:
-        """Accumulate each rank's weight gradient: the same kernel in every way."""
+        """Accumulate each rank's weight gradient: with the same kernel in every way."""
         self.ranks.each(lambda rank: matmul_on(self.ranks.processors, slopes[rank].T, rows[rank], buffers[rank]))
 
     def _blocks(self, products: Each) -> list[Tensor]:
@@ -93,10 +93,10 @@ class Way:
 
 
 class Reference(Way):
-    """What is right: sums in float32, rounded as the kernels round, partial results before they are summed.
+    """The right results: sums in float32, rounded as the kernels round: partial results before they are summed.
 
     Args:
-        exchanges: what `Way.exchanges` says.
+        exchanges: as `Way.exchanges`.
     """
 
     def __init__(self, ranks: VirtualRanks, exchanges: bool) -> None:
@@ -118,10 +118,10 @@ class Reference(Way):
 
 
 class Own(Way):
-    """The fused kernels, with everything there.
+    """The fused kernels, with all data present.
 
     Args:
-        arenas: by rank. Slots are filled that nobody waits for: between two calls every rank must have ended.
+        arenas: by rank. Slots are written without waiting: between two calls every rank must have ended.
     """
 
     def __init__(self, ranks: VirtualRanks, arenas: Sequence[DeviceArena]) -> None:
@@ -134,7 +134,7 @@ class Own(Way):
             num_tokens, depth = full.shape
             most = cdiv(num_tokens, arena.world)
             y = x.new_empty(num_tokens, matrix.shape[1])
-            # Rows under a flag, whole tiles; nobody looks at flags.
+            # Rows under one flag, whole tiles; flags are not read here.
             rows_per_flag = exchange_config(most, matrix.shape[1], arena.world, x.dtype, target_of(x)).block_m * most
             generation, call = arena.begin(operation, "multiplies", num_tokens, depth, x.dtype, 0)
             launch_gather_matmul(
@@ -170,11 +170,11 @@ class Own(Way):
 
 
 class Serial(Way):
-    """One after the other.
+    """The exchange and the product one after the other.
 
     Args:
-        product: of two matrices.
-        still: arenas in which no call has begun or ever begins: what waits there for call 0 finds its flag up.
+        product: multiplies two matrices.
+        still: arenas in which no call ever begins: a wait for call 0 finds its flag up.
     """
 
     exchanges = True
@@ -222,7 +222,7 @@ class Serial(Way):
                 full[shard_rows(num_tokens, self.ranks.world, peer)].copy_(rows.shards[peer], non_blocking=True)
             return full
 
-        # As a collective does: no rank begins before every rank's shard is there.
+        # As with a collective, no rank begins before every rank's shard is there.
         self.ranks.meet()
         return self.ranks.each(copy)
 
@@ -232,7 +232,7 @@ class Fused(Way):
 
     Args:
         arenas: by rank.
-        push: what is gathered is pushed.
+        push: whether gathered rows are pushed.
     """
 
     exchanges = True
@@ -277,7 +277,7 @@ class Fused(Way):
 def _slot(
     arena: DeviceArena, owner: int, source: int, generation: int, num_tokens: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Where `source` stores owner's rows."""
+    """Return where `source` stores the owner's rows."""
     rows = shard_rows(num_tokens, arena.world, owner)
     shape = (rows.stop - rows.start, columns)
     return arena.block(owner, generation, shape, dtype, source * arena.slot_bytes)

@@ -1,1 +1,1 @@
-"""Schedules against torch's pipelining, and against the simulator."""
+"""Schedules against torch's pipelining, and predictions of the simulator against measurements."""

@@ -1,15 +1,15 @@
 """`python -m benchmarks.run pipeline`: schedules against torch.distributed.pipelining; or measured against simulated.
 
-Without --predict, three contestants run the steps of each schedule in turns, on ranks of this host over gloo, one
-thread each (sides.py says what they are):
+Without --predict, three contestants run the steps of each schedule in turns, on ranks of this host over gloo with one
+thread each (see sides.py):
 
-    engine      the trainer with tpengine's own layers            what a user of each gets
-    sequential  tpengine.pipeline over torch's modules            the same modules as torch's, hence the runtimes alone
+    engine      the trainer with tpengine's own layers            what a user of tpengine gets
+    sequential  tpengine.pipeline over torch's modules            the same modules as torch's, so only runtimes differ
     torch       torch.distributed.pipelining over torch's modules
 
 A step is forward and backward of all micro-batches, without clipping and update. Losses and gradients must agree, or
-nothing is timed. Memory is the largest resident set in a step beyond what the process held before it had a model, in
-steps of its own (resident_memory.py says why); on a GPU it would be torch.cuda.max_memory_allocated.
+nothing is timed. Memory is the peak resident set in a step minus that of the process before it had a model, measured in
+separate steps (resident_memory.py says why); on a GPU it would be torch.cuda.max_memory_allocated.
 
 With --predict: see prediction.py.
 """
@@ -37,7 +37,7 @@ from tpengine.config import Config
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _THEIRS = "torch"
-# What stands beside torch in a row: each is a comparison of its own.
+# Our contestants in a row: each is compared with torch.
 _OURS = ("engine", "sequential")
 _AGAINST_TORCH = ("gpipe", "1f1b", "interleaved", "zbv")
 _PREDICTED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -45,10 +45,10 @@ _WARMUP_ROUNDS = 1
 
 
 def main(options: Options) -> int:
-    """Run what the options ask for; print a table.
+    """Run what the options ask for, and print a table.
 
     Returns: 0, or 1 if a check was red.
-    Raises: ValueError: an option that means nothing, before any process is started.
+    Raises: ValueError: an option that is not possible, before any process is started.
     """
     options = shrunk(options) if options.smoke else options
     if options.predict:
@@ -62,10 +62,10 @@ def main(options: Options) -> int:
 
 
 def sides_of(config: Config) -> list[str]:
-    """The contestants of a schedule, torch last.
+    """Return the contestants of a schedule, torch last.
 
     Raises:
-        ValueError: torch has no such schedule or model.
+        ValueError: torch does not have the schedule or the model.
     """
     check_rival(config)
     mine = [name for name in _OURS if name == "engine" or config.parallel.schedule in SEQUENTIAL_SCHEDULES]
@@ -93,7 +93,7 @@ def run_case(config: Config, sides: Sequence[str], options: Options) -> dict[str
 def case_row(
     config: Config, sides: Sequence[str], comparison: Comparison, measured: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One row: what was compared, times, memory, and both ratios of each of our contestants, above 1 where it wins."""
+    """Return one row: sizes, times, memory, and both ratios for each of our contestants, above 1 if it is better."""
     fields: dict[str, Any] = {
         "against": _THEIRS,
         "contestants": list(sides),
@@ -104,7 +104,7 @@ def case_row(
 
 
 def _memory(contestants: Mapping[str, Contestant], num_steps: int) -> dict[str, Any]:
-    """Medians over steps of the most memory held, of all ranks and of the largest, and torch's over ours."""
+    """Return medians over steps of the peak memory, of all ranks and of the largest, and torch's over ours."""
     steps = {name: [c.step_memory() for _ in range(num_steps)] for name, c in contestants.items()}
     found: dict[str, Any] = {}
     totals: dict[str, Callable[[list[int]], int]] = {"sum": sum, "largest_rank": max}
@@ -132,7 +132,7 @@ def _started(config: Config, sides: Sequence[str], num_steps: int) -> Iterator[d
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line a comparison; a red check shows its reason and no number."""
+    """Return the table, one line per comparison; a red check shows its reason and no number."""
     first = rows[0]
     title = f"pp {first['pp']}, {first['batch']['num_micro_batches']} micro-batches; times: torch's over ours by round"
     shown = Table(title=title, box=box.SIMPLE)

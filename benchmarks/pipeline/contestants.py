@@ -1,4 +1,4 @@
-"""Contestants of the pipeline benchmark as the parent sees them: sets of ranks that take turns; do they agree?"""
+"""Contestants of the pipeline benchmark on the parent's side: sets of ranks that take turns; and whether they agree."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float64": 1e-10, "bfloat16
 
 
 class Contestant:
-    """A set of processes that runs one side's steps when told; between them it sleeps.
+    """A set of processes that runs one side's steps when told; in between they block and use no core.
 
     Args:
-        side: which.
+        side: the name of the side.
         config: validated, on the CPU.
         after_step: called after each step, to show progress.
 
@@ -34,7 +34,7 @@ class Contestant:
         self.ranks = Ranks(config.parallel.pp, "benchmarks.pipeline.ranks:Member", side, config)
 
     def step(self) -> Measured:
-        """Run a step: seconds of the slowest rank, and the loss."""
+        """Run a step; return seconds of the slowest rank, and the loss."""
         steps: list[Measured] = self.ranks.call("step")
         self._after_step()
         losses = [step.loss for step in steps]
@@ -42,25 +42,25 @@ class Contestant:
         return Measured(max(step.seconds for step in steps), loss)
 
     def step_seconds(self) -> float:
-        """As `step`; only the time."""
+        """Run a step; return only its seconds."""
         return self.step().seconds
 
     def step_memory(self) -> list[int]:
-        """By rank; see pipeline_ranks.Member."""
+        """Return each rank's memory; see ranks.Member."""
         found: list[int] = self.ranks.call("step_memory")
         self._after_step()
         return found
 
     def begin_timing(self) -> None:
-        """See pipeline_ranks.Member."""
+        """See ranks.Member."""
         self.ranks.call("begin_timing")
 
     def most_live(self) -> list[int]:
-        """By rank; see pipeline_sides.Side."""
+        """Return the figure of each rank; see sides.Side."""
         return self.ranks.call("most_live")
 
     def gradients(self) -> dict[str, Any]:
-        """Of the last step, of all ranks, by parameter."""
+        """Return the gradients of the last step, of all ranks, by parameter."""
         return {name: array for held in self.ranks.call("gradients") for name, array in held.items()}
 
     def __enter__(self) -> Contestant:
@@ -71,10 +71,10 @@ class Contestant:
 
 
 def check_agreement(contestants: Mapping[str, Contestant]) -> str:
-    """Run a step of each, which also warms them up, and compare losses and gradients with the last one's.
+    """Run a step of each contestant, which also warms it up; compare losses and gradients with the last one's.
 
     Returns:
-        What differs, empty if nothing does.
+        The first difference; empty if there is none.
     """
     (*ours, theirs) = contestants
     steps = {name: contestant.step() for name, contestant in contestants.items()}
@@ -90,13 +90,13 @@ def check_agreement(contestants: Mapping[str, Contestant]) -> str:
 
 
 def gradient_difference(got: Mapping[str, Any], want: Mapping[str, Any], tolerance: float) -> str:
-    """Say which parameters are missing, or whose gradients differ by more than a share of their largest element."""
+    """Return which parameters are missing, or whose gradients differ by more than a share of their largest element."""
     if lacking := sorted(got.keys() ^ want.keys()):
         return f"only one has a gradient of {', '.join(lacking)}"
     for name, expected in want.items():
         largest = float(np.abs(expected).max())
         difference = float(np.abs(got[name].reshape(expected.shape) - expected).max())
-        # A gradient of zeros everywhere is a mistake too: nothing has been added up.
+        # A gradient that is zero everywhere is wrong too: nothing was added.
         if not (0 < largest < math.inf and difference <= tolerance * largest):
             return f"gradient of {name} differs by {difference:g}, its largest element is {largest:g}"
     return ""

@@ -22,37 +22,37 @@ class Options:
     against: Literal["torch"] = "torch"
     """torch.distributed.pipelining."""
     predict: bool = False
-    """Instead of a comparison: profile a step, simulate others, run them, and say by how much they differ."""
+    """Instead of a comparison: profile a step, simulate others, run them, and print by how much they differ."""
     pp: int = 2
-    """Pipeline ranks; one a core."""
+    """Pipeline ranks; one core for each."""
     micro_batches: int = 8
-    """Micro-batches of a step; with --predict of the step that is profiled."""
+    """Micro-batches per step; with --predict, of the step that is profiled."""
     schedules: tuple[str, ...] | None = None
     """Names, separated by spaces or commas; by default all that both sides have, with --predict all."""
     micro_batch_size: int | None = None
-    """Sequences of a micro-batch; by default 2, with --predict 1."""
+    """Sequences per micro-batch; by default 2, with --predict 1."""
     rounds: int = 5
     """Timed steps of each contestant."""
     memory_steps: int = 1
     """Steps of each contestant in which memory is measured."""
     predicted_micro_batches: tuple[int, ...] = (12, 16)
-    """With --predict: micro-batches of the steps that are predicted."""
+    """With --predict: numbers of micro-batches of the steps that are predicted."""
     profiled_schedule: str = "zbv"
-    """With --predict: the schedule that is profiled. zbv tells both halves of a backward and the model's ends apart."""
+    """With --predict: the schedule that is profiled. zbv separates both halves of a backward, and the model's ends."""
     waiting_ranks: int = 4
-    """With --predict: ranks of the test of the executor, whose stages wait instead of computing."""
+    """With --predict: number of ranks in the test of the executor, whose stages wait instead of computing."""
     preset: str = "bench"
     """Model and length of a sequence."""
     config: Path | None = None
-    """TOML file over the preset."""
+    """TOML file applied over the preset."""
     smoke: bool = False
-    """A miniature model in few steps: shows that everything runs; the numbers mean nothing."""
+    """A miniature model in few steps: it shows that everything runs; the numbers mean nothing."""
     out: Path | None = None
     """Append JSON lines to this file; results to keep go to benchmarks/results."""
 
 
 def shrunk(options: Options) -> Options:
-    """The options in the size of a smoke test."""
+    """Return the options in the size of a smoke test."""
     return replace(
         options,
         micro_batches=min(options.micro_batches, 4),
@@ -64,15 +64,15 @@ def shrunk(options: Options) -> Options:
 
 
 def names_of(schedules: Sequence[str]) -> list[str]:
-    """Schedules from the command line, each once."""
+    """Return the schedules from the command line, each once."""
     return list(dict.fromkeys(name for text in schedules for name in text.split(",") if name))
 
 
 def config_of(options: Options, schedule: str, num_micro_batches: int, pp: int | None = None) -> Config:
-    """What a contestant runs.
+    """Return the configuration that a contestant runs.
 
     Raises:
-        ValueError: sizes that cannot be; see config.validate.
+        ValueError: sizes that are not possible; see config.validate.
     """
     config = base_config(options.preset, options.config)
     if options.smoke:
@@ -90,7 +90,7 @@ def config_of(options: Options, schedule: str, num_micro_batches: int, pp: int |
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
-    """What a row says about its run."""
+    """Return the row's fields about its run."""
     model, train = config.model, config.train
     return {
         "schedule": config.parallel.schedule,

@@ -1,17 +1,17 @@
-"""`python -m benchmarks.run pipeline --predict`: is a step as long as the simulator says, from a profile of another?
+"""`python -m benchmarks.run pipeline --predict`: is the simulator's time of a step right, from another step's profile?
 
-One schedule is profiled with one number of micro-batches, in every round, with all ranks at work. From that profile
-alone steps of all schedules with other numbers are simulated, and run in the same round: training steps with clipping
-and update. A round's prediction over its measurement is one sample, so that what drifts over rounds cancels.
+In every round, one schedule with one number of micro-batches is profiled, with all ranks at work. From that profile
+alone, steps of all schedules with other numbers are simulated; they are run in the same round: training steps with
+clipping and update. A round's prediction over its measurement is one sample, so that drift over rounds cancels.
 
-    pp ranks, a core each       real stage work
-    more ranks than cores       stages that wait as long as theirs would compute, through the same executor: says
-                                whether the executor does what the simulator thinks, and nothing of the machine
+    pp ranks, one core each     real stage work
+    more ranks than cores       stages that wait as long as theirs would compute, with the same executor: this tests
+                                whether the executor does what the simulator assumes, and nothing about the machine
 
-What makes a prediction wrong, and what is done about it: a rank that computes alone is faster than one whose neighbour
-shares the memory's bandwidth, and the profiled schedule has little bubble, so that durations are those of ranks that
-both work; memory that is given back and faulted in again (the heap keeps it, and a round that is not counted comes
-first); the beginning, which all ranks have in common after a barrier; clipping and update, which are profiled too.
+What makes a prediction wrong, and what is done about it. A rank that computes alone is faster than one whose neighbour
+uses the same memory bandwidth: the profiled schedule has little bubble, so durations are those of ranks that compute
+together. Memory that is returned and faulted in again: the heap keeps it, and the first round is not counted. The
+beginning: all ranks start together after a barrier. Clipping and update: they are profiled too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the case within a run."""
+        """The name of the case within a run."""
         return f"{self.plan.schedule}/m{self.plan.num_microbatches}"
 
 
@@ -73,16 +73,16 @@ class Samples:
 
 
 def predict(options: Options, schedules: Sequence[str]) -> int:
-    """Profile, predict, measure; print a table.
+    """Profile, predict, measure, and print a table.
 
     Returns: 0.
-    Raises: ValueError: sizes that cannot be, before any process is started.
+    Raises: ValueError: sizes that are not possible, before any process is started.
     """
     profiled = Case(config_of(options, options.profiled_schedule, options.micro_batches))
     numbers = [num for num in options.predicted_micro_batches if num != options.micro_batches]
     if not numbers:
         raise ValueError(
-            f"a prediction is of another step than the profile: --predicted-micro-batches "
+            f"a prediction needs another number of micro-batches than the profile: --predicted-micro-batches "
             f"{options.predicted_micro_batches}, --micro-batches {options.micro_batches}: use 12 16"
         )
     cases = [Case(config_of(options, name, num)) for num in numbers for name in schedules]
@@ -114,12 +114,12 @@ def _work(
                 if is_counted:
                     of_case.measured.append(seconds)
                     of_case.predicted.append(simulate(case.plan, costs_for(profile, case.plan)).makespan)
-    assert profile is not None, "there are rounds"
+    assert profile is not None, "there is at least one round"
     return profile, samples
 
 
 def _waits(cases: Sequence[Case], profile: CostProfile, num_rounds: int, progress: Progress) -> list[Samples]:
-    """Run rounds of cases whose stages wait as long as the profile says, or longer in the same proportion."""
+    """Run rounds of cases whose stages wait as long as the profile says, or longer by a common factor."""
     lengths = [waits_of(profile, case.plan) for case in cases]
     samples = [Samples() for _ in cases]
     configs = {case.name: (case.config, seconds) for case, seconds in zip(cases, lengths, strict=True)}
@@ -134,21 +134,21 @@ def _waits(cases: Sequence[Case], profile: CostProfile, num_rounds: int, progres
 
 
 def waits_of(profile: CostProfile, plan: Plan) -> dict[tuple[Kind, int], float]:
-    """How long each action of a plan waits: what the profile says, all lengthened until the shortest is long enough."""
+    """Return how long each action of a plan waits: as profiled, times a factor that makes the shortest long enough."""
     seconds = costs_for(profile, plan).compute
     factor = max(1.0, _SHORTEST_WAIT_SECONDS / min(seconds.values()))
     return {key: factor * length for key, length in seconds.items()}
 
 
 def _step(ranks: Ranks, case: Case) -> MeasuredStep:
-    """Run a step of a case; its time is from the first action's beginning to the last one's end, over all ranks."""
+    """Run a step of a case; its time is from the start of the first action to the end of the last, over all ranks."""
     encoded: list[bytes] = ranks.call("run", case.name)
     pipeline = tuple(decode_record(text, actions) for text, actions in zip(encoded, case.plan.actions, strict=True))
     return MeasuredStep(0, measured_timeline(case.plan, pipeline).makespan, (pipeline,))
 
 
 def _rounds(num_rounds: int, progress: Progress, title: str) -> Iterator[bool]:
-    """Rounds, the first of which does not count."""
+    """Yield for each round whether it counts; the first does not."""
     task = progress.add_task(title, total=1 + num_rounds)
     for round_ in range(1 + num_rounds):
         yield round_ > 0
@@ -156,7 +156,7 @@ def _rounds(num_rounds: int, progress: Progress, title: str) -> Iterator[bool]:
 
 
 def case_row(profiled: Case, case: Case, samples: Samples, kind: str) -> dict[str, Any]:
-    """One row: the prediction, the measurement, and by how much they differ.
+    """Return one row: the prediction, the measurement, and by how much they differ.
 
     Args:
         kind: real work, or waits.
@@ -179,12 +179,12 @@ def case_row(profiled: Case, case: Case, samples: Samples, kind: str) -> dict[st
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line a case."""
+    """Return the table, one line per case."""
     first = rows[0]
     shown = Table(
         title=f"steps predicted from {first['profiled_schedule']}, {first['profiled_micro_batches']} micro-batches, "
         f"pp {first['profiled_pp']}; medians over rounds",
-        caption="stages that wait: all times of a plan are lengthened alike until the shortest can be waited for",
+        caption="stages that wait: all times of a plan are multiplied by one factor, so that the shortest can be slept",
         box=box.SIMPLE,
     )
     for i, column in enumerate(("stages", "schedule", "pp", "m", "predicted ms", "measured ms", "error", "p20 to p80")):

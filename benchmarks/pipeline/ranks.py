@@ -1,4 +1,4 @@
-"""One rank of a contestant of the pipeline benchmark, in a process of its own: its time, its memory, its results."""
+"""One rank of a contestant of the pipeline benchmark, in its own process: its time, its memory, its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 
 SideName = Literal["engine", "sequential", "torch"]
-# All are imported by all, so that none is charged for modules that another brings in before its memory counts.
+# Every rank imports all of them, so that no contestant's memory includes modules that another has imported before.
 _SIDES: Mapping[str, type[Any]] = MappingProxyType(
     {"engine": EngineSide, "sequential": SequentialSide, "torch": TorchSide}
 )
@@ -27,7 +27,7 @@ _SIDES: Mapping[str, type[Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Measured:
-    """A step: seconds of this rank from a common beginning, its loss (-inf where not known)."""
+    """A step: seconds of this rank from a common start, and its loss (-inf if this rank does not know it)."""
 
     seconds: float
     loss: float
@@ -36,7 +36,7 @@ class Measured:
 class Member:
     """One rank; see tpengine.distributed.local_ranks.Ranks.
 
-    Until `begin_timing` the resident set follows what is alive, and steps are slow.
+    Until `begin_timing` the resident set follows live memory, and steps are slow.
     """
 
     def __init__(self, kind: SideName, config: Config) -> None:
@@ -54,9 +54,10 @@ class Member:
         return Measured(time.perf_counter() - begin, loss)
 
     def step_memory(self) -> int:
-        """Run a step; return the most bytes that this rank has held in it, beyond what it held before it had a model.
+        """Run a step; return this rank's peak memory in it, minus what it held before it had a model.
 
-        So weights, gradients, copies of weights and activations count, and of what ranks share with each other each
+        So weights, gradients, copies of weights and activations are counted. Of memory that ranks share, each page is
+        counted once over all ranks.
         page once over all ranks.
         """
         resident_memory.follow_what_lives()
@@ -65,11 +66,11 @@ class Member:
         return resident_memory.peak_bytes() - resident_memory.others_share_bytes() - self._before
 
     def begin_timing(self) -> None:
-        """From here on the heap keeps what is freed."""
+        """Let the heap keep what is freed from here on."""
         resident_memory.keep_what_is_freed()
 
     def gradients(self) -> dict[str, Any]:
-        """This rank's gradients as arrays, by tpengine's names."""
+        """Return this rank's gradients as arrays, by tpengine's names."""
         return {name: gradient.detach().numpy() for name, gradient in self._side.gradients().items()}
 
     def most_live(self) -> int:
@@ -78,7 +79,7 @@ class Member:
 
 
 def _touch_libraries() -> None:
-    """Bring in code that torch loads late, of products, attention and optimizers: it is not a contestant's memory."""
+    """Load code that torch loads late (products, attention, optimizers), because it is not a contestant's memory."""
     block = Block(ModelConfig(hidden_size=256, num_heads=4, num_kv_heads=4, ffn_size=256), 64)
     block(torch.ones(4, 64, 256)).sum().backward()
     torch.optim.AdamW(block.parameters())

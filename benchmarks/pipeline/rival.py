@@ -1,8 +1,8 @@
 """The rival of the pipeline benchmark: torch.distributed.pipelining over plain torch modules.
 
-What of torch 2.13 it steers clear of: shapes are given, so that no step infers them; the loss is divided by the number
-of targets beforehand, so that gradients need no pass of scaling; outputs are not collected; `defer_pp_recv` swaps
-activations silently in V-shaped schedules, and stays off.
+Because of torch 2.13: shapes are given, so that no step infers them; the loss is divided by the number of targets
+before backward, so that gradients need no scaling pass; outputs are not collected; `defer_pp_recv` stays off, because
+it silently swaps activations in V-shaped schedules.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TORCH_SCHEDULES = (*_SINGLE, *_MULTI)
 
 
 class _ToldStage(PipelineStage):
-    """torch's stage, which tells of each forward."""
+    """torch's stage, with a callback after each forward."""
 
     def __init__(self, after_forward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._after_forward = after_forward
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As PipelineStage."""
+        """Do as PipelineStage, then call back."""
         output = super().forward_one_chunk(*args, **kwargs)
         self._after_forward()
         return output
@@ -88,7 +88,7 @@ class TorchSide:
 
 
 def _stages(config: Config, after_forward: Callable[[], None]) -> list[_ToldStage]:
-    """This rank's chunks, as torch's stages of given shapes."""
+    """Return this rank's chunks, as torch's stages with given shapes."""
     train, model, layout = config.train, config.model, layout_of(config)
     dtype, rank = getattr(torch, train.dtype), dist.get_rank()
     tokens = torch.empty(train.micro_batch_size, train.seq_len, dtype=torch.int64, device="meta")
@@ -110,7 +110,7 @@ def _stages(config: Config, after_forward: Callable[[], None]) -> list[_ToldStag
 
 
 def check_rival(config: Config) -> None:
-    """Refuse what torch.distributed.pipelining, or its modules here, lack.
+    """Refuse what torch.distributed.pipelining, or the modules here, do not have.
 
     Raises:
         ValueError: the rule, the values, the remedy.

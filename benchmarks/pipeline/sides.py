@@ -4,8 +4,8 @@
     sequential  tpengine.pipeline.Pipeline over torch's modules
     torch       torch.distributed.pipelining over the same modules: rival.py
 
-All hold the same weights in the same layers of the same chunks, and a step is forward and backward of the same
-micro-batches, from reading the data to complete gradients. Nobody clips or updates, so every step does the same.
+All have the same weights in the same layers of the same chunks. A step is forward and backward of the same
+micro-batches, from reading the data to complete gradients. No contestant clips or updates, so every step does the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tpengine.pipeline.executor import Executor
 from tpengine.plan import Kind
 from tpengine.training.trainer import Trainer
 
-# torch's modules leave weight gradients to autograd, which computes both halves of a backward at once.
+# torch's modules leave weight gradients to autograd, which computes both halves of a backward together.
 SEQUENTIAL_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
@@ -41,16 +41,16 @@ class Side(Protocol):
         ...
 
     def gradients(self) -> dict[str, Tensor]:
-        """What the last step has added up on this rank, by tpengine's names."""
+        """Return the gradients of the last step on this rank, by tpengine's names."""
         ...
 
     def most_live(self) -> int:
-        """The most (chunk, micro-batch) pairs that this rank has held for backward at once: from F to B, or to W."""
+        """Return the most (chunk, micro-batch) pairs held for backward at once on this rank: from F to B, or to W."""
         ...
 
 
 class EngineSide:
-    """tpengine as its command trains, but for the update."""
+    """tpengine as its command trains, except for the update."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.trainer = Trainer(config, corpus, torch.device("cpu"))
@@ -65,7 +65,7 @@ class EngineSide:
         self._num_targets = train.num_micro_batches * train.micro_batch_size * train.seq_len
 
     def step(self) -> float:
-        """As Side. The loss travels with the gradients' norm, which a step without an update does not need."""
+        """As Side. The loss is reduced with the gradients' norm, which a step without update does not need."""
         self.trainer.train_step(0)
         if not self.trainer.model.is_last:
             return float("-inf")
@@ -108,7 +108,7 @@ class SequentialSide:
         return gradients_of(self._pipe.stage)
 
     def most_live(self) -> int:
-        """As Side, of the list that was run: the pipeline's stages live for a step only."""
+        """As Side, from the list that was run: the pipeline's stages exist during a step only."""
         live = most = 0
         for action in self._pipe.plan.actions[dist.get_rank()]:
             live += {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
@@ -131,7 +131,7 @@ class Head(nn.Module):
 
 
 def torch_model(config: Config, layers: tuple[int, int]) -> nn.Sequential:
-    """Layers [first, last) in torch's modules, embedding and head where they belong, with tpengine's initial weights.
+    """Return layers [first, last) as torch's modules, with embedding and head in their stages, and tpengine's weights.
 
     Tokens[B, S] or x[B, S, D] -> x[B, S, D] or logits[B, S, V].
     """
@@ -176,17 +176,17 @@ def _num_modules(model: ModelConfig, layers: tuple[int, int]) -> int:
 
 
 def batch_of(config: Config, corpus: Corpus) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [micro-batches * B, S] of step 0."""
+    """Return tokens and labels [micro-batches * B, S] of step 0."""
     train = config.train
     tokens, labels = corpus.train.batch(0, train.num_micro_batches * train.micro_batch_size)
     return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a module of torch's, by tpengine's names."""
+    """Return the gradients of one of torch's modules, by tpengine's names."""
     return {_engine_name(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _engine_name(name: str) -> str:
-    """tpengine's name of a parameter of `torch_model`."""
+    """Return tpengine's name of a parameter of `torch_model`."""
     return f"layers.{name}" if name[0].isdigit() else name.removeprefix("head.")

@@ -1,7 +1,7 @@
-"""One rank of the prediction benchmark: several schedules side by side, one step of one of them when told.
+"""One rank of the prediction benchmark: several schedules side by side, and one step of one of them when told.
 
-All live in the same processes, so that the machine, the heap and the neighbours are the same for the step that is
-profiled and for those that are predicted. Every step is traced, since tracing is what profiling costs.
+All are in the same processes, so that the machine, the heap and the neighbours are the same for the profiled step and
+the predicted ones. Every step is traced, because tracing has the cost of profiling.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NUM_CALIBRATIONS = 50
 
 
 class _Steps(Protocol):
-    """A schedule's steps on one rank."""
+    """Runs steps of one schedule on one rank."""
 
     def run(self) -> tuple[Trace, bool]:
-        """Run a step whose plan begins on all ranks at once; what ran, and whether transfers copy."""
+        """Run a step whose plan begins on all ranks together; return what ran, and whether transfers copy."""
         ...
 
 
@@ -64,13 +64,13 @@ class TrainingSteps:
 
 
 class WaitingSteps:
-    """Steps of the same plan through the same executor, stages and transfers, in which computing is waiting.
+    """Steps of the same plan with the same executor, stages and transfers, which wait instead of computing.
 
-    Each stage sleeps for as long as its action is said to take, and moves the boundary tensors. As many ranks as wanted
-    then share few cores, and still do what ranks with a core each would do: a test of the executor, not of a machine.
+    Each stage sleeps as long as its action is said to take, and passes on the boundary tensors. So any number of ranks
+    can share few cores and still do what ranks with one core each would do: a test of the executor, not of a machine.
 
     Args:
-        config: of a layout with so many pipeline ranks.
+        config: of a layout with this number of pipeline ranks.
         seconds: by kind and chunk.
     """
 
@@ -97,7 +97,7 @@ class WaitingSteps:
 
     def _stage(self, chunk: int) -> Stage:
         spec = self._plan.chunks[chunk].input or self._plan.chunks[chunk].output
-        assert spec is not None, "several chunks"
+        assert spec is not None, "with several chunks there is a boundary"
         tensor = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), requires_grad=True)
         is_first, is_last = chunk == 0, chunk == len(self._plan.chunks) - 1
         return Stage(
@@ -116,7 +116,7 @@ class WaitingSteps:
 
 
 class Pause:
-    """Sleeps for a length of time, less what sleeping takes too long here.
+    """Sleeps for a given time, minus the time by which a sleep is too long here.
 
     Args: seconds: from the call to its return.
     """
@@ -127,7 +127,7 @@ class Pause:
     def __call__(self) -> None:
         begin = time.perf_counter()
         time.sleep(max(0.0, self.seconds - overshoot_seconds()))
-        # Woken early, never spinning for long: the core may be a neighbour's.
+        # It wakes early and polls only briefly: a neighbour may need the core.
         while time.perf_counter() - begin < self.seconds:
             time.sleep(0)
 
@@ -136,7 +136,7 @@ _overshoot: list[float] = []
 
 
 def overshoot_seconds() -> float:
-    """How much longer a sleep lasts than asked for, measured once: most of the time at least so long."""
+    """Return how much longer a sleep lasts than asked for, measured once: most sleeps are at least this much longer."""
     if not _overshoot:
         samples = []
         for _ in range(_NUM_CALIBRATIONS):
@@ -148,7 +148,7 @@ def overshoot_seconds() -> float:
 
 
 class _Waiting(Function):
-    """y = x after a pause; backward the same, and where halves run apart the weight half pauses too."""
+    """y = x after a pause; backward pauses too, and in a split backward the weight half as well."""
 
     @staticmethod
     def forward(
@@ -168,10 +168,10 @@ class _Waiting(Function):
 
 
 class _TogetherExecutor(Executor):
-    """An executor whose plans begin on all ranks at once, as simulated ones do."""
+    """An executor whose plans begin on all ranks together, as simulated ones do."""
 
     def run(self, actions: Sequence[Action]) -> None:
-        """As Executor, after all ranks have come here."""
+        """Run as Executor, once all ranks have arrived here."""
         dist.barrier()
         super().run(actions)
 
@@ -180,7 +180,7 @@ class Member:
     """One rank of all cases; see tpengine.distributed.local_ranks.Ranks.
 
     Args:
-        cases: by name, its configuration; with `seconds`, its stages wait so long.
+        cases: by name, the configuration; with `seconds`, stages wait for these times.
     """
 
     def __init__(self, cases: Mapping[str, tuple[Config, Seconds | None]]) -> None:

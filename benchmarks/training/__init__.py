@@ -1,1 +1,1 @@
-"""Whole steps against torch's parallelism, and against other revisions."""
+"""Whole training steps against torch's own parallelism, and against other revisions."""

@@ -1,9 +1,8 @@
-"""Whole training steps: tpengine in some layouts, against torch's own tools, against itself in another layout, or
-against itself at another git revision.
+"""Whole training steps: tpengine in some layouts, against torch's own tools, another layout, or another git revision.
 
-Both sides hold the same initial weights and train on the same global batches. Losses and gradient norms of the first
-steps must agree, or nothing is timed; then their steps alternate. Which traps that avoids is said in harness/timing.py,
-how the two sides take turns in contestants.py, what the rival is in torch_rival.py.
+Both sides have the same initial weights and train on the same global batches. Losses and gradient norms of the first
+steps must agree, or nothing is timed; then their steps alternate. harness/timing.py lists the traps that this avoids,
+contestants.py has how the two sides take turns, torch_rival.py has the rival.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _REVISION = "revision"
 
 _LAYOUT = re.compile(r"((tp|pp|dp)[1-9]\d*)+")
 
-# The schedule of the learning rate, not the benchmark, has this length.
+# The length of the learning-rate schedule, not of the benchmark.
 _SCHEDULE_STEPS = 1000
 
 
@@ -43,28 +42,28 @@ class Options:
     """Compare training steps."""
 
     against: str = "torch"
-    """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), one-process
-    (tpengine in one), a layout of tpengine such as tp2, or a git revision such as HEAD~5 (tpengine of that revision in
+    """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), one-process (tpengine
+    in one process), a layout of tpengine such as tp2, or a git revision such as HEAD~5 (tpengine of that revision in
     the same layout)."""
     layouts: tuple[str, ...] = ("tp1", "tp2", "pp2", "dp2", "tp2pp2")
     """Layouts of tpengine: sizes of tp, pp and dp; an axis that is not named has size 1."""
     steps: int = 7
     """Timed steps of each side, after two that are checked."""
     preset: str = "bench"
-    """Model and batch; the micro-batches are those of a replica, whatever --against is."""
+    """Model and batch; the number of micro-batches is that of a replica, whatever --against is."""
     config: Path | None = None
-    """TOML file over the preset, for settings of tpengine such as parallel.tp_comm."""
+    """TOML file applied over the preset, for settings of tpengine such as parallel.tp_comm."""
     rival: RivalOptions = field(default_factory=RivalOptions)
     """Settings of the rival."""
     out: Path | None = None
-    """Append one JSON line a layout; results to keep go to benchmarks/results."""
+    """Append one JSON line per layout; results to keep go to benchmarks/results."""
 
 
 def main(options: Options) -> int:
-    """Run every layout; print a table.
+    """Run every layout, and print a table.
 
     Returns: 0, or 1 if a check was red.
-    Raises: ValueError: an option that means nothing, before any process is started.
+    Raises: ValueError: an option that is not possible, before any process is started.
     """
     base = base_config(options.preset, options.config)
     commit = None if _is_known(options.against) else commit_of_rival(options.against)
@@ -100,7 +99,7 @@ def run_case(layout: str, entries: Mapping[str, Entry], steps: int) -> dict[str,
 
 
 def compare_contestants(contestants: Mapping[str, Contestant], steps: int) -> Comparison:
-    """Check that contestants agree, then time their steps in turns; not a step is timed after a red check."""
+    """Check that contestants agree, then time their steps in turns; after a red check nothing is timed."""
     if difference := check_agreement(contestants):
         return Comparison(f"failed: {difference}")
     return Comparison(PASSED, interleave({name: c.step_seconds for name, c in contestants.items()}, rounds=steps))
@@ -109,7 +108,7 @@ def compare_contestants(contestants: Mapping[str, Contestant], steps: int) -> Co
 def case_row(
     layout: str, entries: Mapping[str, Entry], comparison: Comparison, memory: Mapping[str, list[int]]
 ) -> dict[str, Any]:
-    """One row: what was compared, times, tokens a second, their ratio, peak memory.
+    """Return one row: what was compared, times, tokens per second, their ratio, peak memory.
 
     Args:
         memory: bytes by contestant and rank.
@@ -155,7 +154,7 @@ _BATCH_FIELDS = ("seq_len", "micro_batch_size", "num_micro_batches")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Rows as a person reads them; a red check shows its reason and no number."""
+    """Return the table of rows; a red check shows its reason and no number."""
     shown = Table(caption="tokens/s: median and 20th to 80th percentile; ratio: tpengine's over the other's, by round")
     for column in ("layout", "tpengine tokens/s", "against", "its tokens/s", "ratio", "MB", "its MB"):
         is_name = column in ("layout", "against")
@@ -182,10 +181,10 @@ def _three(row: Mapping[str, Any], what: str, unit: str, form: str) -> str:
 
 
 def parse_layout(text: str) -> ParallelConfig:
-    """Read "tp2pp2": each axis at most once; those not named have size 1.
+    """Parse "tp2pp2": each axis at most once; an axis that is not named has size 1.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the text is not of that form.
     """
     found = re.findall(r"(tp|pp|dp)([1-9]\d*)", text)
     sizes = {axis: int(size) for axis, size in found}
@@ -195,10 +194,10 @@ def parse_layout(text: str) -> ParallelConfig:
 
 
 def base_config(preset: str, toml: Path | None) -> Config:
-    """A preset with a TOML file over it, on the CPU, its layout open.
+    """Return a preset with a TOML file applied over it, on the CPU, with the layout open.
 
     Raises:
-        ValueError: no such preset, or the file is not right.
+        ValueError: no such preset, or a mistake in the file.
     """
     if preset not in PRESETS:
         raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {preset!r}: use bench")
@@ -209,15 +208,15 @@ def base_config(preset: str, toml: Path | None) -> Config:
 
 
 def _is_known(against: str) -> bool:
-    """Whether --against names a rival of its own, or a layout; else it must be a git revision."""
+    """Return whether --against names a known rival or a layout; else it must be a git revision."""
     return against in ("torch", "exact", _ONE_PROCESS) or _LAYOUT.fullmatch(against) is not None
 
 
 def commit_of_rival(against: str) -> str:
-    """The commit that --against names.
+    """Return the commit that --against names.
 
     Raises:
-        ValueError: it names no revision either.
+        ValueError: it does not name a revision either.
     """
     try:
         return commit_of(against)
@@ -229,10 +228,10 @@ def commit_of_rival(against: str) -> str:
 
 
 def entries_of(base: Config, layout: str, options: Options, tree: Path | None = None) -> dict[str, Entry]:
-    """tpengine in a layout, then what it is compared with, both on the same global batch.
+    """Return tpengine in a layout, then what it is compared with, both on the same global batch.
 
     Args:
-        tree: a checkout of the revision that --against names; None where it names none.
+        tree: a checkout of the revision that --against names; None if it names none.
 
     Raises:
         ValueError: sizes that do not divide; see config.validate.
@@ -247,7 +246,7 @@ def entries_of(base: Config, layout: str, options: Options, tree: Path | None = 
     if tree is not None:
         return {OURS: ours, _REVISION: replace(ours, tree=tree)}
     other = "tp1" if options.against == _ONE_PROCESS else options.against
-    # The same global batch, whatever the number of replicas.
+    # The same global batch for any number of replicas.
     num_global = base.train.num_micro_batches * (ours.config.parallel.dp or 1)
     num_replicas = parse_layout(other).dp or 1
     if num_global % num_replicas:
@@ -260,7 +259,7 @@ def entries_of(base: Config, layout: str, options: Options, tree: Path | None = 
 
 
 def in_layout(base: Config, layout: str, num_micro_batches: int) -> Config:
-    """The configuration in a layout, checked."""
+    """Return the configuration in a layout, checked."""
     sizes = parse_layout(layout)
     assert sizes.tp and sizes.pp and sizes.dp
     parallel = replace(base.parallel, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp)

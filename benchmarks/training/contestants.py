@@ -1,9 +1,9 @@
 """Contestants: an engine in a layout, as a set of processes of its own, told step by step when to run.
 
-All contestants of a comparison are started once; then one works while the others block in the read of a pipe. So steps
-interleave, memory is measured apart, and layouts with different numbers of ranks compare in one run: tp 4 with tp 2, or
-any layout with one process. Another git revision takes part in the same way: its ranks import everything, this file
-included, from a checkout of it. They are told only the entry, the methods of `Member` and the numbers of steps.
+All contestants of a comparison are started once; then one works while the others block in reading a pipe. So steps
+interleave, memory is measured separately, and layouts with different numbers of ranks can be compared in one run: tp 4
+with tp 2, or any layout with one process. Another git revision takes part in the same way: its ranks import everything,
+including this file, from a checkout of it. They only get the entry, the methods of `Member` and the numbers of steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float64": 1e-9, "bfloat16"
 
 @dataclass(frozen=True)
 class RivalOptions:
-    """How torch's own tools are used. The defaults are what was fastest; see torch_rival.py for the measurements."""
+    """How torch's own tools are used. The defaults were the fastest; see torch_rival.py for the measurements."""
 
     tensor_parallel: Literal["sequence", "replicated"] = "replicated"
     """Activations between the matmuls: cut by sequence (gather, reduce-scatter), or whole (all-reduce)."""
     loss: Literal["parallel", "gathered"] = "parallel"
-    """Cross-entropy over logits that stay cut by vocabulary, or are gathered."""
+    """Cross-entropy over logits that stay cut by vocabulary, or that are gathered."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
     """DDP or fully_shard; with tensor parallelism it is always fully_shard."""
     optimizer: Literal["fused", "foreach"] = "fused"
@@ -53,13 +53,13 @@ class RivalOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a contestant runs.
+    """A contestant's engine and configuration.
 
     Attributes:
         engine: tpengine, or torch's own tools.
         config: validated, layout resolved, on the CPU.
         rival: for engine torch.
-        tree: the checkout whose tpengine, tpkernels and benchmarks the ranks import; None for the working tree.
+        tree: the checkout from which the ranks import tpengine, tpkernels and benchmarks; None for the working tree.
     """
 
     engine: Literal["tpengine", "torch"]
@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the layout."""
+        """Number of processes of the layout."""
         parallel = self.config.parallel
         assert parallel.tp and parallel.pp and parallel.dp
         return parallel.tp * parallel.pp * parallel.dp
@@ -91,14 +91,14 @@ class Step:
 
 
 class Engine(Protocol):
-    """What both engines can do."""
+    """The interface of both engines."""
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Run a step; return loss (-inf on ranks that do not know it) and gradient norm."""
         ...
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters by tpengine's names."""
+        """Return this rank's parameters by tpengine's names."""
         ...
 
 
@@ -107,19 +107,19 @@ class Member:
 
     def __init__(self, entry: Entry) -> None:
         self._engine = _build(entry)
-        # From here on the peak counts: building needs temporaries that no step does.
+        # The peak counts from here on, because construction needs temporaries that no step needs.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def step(self, index: int) -> Step:
-        """Run a step that begins on all ranks at once."""
+        """Run a step that begins on all ranks together."""
         dist.barrier()
         begin = time.perf_counter()
         loss, norm = self._engine.train_step(index)
         return Step(time.perf_counter() - begin, loss, norm)
 
     def peak_memory_bytes(self) -> int:
-        """Largest resident set since construction; memory that ranks share counts in each that has touched it."""
+        """Return the peak resident set since construction; shared memory counts in each rank that has touched it."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -127,7 +127,7 @@ class Member:
 
     @torch.no_grad()
     def scale_parameter(self, name: str, factor: float) -> None:
-        """Multiply a parameter where it is held, to see the check fail."""
+        """Multiply a parameter where it is held, so that a test can see the check fail."""
         held = self._engine.parameters()
         if name in held:
             held[name].mul_(factor)
@@ -153,7 +153,7 @@ class Contestant:
         self._next_step = 0
 
     def step(self) -> Step:
-        """Run the next step on all ranks while this process sleeps."""
+        """Run the next step on all ranks, while this process sleeps."""
         steps: list[Step] = self.ranks.call("step", self._next_step)
         self._next_step += 1
         self._after_step()
@@ -164,11 +164,11 @@ class Contestant:
         )
 
     def step_seconds(self) -> float:
-        """As `step`; only the time."""
+        """Run the next step; return only its seconds."""
         return self.step().seconds
 
     def peak_memory_bytes(self) -> list[int]:
-        """By rank; see Member."""
+        """Return the peak of each rank; see Member."""
         return self.ranks.call("peak_memory_bytes")
 
     def __enter__(self) -> Contestant:
@@ -180,7 +180,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def _imports_from(tree: Path | None) -> Iterator[None]:
-    """Let the processes that are started inside import from a checkout: a spawned process takes over `sys.path`."""
+    """Let the processes that are started inside import from a checkout: a spawned process inherits `sys.path`."""
     before = list(sys.path)
     if tree is not None:
         sys.path[:0] = [str(tree), str(tree / "kernels")]
@@ -203,10 +203,10 @@ def started(entries: Mapping[str, Entry], title: str, steps: int) -> Iterator[di
 
 
 def check_agreement(contestants: Mapping[str, Contestant]) -> str:
-    """Run the first steps of all contestants, which also warms them up, and compare losses and gradient norms.
+    """Run the first steps of all contestants, which also warms them up; compare losses and gradient norms.
 
     Returns:
-        What differs, empty if nothing does. The second step also sees what the first one's update did.
+        The first difference; empty if there is none. The second step also shows the effect of the first one's update.
     """
     names = list(contestants)
     for index in range(CHECKED_STEPS):
@@ -222,13 +222,13 @@ def check_agreement(contestants: Mapping[str, Contestant]) -> str:
 
 
 def _known(values: object) -> float:
-    """The largest value; NaN if any is."""
+    """Return the largest value; NaN if any is NaN."""
     numbers = list(values)  # type: ignore[call-overload]
     return math.nan if any(map(math.isnan, numbers)) else float(max(numbers))
 
 
 def _build(entry: Entry) -> Engine:
-    """Only the wanted engine's modules are imported, since they count as memory."""
+    """Return the engine; only its own modules are imported, because imported modules count as memory."""
     corpus = open_corpus(entry.config)
     if entry.engine == "torch":
         from benchmarks.training.torch_rival import TorchRival

@@ -1,10 +1,10 @@
-"""tpengine as a contestant: its trainer, as training/run.py makes it, without checkpoints, metrics and watch."""
+"""tpengine as a contestant: its trainer, built as in training/run.py, without checkpoints, metrics and watch."""
 
 from __future__ import annotations
 
 import torch
 
-# As tpengine.distributed.process says: imported after the process group, it would keep that group alive.
+# As in tpengine.distributed.process: imported after the process group exists, it would keep that group alive.
 import torch.distributed.nn.functional
 from torch import Tensor
 
@@ -30,5 +30,5 @@ class OwnEngine:
         return result.loss, result.grad_norm
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters; the tensors themselves."""
+        """Return this rank's parameters; the tensors themselves."""
         return {name: parameter.detach() for name, parameter in self._trainer.model.named_parameters()}

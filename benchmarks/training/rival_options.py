@@ -1,6 +1,6 @@
 """The rival's own settings against each other: evidence that the defaults of RivalOptions are the fastest ones here.
 
-Every variant differs from the first, the defaults, in what its name says.
+The name of a variant says how it differs from the first one, the defaults.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _BASELINE = "defaults"
 
-# What can matter in a layout, by the axis that it has.
+# Settings that can matter in a layout, by the axis that the layout has.
 _CHOICES: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
-        # Compiled blocks cut by parallelize_module fail in backward (torch 2.13, CPU): a gradient is no DTensor.
+        # torch.compile of blocks that parallelize_module has cut fails in backward (torch 2.13, CPU): a gradient is not
+        # a DTensor.
         "tp": tuple(
             {"tensor_parallel": between, "loss": loss}
             for between in ("sequence", "replicated")
@@ -41,17 +42,17 @@ class Options:
     """Compare settings of the rival."""
 
     layouts: tuple[str, ...] = ("tp1", "tp2", "dp2")
-    """Layouts; of tp1 the optimizer's settings are tried, of the others what concerns their axis."""
+    """Layouts; for tp1 the optimizer's settings are tried, for the others those of their axis."""
     steps: int = 7
     """Timed steps of each variant, after two that are checked."""
     num_micro_batches: int = 2
-    """Micro-batches of a step; few, so that many variants fit in minutes."""
+    """Micro-batches per step; few, so that many variants fit into minutes."""
     preset: str = "bench"
     """Model and size of a micro-batch."""
     config: Path | None = None
-    """TOML file over the preset."""
+    """TOML file applied over the preset."""
     out: Path | None = None
-    """Append one JSON line a layout."""
+    """Append one JSON line per layout."""
 
 
 def main(options: Options) -> int:
@@ -87,7 +88,7 @@ def main(options: Options) -> int:
 
 
 def variants(layout: str) -> dict[str, RivalOptions]:
-    """The defaults, and every choice of the layout's axes that differs from them, by name."""
+    """Return the defaults, and every choice of the layout's axes that differs from them, by name."""
     axes = [axis for axis in ("tp", "dp") if axis in layout and f"{axis}1" not in layout] or [""]
     found = {_BASELINE: RivalOptions()}
     for axis in axes:

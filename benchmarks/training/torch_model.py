@@ -1,7 +1,7 @@
-"""The Llama-style transformer in stock torch modules, as a rival would write it; nothing of tpengine's layers.
+"""The Llama-style transformer in stock torch modules, as a rival would write it, without any of tpengine's layers.
 
-Names, shapes and mathematics are those of tpengine/layout/parameters.py and tpengine/model/transformer.py, so that both
-engines can start from the same weights and must find the same losses. Parallelism is put on from outside: see
+Names, shapes and equations are those of tpengine/layout/parameters.py and tpengine/model/transformer.py, so that both
+engines can start from the same weights and must find the same losses. Parallelism is applied from outside: see
 torch_rival.py.
 """
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
         y[B, S, D] = softmax(q k.T / sqrt(E), causal) v @ wo.T
 
-    The number of heads is read off the projections' outputs, which tensor parallelism makes narrower.
+    The number of heads is taken from the projections' outputs, which tensor parallelism makes narrower.
     """
 
     cos: Tensor
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class LlamaStage(nn.Module):
-    """Layers [first, last) of the model, with embedding and head where they belong.
+    """Layers [first, last) of the model, with embedding and head in their stages.
 
         first == 0:            tokens[B, S] -> x[B, S, D]
         last == num_layers:    x[B, S, D] -> logits[B, S, V]
@@ -115,7 +115,7 @@ class LlamaStage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head the embedding, if the model says so; again after either was replaced."""
+        """Make the head the embedding, if the model says so; call it again after either was replaced."""
         if self._is_tied and self.is_first and self.is_last:
             self.lm_head.weight = self.embed_tokens.weight
 

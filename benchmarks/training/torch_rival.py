@@ -1,17 +1,17 @@
 """The rival: the same training step with torch's own parallelism and nothing else.
 
-Tensor parallelism by `parallelize_module`, pipelines by `torch.distributed.pipelining`, data parallelism by DDP or
-`fully_shard`, the optimizer torch's AdamW. It shall be what a good engineer gets from stock torch on the same machine:
-each choice is an option of `RivalOptions`, its default the fastest one measured. `benchmarks.run rival` measures again;
-on 2 cores, torch 2.13 (rows rival_options of benchmarks/results; tp1 and dp2 with other processes beside them):
+It uses `parallelize_module` for tensor parallelism, `torch.distributed.pipelining` for pipelines, DDP or `fully_shard`
+for data parallelism, and torch's AdamW. It should be what a good engineer gets from stock torch on the same machine, so
+each choice is an option of `RivalOptions`, and its default is the fastest one measured. `benchmarks.run rival` measures
+again. On 2 cores, torch 2.13 (rows rival_options of benchmarks/results; tp1 and dp2 beside other processes):
 
     tp2   whole activations and all-reduce: 1.08 to 1.10 times the speed of activations cut by sequence (gloo's
           reduce-scatter is slow); with them a cut loss: 1.05 times that of gathered logits; torch cannot compile it
     dp2   DDP: 1.10 times fully_shard
     tp1   AdamW fused or foreach, gradients freed or zeroed: within the spread; torch.compile of the blocks: 0.94
 
-Taken from tpengine are the configuration, the data, the learning rate of a step, the cut into stages and the initial
-values, so that both engines do the same work; no layer, no collective.
+Configuration, data, learning rate, the split into stages and the initial values are tpengine's, so that both engines do
+the same work; layers and collectives are not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TorchRival:
     Args:
         config: validated, layout resolved; CPU, float32 or float64.
         corpus: the text.
-        options: how.
+        options: the rival's settings.
 
     Raises:
         ValueError: a layout that stock torch does not offer, on all ranks alike.
@@ -84,7 +84,7 @@ class TorchRival:
         self._schedule = self._pipeline() if self.pp > 1 else None
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter, by tpengine's name; the tensors themselves."""
+        """Return this rank's part of every parameter, by tpengine's name; the tensors themselves."""
         return {name: _local(p.detach()) for name, p in self.model.named_parameters()}
 
     def train_step(self, step: int) -> tuple[float, float]:
@@ -112,7 +112,7 @@ class TorchRival:
         return loss.item(), norm
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels [micro-batches * B, S] of this replica."""
+        """Return tokens and labels [micro-batches * B, S] of this replica."""
         train = self.config.train
         first = first_sample_index(
             step,
@@ -132,15 +132,15 @@ class TorchRival:
         return int(count)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This micro-batch's share of the mean over the valid targets of the global step.
+        """Return this micro-batch's share of the mean over the valid targets of the global step.
 
-        DDP and fully_shard divide the sum of gradients by the number of replicas, which is multiplied in here.
+        DDP and fully_shard divide the sum of gradients by the number of replicas; it is multiplied in here.
         """
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         return total * (self._scale * self.dp)
 
     def _accumulate(self, tokens: Tensor, labels: Tensor) -> list[Tensor]:
-        """Forward and backward of every micro-batch; gradients are reduced in the last backward only."""
+        """Run forward and backward of every micro-batch; gradients are reduced in the last backward only."""
         pairs = list(zip(*(x.split(self.config.train.micro_batch_size) for x in (tokens, labels)), strict=True))
         losses = []
         for place, (x, y) in enumerate(pairs):
@@ -173,7 +173,7 @@ class TorchRival:
         return [_whole(loss.detach()) / self.dp for loss in losses]
 
     def _clip(self) -> float:
-        """Clip by the global norm, computed from local shards with each element counted once over tp and pp."""
+        """Clip by the global norm, computed from local shards, with each element counted once over tp and pp."""
         sharded: list[Tensor] = []
         replicated: list[Tensor] = []
         for parameter in self.model.parameters():
@@ -181,12 +181,12 @@ class TorchRival:
             if isinstance(gradient, DTensor):
                 assert isinstance(parameter, DTensor)
                 if any(placement.is_partial() for placement in gradient.placements):
-                    # A norm weight's gradient has seen this rank's tokens only.
+                    # The gradient of a norm weight is from this rank's tokens only.
                     gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
                 (sharded if _is_cut_over_tp(gradient) else replicated).append(gradient.to_local())
             elif gradient is not None:
                 replicated.append(gradient)
-        # What every tp rank holds whole is divided among them, so that one sum over all ranks counts it once.
+        # Norms of parameters that every tp rank holds whole are divided by tp, so that one sum counts them once.
         total = _squared_norm(sharded) + _squared_norm(replicated) / self.tp
         if self.tp > 1:
             dist.all_reduce(total, group=self.mesh.get_group("tp"))
@@ -207,7 +207,7 @@ class TorchRival:
             return DistributedDataParallel(
                 self.model, process_group=self.mesh.get_group("dp"), gradient_as_bucket_view=True
             )
-        # Weights stay whole between micro-batches: gathering them again in each costs more than their memory is worth.
+        # Weights stay whole between micro-batches: gathering them for each costs more time than the memory is worth.
         for block in self.model.layers.values():
             fully_shard(block, mesh=self.mesh["dp"], reshard_after_forward=False)
         fully_shard(self.model, mesh=self.mesh["dp"], reshard_after_forward=False)
@@ -231,7 +231,7 @@ class TorchRival:
         )
 
     def _pipeline(self) -> Any:
-        """1F1B over this rank's pipeline; shapes are given, so that no step has to infer them."""
+        """Return 1F1B over this rank's pipeline; shapes are given, so that no step has to infer them."""
         train, model = self.config.train, self.config.model
         batch, seq, d = train.micro_batch_size, train.seq_len, model.hidden_size
         local_seq = seq // self.tp if self.tp > 1 and self.options.tensor_parallel == "sequence" else seq
@@ -274,7 +274,7 @@ class TorchRival:
 
 
 def check_rival(config: Config) -> None:
-    """Refuse a model or layout that this rival lacks.
+    """Refuse a model or layout that this rival cannot run.
 
     Raises:
         ValueError: the rule, the values, the remedy.

@@ -1,4 +1,4 @@
-"""The rival's tensor parallelism: which of torch's parallel styles each module gets."""
+"""The rival's tensor parallelism: which of torch's parallel styles each module uses."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("launcher", "target", "message"),
     [
-        ("spilling", "sm_90", r"_spilling_kernel for sm_90 spills \d+ bytes a thread: x:float32 y:float32 "),
-        ("spilling", "gfx942", r"_spilling_kernel for gfx942 spills \d+ bytes a thread: x:float32 y:float32 "),
+        ("spilling", "sm_90", r"_spilling_kernel for sm_90 spills \d+ bytes per thread: x:float32 y:float32 "),
+        ("spilling", "gfx942", r"_spilling_kernel for gfx942 spills \d+ bytes per thread: x:float32 y:float32 "),
         ("wide", "sm_80", r"_wide_kernel for sm_80 .*needs 262144 bytes of shared memory, there are 166912: x:float16"),
     ],
     ids=["spilling-sm_90", "spilling-gfx942", "wide-sm_80"],
@@ -259,7 +259,7 @@ def test_what_counts_as_a_fault() -> None:
     sound = Compiled("op", "kernel", "sm_90", "", 8, 0, 4, 4, True, ("wgmma.mma_async",))
     assert sound.fault == dataclasses.replace(sound, has_dot=False, matrix_instructions=()).fault == ""
     assert dataclasses.replace(sound, spilled_bytes=8, shared_bytes=5, matrix_instructions=()).fault == (
-        "spills 8 bytes a thread; needs 5 bytes of shared memory, there are 4; "
+        "spills 8 bytes per thread; needs 5 bytes of shared memory, the limit is 4; "
         "multiplies matrices without matrix instructions"
     )
 

@@ -112,11 +112,11 @@ def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> None:
-    """Forgetting --resume must not bury what there is."""
+    """Forgetting --resume must not hide what there is."""
     assert alone(*SMALL, "--run-dir", "out", cwd=tmp_path).returncode == 0
     done = alone(*SMALL, "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "must not bury the checkpoints of another: out has step-00000004: continue it with --resume" in done.stderr
+    assert "must not hide the checkpoints of another: out has step-00000004: continue it with --resume" in done.stderr
     done = alone("--run-dir", "out", "--resume", cwd=tmp_path)
     assert done.returncode == 0 and "all 4 steps are done" in done.stdout and "held-out loss" in done.stdout
     done = alone("--run-dir", "out", "--resume", "--train.steps", "3", cwd=tmp_path)

@@ -1,7 +1,7 @@
-"""Checkpoints that any layout can read: safetensors shards and a JSON index, nothing pickled.
+"""Checkpoints that any layout can read: safetensors files and a JSON index, without pickle.
 
-index.py directory.py   what a checkpoint is on disk, and which ones there are; no torch
+index.py directory.py   a checkpoint on disk, and the list of a run's checkpoints; no torch
 block.py                a rank's piece of a global tensor
-storage.py              how such pieces become files, and come out of them
-save.py load.py         saving beside training; loading into a rank's tensors
+storage.py              write such pieces to files, and read them
+save.py load.py         save while training goes on; load into a rank's tensors
 """

@@ -1,7 +1,7 @@
 """A rank's block of a global tensor: what it saves, and what it loads into.
 
-No DTensor: that cuts a dim as torch.chunk does, and a vocabulary whose padding is not stored, or a KV head that several
-ranks hold, is cut otherwise.
+DTensor is not used: it cuts a dim as torch.chunk does. A vocabulary whose padding is not stored, and a KV head that
+several ranks hold, are cut in other ways.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Block:
 
     Attributes:
         tensor: the block's elements; loading writes into it, saving reads it.
-        offset: where it lies in the global tensor.
+        offset: of the block in the global tensor.
         global_shape: of the global tensor.
-        stored: whether saving stores this block. Of ranks that hold the same block one stores it.
+        stored: whether saving stores this block. Of the ranks that hold the same block, one stores it.
     """
 
     tensor: Tensor
@@ -29,7 +29,7 @@ class Block:
 
     @classmethod
     def whole(cls, tensor: Tensor, *, stored: bool = True) -> Block:
-        """A tensor that every rank holds whole."""
+        """Return the block of a tensor that every rank holds whole."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), stored)
 
 
@@ -41,5 +41,5 @@ class Blocks:
 
 
 def parts_of(entry: Block | Blocks) -> tuple[Block, ...]:
-    """The blocks of an entry, one or several."""
+    """Return the blocks of an entry, one or several."""
     return entry.parts if isinstance(entry, Blocks) else (entry,)

@@ -1,8 +1,8 @@
-"""Which checkpoints a run has: one directory a step, written beside and renamed, the newest kept. No torch.
+"""The checkpoints of a run: one directory per step, written beside and renamed; the newest are kept. No torch.
 
-<run_dir>/checkpoints/step-00000050/    complete: it got this name by one rename, after everything was on disk
+<run_dir>/checkpoints/step-00000050/    complete: it was renamed to this once everything was on disk
 <run_dir>/checkpoints/.step-00000100.writing/   being written, or left by a run that was killed
-<run_dir>/checkpoints/step-00000050.damaged/    was complete, and is no longer what was written; nobody's
+<run_dir>/checkpoints/step-00000050.damaged/    was complete and has changed since; never used or deleted
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class CheckpointDirectory:
         self.path = path
 
     def of_step(self, step: int) -> Path:
-        """Where the checkpoint after `step` optimizer steps is, or will be."""
+        """Return where the checkpoint after `step` optimizer steps is, or will be."""
         return self.path / f"step-{step:08}"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         if not self.path.is_dir():
             return []
         matches = [_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
         return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint."""
         steps = self.steps()
         return self.of_step(steps[-1]) if steps else None
 
     def begin(self, step: int) -> Path:
-        """Return the place to write a checkpoint to; any rank may come first."""
+        """Return the place to write a checkpoint to; any rank may be the first to create it."""
         beside = self._beside(step)
         beside.mkdir(parents=True, exist_ok=True)
         return beside
 
     def complete(self, step: int) -> None:
-        """Give what was written its name, durably.
+        """Rename what was written to its final name, durably.
 
-        One of the same step, which holds the same, stays instead: to replace it takes two renames, and a kill between
-        them would leave neither.
+        If there is a complete checkpoint of the same step, it has the same content and stays: replacing it would take
+        two renames, and a kill between them would leave neither.
         """
         beside, final = self._beside(step), self.of_step(step)
         if final.exists():
@@ -63,11 +63,11 @@ class CheckpointDirectory:
         sync_directory(self.path)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that could not be completed."""
+        """Remove what was written of a checkpoint that cannot be completed."""
         shutil.rmtree(self._beside(step), ignore_errors=True)
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint: it is no longer among `steps`, and its step can be saved again.
+        """Rename a damaged checkpoint, so that it is not among `steps` and its step can be saved again.
 
         Returns:
             Its new name, step-<n>.damaged or, where there is one, step-<n>.damaged-2 and so on.
@@ -88,7 +88,7 @@ class CheckpointDirectory:
             self._remove(self.of_step(step))
 
     def clean(self) -> None:
-        """Remove what killed runs have left half-written or half-removed."""
+        """Remove what killed runs have left partly written or partly removed."""
         if self.path.is_dir():
             for entry in self.path.iterdir():
                 if entry.name.startswith(".step-"):
@@ -98,7 +98,7 @@ class CheckpointDirectory:
         return self.path / f".step-{step:08}.writing"
 
     def _remove(self, checkpoint: Path) -> None:
-        """Take the name away first, so that a kill leaves nothing that looks complete."""
+        """Rename first, then remove, so that a kill leaves nothing that looks complete."""
         aside = checkpoint.with_name(f".{checkpoint.name}.removing")
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)

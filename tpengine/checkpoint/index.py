@@ -1,11 +1,11 @@
-"""The index of a checkpoint: which piece of which tensor lies in which file, and what else a run needs. No torch.
+"""The index of a checkpoint: which piece of which tensor is in which file, and what else a run needs. No torch.
 
-`index.json` is one object: the index itself, and the SHA-256 of its canonical text, so that a cut or altered index is
-noticed before anything in it is believed. Files are named with their sizes and hashes. Everything is validated: types,
-names without any path, pieces that cover their tensor exactly once.
+`index.json` is one object: the index itself, and the SHA-256 of its canonical text. So an index that was cut or altered
+is noticed before anything in it is used. The index lists the files with their sizes and hashes. Everything is
+validated: types, file names without directories, pieces that cover their tensor exactly once.
 
-Two kinds of errors: a DamagedCheckpoint is not what was written, and an older one may take its place; any other
-CheckpointError is about one that is whole and cannot be used here, so that nothing may silently take its place.
+There are two kinds of errors. DamagedCheckpoint: the checkpoint is not what was written, and an older one may be used
+instead. Any other CheckpointError: the checkpoint is whole but cannot be used here; no other may silently replace it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FORMAT, _VERSION = "tpengine checkpoint", 1
 # safetensors' names.
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# What a file system says of something that is gone or worn out; anything else (rights, too many open files) may be
-# mended, and the checkpoint with it.
+# What a file system reports for a file that is gone or a disk that fails. Other errors (permissions, too many open
+# files) can be corrected without losing the checkpoint.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EBADMSG)
 
 
@@ -43,10 +43,10 @@ class DamagedCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a global tensor.
+    """A block of a global tensor, as the index lists it.
 
     Attributes:
-        offset, shape: where it lies in the tensor.
+        offset, shape: of the block in the tensor.
         file, key: where its bytes are.
     """
 
@@ -80,7 +80,7 @@ class Index:
     Attributes:
         step: optimizer steps done.
         tensors, files: by name.
-        state: what is no tensor, as JSON: configuration, data position, seed.
+        state: all that is not a tensor, as JSON: configuration, data position, seed.
     """
 
     step: int
@@ -99,18 +99,18 @@ def write_index(directory: Path, index: Index) -> None:
 
 
 def read_index(directory: Path) -> Index:
-    """Read and validate the index of a checkpoint, and check that its files are there in their sizes.
+    """Read and validate the index of a checkpoint, and check that its files exist with the right sizes.
 
-    Their hashes are checked by `check_file`.
+    `check_file` checks their hashes.
 
     Raises:
-        DamagedCheckpoint: no index, one that was cut or altered, a missing or cut file.
+        DamagedCheckpoint: no index, an index that was cut or altered, a missing or cut file.
         CheckpointError: an index of another version, or one that this user may not read.
     """
     path = directory / INDEX_FILE
     try:
-        if stat.S_ISFIFO(path.stat().st_mode):  # would hang whoever reads it
-            raise DamagedCheckpoint(f"a checkpoint's index must be a regular file: {path} is not one")
+        if stat.S_ISFIFO(path.stat().st_mode):  # reading a pipe would block
+            raise DamagedCheckpoint(f"a checkpoint's index must be a regular file: {path} is not a regular file")
         raw = path.read_bytes()
     except OSError as error:
         raise unreadable("a checkpoint needs a readable index", path, error) from None
@@ -135,13 +135,13 @@ def read_index(directory: Path) -> Index:
 
 
 def merged(written: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
-    """What all ranks have written, as one: the tensors whose pieces they hold, and the files.
+    """Merge what all ranks have written: the tensors with all their pieces, and the files.
 
     Args:
         written: by rank {"tensors": name -> TensorEntry, "files": name -> FileEntry}, both as JSON.
 
     Raises:
-        ValueError: ranks differ in a tensor's dtype or shape, or pieces do not make up their tensor.
+        ValueError: ranks differ in a tensor's dtype or shape, or the pieces do not cover their tensor exactly once.
     """
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def merged(written: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorEntry]
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file, as it was read."""
+    """Return size and SHA-256 of a file, from reading it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(file.tell(), digest)
@@ -184,7 +184,7 @@ def check_file(directory: Path, name: str, entry: FileEntry) -> None:
 
 
 def unreadable(rule: str, path: Path, error: OSError) -> CheckpointError:
-    """What to raise where a file of a checkpoint cannot be read: damage if it is gone, or the disk is."""
+    """Return the error for a file of a checkpoint that cannot be read: damage if the file is gone or the disk fails."""
     text = f"{rule}: {path}: {error.strerror or error}"
     if error.errno in _DAMAGE or isinstance(error, FileNotFoundError):
         return DamagedCheckpoint(text)
@@ -206,7 +206,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def _sealed(body: Any) -> bytes:
-    """The bytes of an index: its canonical text behind that text's hash; one spelling, so that every byte counts."""
+    """Return the bytes of an index: the hash of its canonical text, then that text; there is only one such spelling."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}",\n"index": {text}}}\n'.encode()
@@ -242,14 +242,14 @@ def _files(entries: Mapping[str, Any]) -> dict[str, FileEntry]:
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
     shape = _naturals(entry["shape"])
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} has dtype {entry['dtype']!r}, none of {' '.join(DTYPES)}")
+        raise ValueError(f"tensor {name!r} has dtype {entry['dtype']!r}, which is not one of {' '.join(DTYPES)}")
     pieces = tuple(
         Piece(_naturals(piece["offset"]), _naturals(piece["shape"]), str(piece["file"]), str(piece["key"]))
         for piece in entry["pieces"]
     )
     for piece in pieces:
         if piece.file not in files:
-            raise ValueError(f"tensor {name!r} lies in {piece.file!r}, which is no file of the checkpoint")
+            raise ValueError(f"tensor {name!r} has a piece in {piece.file!r}, which is not a file of the checkpoint")
         inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
             start + size <= whole for start, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
         )
@@ -258,7 +258,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry])
     volume = sum(math.prod(piece.shape) for piece in pieces)
     overlap = any(_overlap(a, b) for a, b in itertools.combinations(pieces, 2))
     if volume != math.prod(shape) or overlap:
-        raise ValueError(f"the pieces of tensor {name!r} do not make it up")
+        raise ValueError(f"the pieces of tensor {name!r} do not cover it exactly once")
     return TensorEntry(entry["dtype"], shape, pieces)
 
 

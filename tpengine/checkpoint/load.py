@@ -17,16 +17,16 @@ from tpengine.last_words import one_line
 def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
     """Fill the blocks from a checkpoint; collective over all ranks.
 
-    Every file is hashed before anything is read from it, each by one rank.
+    Every file is hashed before anything is read from it; each file by one rank.
 
     Args:
         directory: of the checkpoint, the same on all ranks.
         index: from `read_index`.
-        blocks: this rank's, by the names they were saved under; empty blocks read nothing.
+        blocks: this rank's blocks, under the names they were saved with; empty blocks read nothing.
 
     Raises:
-        DamagedCheckpoint: on all ranks alike: an altered file. Blocks may have been filled in part.
-        CheckpointError: on all ranks alike: a tensor that is missing or of another shape or dtype.
+        DamagedCheckpoint: on all ranks alike: an altered file. Blocks may have been filled partly.
+        CheckpointError: on all ranks alike: a tensor is missing, or has another shape or dtype.
 
     Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
     """
@@ -37,7 +37,7 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
     except CheckpointError as error:
         problem = error
     except Exception as error:
-        # The others wait to hear of this rank.
+        # Not raised here: the other ranks wait for this rank's result.
         problem = CheckpointError(f"{directory}: {one_line(str(error))}")
     _raise_everywhere(problem)
 
@@ -68,7 +68,7 @@ def _check_tensor(directory: Path, index: Index, name: str, block: Block) -> Non
 
 
 def _raise_everywhere(problem: CheckpointError | None) -> None:
-    """Raise the first problem of any rank on all of them; one that is no damage comes first."""
+    """Raise the first problem of any rank on all of them; problems other than damage come first."""
     is_damage = isinstance(problem, DamagedCheckpoint)
     everyone = all_gather_json(None if problem is None else [is_damage, str(problem)])
     for is_damage, message in sorted((found for found in everyone if found is not None), key=lambda found: found[0]):

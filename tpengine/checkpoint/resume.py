@@ -1,9 +1,9 @@
-"""Continuing a run: its configuration, its newest checkpoint, and whether the two belong together. No torch.
+"""Continuing a run: its configuration, its newest checkpoint, and whether they belong together. No torch.
 
-A checkpoint's state says what decides the numbers of every later step: model, dtype, seed, text, global batch. A run
-that resumes must keep these, and may change everything else: layout, steps, learning rate. The position in the data is
-a function of the step, and so is every random number (tpkernels.random), so that neither needs a state of its own; both
-are written all the same, and compared.
+A checkpoint's state holds everything that determines the numbers of later steps: model, dtype, seed, text, global
+batch. A resumed run must keep these, and may change everything else: layout, number of steps, learning rate. The
+position in the data and all random numbers are functions of the step (tpkernels.random), so they need no state of their
+own; they are written all the same, and compared.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Checkpoint:
     """A complete checkpoint whose index has been read and whose files are there.
 
     Attributes:
-        directory, index: where it is; what it holds.
-        damaged: newer ones, which it stands in for: by step, why they cannot be used.
+        directory, index: where it is, and its index.
+        damaged: newer checkpoints that cannot be used, so that this one is used instead: by step, why.
     """
 
     directory: Path
@@ -38,15 +38,15 @@ class Checkpoint:
 
 
 def checkpoints_of(run_dir: str | Path) -> CheckpointDirectory:
-    """The checkpoints of a run directory."""
+    """Return the checkpoints of a run directory."""
     return CheckpointDirectory(Path(run_dir) / "checkpoints")
 
 
 def saved_config(run_dir: str) -> Config:
-    """The configuration that a run left in its directory.
+    """Return the configuration that a run has written to its directory.
 
     Raises:
-        ValueError: it holds no run.
+        ValueError: the directory holds no run.
     """
     path = Path(run_dir) / "config.toml"
     if not path.is_file():
@@ -55,9 +55,9 @@ def saved_config(run_dir: str) -> Config:
             "with --preset or --config beside --resume"
         )
     saved = load_toml(path, Config())
-    # One that is too old to say it decayed over all its steps.
+    # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run.
     saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
-    # The run's copy of a schedule file, wherever its directory is now.
+    # Use the run's copy of a schedule file, wherever the run directory is now.
     kept = path.with_name(Path(saved.parallel.schedule).name)
     if saved.parallel.schedule in SCHEDULES or not kept.is_file():
         return saved
@@ -65,14 +65,14 @@ def saved_config(run_dir: str) -> Config:
 
 
 def has_begun(run_dir: str) -> bool:
-    """Whether a directory holds a run that must be continued as it is: one that has saved a checkpoint."""
+    """Return whether a directory holds a run that must be continued: one that has saved a checkpoint."""
     return bool(checkpoints_of(run_dir).steps()) and (Path(run_dir) / "config.toml").is_file()
 
 
 def without_layout(base: Config) -> Config:
-    """What command-line flags are applied to when a run continues: a size that they give is then known to be theirs.
+    """Return the base for the command-line flags of a continued run, so that a size given by a flag can be recognised.
 
-    The number of micro-batches becomes 0 and an open optim.decay_steps -1, which no flag may say.
+    The number of micro-batches becomes 0 and an open optim.decay_steps -1; no flag may give these values.
     """
     return replace(
         base,
@@ -83,21 +83,21 @@ def without_layout(base: Config) -> Config:
 
 
 def continued_config(saved: Config, wanted: Config, world_size: int, base: ParallelConfig | None = None) -> Config:
-    """What a run continues with on any number of processes: the global batch and the learning rates that it began with.
+    """Return the configuration to continue with, on any number of processes: global batch and learning rates stay.
 
     Args:
-        saved: of the run so far, layout resolved.
+        saved: the configuration of the run so far, layout resolved.
         wanted: `without_layout` of the command line's preset and file, or of `saved`, with its flags applied.
         world_size: number of processes.
-        base: the sizes that preset and file give, which flags overrule; they count where they fill the processes.
+        base: the sizes that preset and file give; flags override them; they are used if they fit the processes.
 
     Returns:
-        `wanted` with the layout nearest to the saved one that is legal and fills the processes (tp is kept before pp,
-        and pp before dp), the samples of a step shared over its replicas, and the saved optim.decay_steps, each unless
-        flags say otherwise.
+        `wanted` with the legal layout for the processes that is nearest to the saved one (tp is kept before pp, and pp
+        before dp), the samples of a step divided among its replicas, and the saved optim.decay_steps, unless flags give
+        other values.
 
     Raises:
-        ValueError: no layout fills the processes; the micro-batches of a step do not divide over the replicas.
+        ValueError: no layout fits the processes; the micro-batches of a step do not divide over the replicas.
     """
     flags = wanted.parallel
     if wanted.optim.decay_steps < 0:
@@ -120,7 +120,7 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
             "--train.num-micro-batches of the same product with dp"
         )
     continued = [_laid_out(wanted, layout, in_all) for layout in dividing]
-    # Where none is legal, whoever validates the nearest says why.
+    # If none is legal, validating the nearest reports why.
     return next((config for config in continued if _is_legal(config, world_size)), continued[0])
 
 
@@ -128,7 +128,7 @@ _AXES = ("tp", "pp", "dp")
 
 
 def _layouts(given: ParallelConfig, saved: Config, world_size: int) -> list[ParallelConfig]:
-    """Every layout of the given sizes that fills the processes, the nearest to the saved one first."""
+    """Return every layout with the given sizes that fits the processes, the nearest to the saved one first."""
     found = []
     for tp, pp in itertools.product(_divisors(world_size), repeat=2):
         layout = replace(given, tp=tp, pp=pp, dp=world_size // (tp * pp))
@@ -143,13 +143,15 @@ def _divisors(number: int) -> list[int]:
 
 
 def _ratio(layout: ParallelConfig, saved: ParallelConfig, axis: str) -> float:
-    """How many times larger or smaller an axis becomes, as a logarithm."""
+    """Return how many times larger or smaller an axis becomes, as a logarithm."""
     return abs(math.log((getattr(layout, axis) or 1) / (getattr(saved, axis) or 1)))
 
 
 def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
-    """Micro-batches of the run's global batch; of the saved size, and so too many or few, where another does not divide
-    it: find_checkpoint refuses that with a way out.
+    """Return the number of micro-batches in the run's global batch.
+
+    If another micro-batch size does not divide the global batch, return that of the saved size. It makes too many or
+    too few samples, and find_checkpoint refuses it with a remedy.
     """
     number, rest = divmod(_samples_per_step(saved), max(1, micro_batch_size))
     return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
@@ -168,15 +170,15 @@ def _is_legal(config: Config, world_size: int) -> bool:
     return True
 
 
-# What says nothing about the run: where it is, and how it was started.
+# Settings that do not concern the run itself: where it is, and how it was started.
 _SAYS_NOTHING = ("run_dir", "resume")
 
 
 def changes_since(index: Index, config: Config) -> list[str]:
-    """Say each setting that is not the checkpoint's as "section.name from A to B", sorted.
+    """Return each setting that differs from the checkpoint's as "section.name from A to B", sorted.
 
-    A setting that the checkpoint is too old to have was as it is by default; one that only the checkpoint has is
-    nobody's any more.
+    A setting that did not exist when the checkpoint was written had its default value. A setting that only the
+    checkpoint has no longer exists and is ignored.
     """
     before, now = _flat(asdict(Config())) | _flat(index.state["config"]), _flat(asdict(config))
     for settings in (before, now):
@@ -189,7 +191,7 @@ def changes_since(index: Index, config: Config) -> list[str]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting by the name that its flag has."""
+    """Return every setting under its flag's name."""
     settings: dict[str, Any] = {}
     for section, value in config.items():
         if isinstance(value, Mapping):
@@ -200,7 +202,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_the_same(name: str, before: object, now: object) -> bool:
-    """Two spellings: a device that was left open, the run's own copy of a schedule file."""
+    """Return whether two values mean the same: a device that was left open, the run's own copy of a schedule file."""
     if name == "device":
         return "auto" in (before, now)
     if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
@@ -215,11 +217,12 @@ def _spelled(value: object) -> str:
 def state_of(
     config: Config, fingerprint: str, step: int, num_updates: int | None = None, threads: int | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint after `step` steps holds besides tensors, as JSON.
+    """Return what a checkpoint after `step` steps holds besides tensors, as JSON.
 
     Args:
         num_updates: how many of the steps were applied; default all of them.
-        threads: that rank 0 computes with on a CPU. Sums are cut over them, so that in fast mode bits depend on it.
+        threads: number of threads that rank 0 computes with on a CPU. In fast mode bits depend on it, because libraries
+            cut sums over threads.
     """
     return {
         "updates": step if num_updates is None else num_updates,
@@ -237,22 +240,22 @@ def find_checkpoint(
     *,
     fingerprint_of_ends: Callable[[], str] | None = None,
 ) -> Checkpoint | None:
-    """Read the index of the newest checkpoint in config.run_dir that is whole; check that this run may continue it.
+    """Read the index of the newest whole checkpoint in config.run_dir, and check that this run may continue it.
 
-    One that is damaged is passed over for the one before. One that is whole and does not belong to this run is refused:
-    that is a mistake of the command line, and an older one is no remedy.
+    A damaged checkpoint is passed over, and the one before is tried. A whole checkpoint that does not belong to this
+    run is refused: the command line is wrong, and an older checkpoint would not help.
 
     Args:
         config: validated.
         fingerprint: of the text (Corpus.fingerprint).
-        damaged: checkpoints that are known to be damaged: by step, why.
-        fingerprint_of_ends: makes the one that older checkpoints have (Corpus.fingerprint_of_ends).
+        damaged: checkpoints known to be damaged: by step, why.
+        fingerprint_of_ends: computes the fingerprint that older checkpoints have (Corpus.fingerprint_of_ends).
 
     Returns:
-        The checkpoint, with every damaged one that was passed over; None if the run was stopped before its first.
+        The checkpoint, with every damaged one that was passed over; None if the run ended before its first checkpoint.
 
     Raises:
-        CheckpointError: none is whole, or the newest that is has another model, dtype, seed, text or batch.
+        CheckpointError: none is whole, or the newest whole one has another model, dtype, seed, text or batch.
     """
     checkpoints = checkpoints_of(config.run_dir)
     passed = dict(damaged or {})
@@ -275,7 +278,7 @@ def find_checkpoint(
         )
         raise CheckpointError(
             f"--resume needs a whole checkpoint: {checkpoints.path} has none: {reasons}: put one back from a copy, or "
-            "start anew with another --run-dir"
+            "start a new run with another --run-dir"
         )
     return None
 
@@ -283,13 +286,13 @@ def find_checkpoint(
 def _index_of_step(directory: Path, step: int) -> Index:
     index = read_index(directory)
     if index.step != step:
-        # It would stand where that step is to be saved.
+        # It would be in the place where that step is to be saved.
         raise DamagedCheckpoint(f"a checkpoint must have the name of its step: {directory} is of step {index.step}")
     return index
 
 
 def _is_of_ends(index: Index) -> bool:
-    """Whether a checkpoint is of the time when the text was told by a hash of its ends, in 64 hex digits."""
+    """Return whether a checkpoint is from the time when a text was identified by a hash of its ends (64 hex digits)."""
     data = index.state.get("data")
     saved = data.get("fingerprint") if isinstance(data, dict) else None
     return isinstance(saved, str) and re.fullmatch("[0-9a-f]{64}", saved) is not None
@@ -329,16 +332,16 @@ _REMEDIES = {
 
 
 def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, Any]:
-    """By name, what decides the numbers of later steps."""
+    """Return, by name, what determines the numbers of later steps."""
     config = state["config"]
     train, data = config["train"], config["data"]
-    # Settings that a checkpoint is too old to have were as they are by default.
+    # A setting that did not exist when the checkpoint was written had its default value.
     model = asdict(ModelConfig()) | config["model"]
     dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
     return {
         **{f"model.{name}": value for name, value in model.items()},
         **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
-        # Masks are functions of the micro-batch, and exact mode's order of sums is one of its size.
+        # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
         "samples per step": state["data"]["next_sample"] / step if step else None,

@@ -1,4 +1,4 @@
-"""The directory of a run: made or found, and held by one run at a time. No torch."""
+"""The directory of a run: created or found, and locked by one run at a time. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tpengine.config import Config
 
 
 def open_run_dir(config: Config) -> tuple[Path, IO[str]]:
-    """Create the run directory of rank 0: config.run_dir, or a new runs/<date>-<time>; and hold it.
+    """Create the run directory on rank 0, config.run_dir or a new runs/<date>-<time>, and lock it.
 
     Returns:
-        The directory, and the lock: it is held as long as this file is open, and falls with the process.
+        The directory, and the lock: it is held while this file is open, and released when the process ends.
 
     Raises:
-        ValueError: it cannot be created or written to, another run holds it, or a new run would bury the checkpoints
-            of an earlier one.
+        ValueError: the directory cannot be created or written, another run holds it, or a new run would hide the
+            checkpoints of an earlier one.
     """
     path = Path(config.run_dir) if config.run_dir else _new_name()
     try:
@@ -62,6 +62,6 @@ def _check_checkpoints(path: Path, config: Config) -> None:
     newest = checkpoints_of(path).newest()
     if newest is not None and not config.resume:
         raise ValueError(
-            f"a new run must not bury the checkpoints of another: {path} has {newest.name}: continue it with --resume, "
+            f"a new run must not hide the checkpoints of another: {path} has {newest.name}: continue it with --resume, "
             "or use another --run-dir"
         )

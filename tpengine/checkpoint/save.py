@@ -1,12 +1,16 @@
-"""Saving beside training: blocks are copied aside, then written by a thread while the next steps run.
+"""Saving while training goes on: blocks are copied, then a thread writes the copies during the next steps.
 
-    save(step)   main thread: wait for the checkpoint before; copy this rank's share to host memory; start the thread
-    the thread   every rank writes its file; rank 0 hears of all, writes the index, and tells all whether it is on disk;
-                 over a group of its own, so that no collective meets training's
-    wait()       main thread: join; say whether it is on disk
+A save has three phases:
 
-All ranks write or none: when one fails (a full disk) all hear of it, what was written is removed, and the checkpoint
-before stays the newest. Training goes on: a run is worth more than a checkpoint of it.
+    launch   save(), main thread: wait for the previous checkpoint; copy the blocks that this rank stores to host
+             memory; start the thread
+    write    the thread: every rank writes its file; rank 0 gathers the results, writes the index, renames the directory
+             and tells all ranks whether it succeeded. The thread has a process group of its own, so that its
+             collectives cannot mix with those of training
+    wait     wait(), main thread: join the thread; return whether the checkpoint is on disk
+
+Either all ranks write or none: if one fails (a full disk), all are told, what was written is removed, and the previous
+checkpoint stays the newest. Training goes on, because a run is worth more than one checkpoint of it.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ from tpengine.last_words import one_line
 
 
 class Saver:
-    """Saves checkpoints of one run; the constructor is collective.
+    """Saves the checkpoints of one run; the constructor is collective.
 
     Args:
         directory: the run's checkpoints, the same directory on all ranks.
         keep: how many complete checkpoints to keep.
 
     Attributes:
-        directory: the one given.
+        directory: as given.
 
-    Memory: a copy, on the host, of the blocks this rank stores, kept from one checkpoint to the next.
+    Memory: a copy on the host of the blocks that this rank stores, reused from one checkpoint to the next.
     """
 
     def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
@@ -50,18 +54,20 @@ class Saver:
         self._failure: str | None = None
 
     def save(self, step: int, blocks: Mapping[str, Block | Blocks], state: Mapping[str, Any]) -> str | None:
-        """Copy aside what this rank stores and begin to write it; collective.
+        """Copy what this rank stores, and start to write it; collective.
 
         Args:
             step: optimizer steps done.
             blocks: all blocks of this rank; only those marked `stored` that are not empty are copied and written.
-            state: what is no tensor, as JSON.
+            state: all that is not a tensor, as JSON; rank 0's is written.
 
         Returns:
-            As `wait`, of the checkpoint before.
+            As `wait`, for the previous checkpoint.
         """
+        # The previous checkpoint: its thread reads the copies that are overwritten below.
         failure = self.wait()
-        # An empty block lies where the next one does, and files know a block by its place.
+
+        # Copy. An empty block is skipped: it has the same offset as the next one, and files name a block by its offset.
         stored = {
             name: [part for part in parts_of(entry) if part.stored and part.tensor.numel()]
             for name, entry in blocks.items()
@@ -70,20 +76,23 @@ class Saver:
             name: Blocks(tuple(self._copy(name, part) for part in parts)) for name, parts in stored.items() if parts
         }
         if torch.cuda.is_available() and torch.cuda.is_initialized():
+            # The copies are asynchronous: after this the next step may change the weights.
             torch.cuda.synchronize()
+
+        # Launch.
         self._step = step
         self._thread = threading.Thread(target=self._write, args=(copies, state), name="tpengine-save", daemon=True)
         self._thread.start()
         return failure
 
     def wait(self, seconds: float | None = None) -> str | None:
-        """Wait for what is being written.
+        """Wait until the checkpoint that is being written is on disk, or has failed.
 
         Args:
-            seconds: at most so long; None for as long as it takes.
+            seconds: the longest wait; None for no limit.
 
         Returns:
-            None if it is on disk, or nothing was under way; else why it is not, in one line, on all ranks alike.
+            None if it is on disk, or if none was being written; else the reason in one line, the same on all ranks.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -105,7 +114,7 @@ class Saver:
         writer = Writer(self.directory, self._step, state, self._keep)
         try:
             failure = self._write_together(writer, copies)
-        except Exception as error:  # mostly a peer is gone: the main thread finds out too, and reports
+        except Exception as error:  # usually a peer is gone: the main thread notices that too, and reports it
             self._failure = f"{self.directory.of_step(self._step)}: {one_line(str(error))}"
             return
         if failure is not None:
@@ -113,19 +122,23 @@ class Saver:
             self.directory.abandon(self._step)
 
     def _write_together(self, writer: Writer, copies: Mapping[str, Blocks]) -> str | None:
-        """Write this rank's file, and on rank 0 what makes a checkpoint of all; return what failed on any rank."""
+        """Write this rank's file and, on rank 0, complete the checkpoint; return the failures of all ranks."""
+        # Every rank: its own file. A failure is not raised here, because the other ranks wait in the gather.
         rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
         mine: dict[str, Any] = {}
         try:
             mine["written"] = writer.write(f"rank-{rank:05}-of-{world:05}.safetensors", copies)
         except Exception as error:
             mine["failed"] = one_line(str(error))
+        # Gather the results on rank 0; elsewhere the list is empty.
         everyone = [json.loads(of_rank) for of_rank in gather_bytes(json.dumps(mine).encode(), self._group)]
         failures = {of_rank["failed"] for of_rank in everyone if "failed" in of_rank}
+        # Rank 0: the index and the rename, once all files are written.
         if everyone and not failures:
             try:
                 writer.finish([of_rank["written"] for of_rank in everyone])
             except Exception as error:
                 failures.add(one_line(str(error)))
+        # Every rank: receive whether the checkpoint is on disk.
         failure: str | None = broadcast_json("; ".join(sorted(failures)) or None, self._group)
         return failure

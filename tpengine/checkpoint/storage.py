@@ -1,10 +1,10 @@
-"""Blocks as files: a safetensors file a rank and a JSON index; nothing is pickled, on disk or between ranks.
+"""Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
 
-A rank writes its blocks into one file, hashes what the file holds, and says as JSON what it has written. The first rank
-merges that into the index, writes it, last, and gives the checkpoint its name.
+A rank writes its blocks into one file, hashes it, and describes it as JSON. The first rank merges the descriptions into
+the index, writes the index last, and renames the checkpoint to its final name.
 
-The decision a reader will question: torch.distributed.checkpoint is not used. Its planners tell each other by pickle
-who writes and reads what; here that follows from the blocks and the index alone.
+The decision a reader will question: torch.distributed.checkpoint is not used. Its planners exchange by pickle who
+writes and reads what. Here that follows from the blocks and the index alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Writer:
     Args:
         directory: the run's checkpoints.
         step: optimizer steps done.
-        state: what is no tensor, as JSON; the first rank's is written.
+        state: all that is not a tensor, as JSON; the first rank's is written.
         keep: how many checkpoints to keep, this one included.
     """
 
@@ -65,10 +65,10 @@ class Writer:
         self._directory, self._step, self._state, self._keep = directory, step, state, keep
 
     def write(self, name: str, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
-        """Write a rank's blocks into the file `name`; no file where there are none.
+        """Write a rank's blocks into the file `name`; without blocks write no file.
 
         Returns:
-            What the first rank must know, as JSON: for `finish`.
+            What the first rank needs for `finish`, as JSON.
         """
         if not blocks:
             return {"tensors": {}, "files": {}}
@@ -87,25 +87,25 @@ class Writer:
 
     def _write(self, path: Path, contents: dict[str, torch.Tensor]) -> FileEntry:
         save_file(contents, str(path))
-        # safetensors writes for the owner's eyes only; whoever may enter the directory may read what is in it.
+        # safetensors makes files readable for their owner only; here all who may read the directory may read them.
         path.chmod(path.parent.stat().st_mode & 0o666)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         return hash_file(path)
 
     def finish(self, written: Sequence[Mapping[str, Any]]) -> None:
-        """On the first rank, after every rank has written: the index, the name, and the end of what is too old.
+        """Complete the checkpoint: on the first rank, once every rank has written.
 
         Args:
-            written: what `write` gave on each rank, by rank.
+            written: the result of `write` on each rank, by rank.
 
         Raises:
-            ValueError: what the ranks have written makes no checkpoint.
+            ValueError: what the ranks have written is not a complete checkpoint.
             OSError: a rank's file is not there, or the index cannot be written.
         """
         tensors, files = merged(written)
         beside = self._directory.begin(self._step)
-        for name, entry in files.items():  # another node may have written to a disk of its own
+        for name, entry in files.items():  # another node may have written to a local disk
             if (beside / name).stat().st_size != entry.num_bytes:
                 raise OSError(f"{name} is not what its rank has written")
         write_index(beside, Index(self._step, tensors, files, self._state))
@@ -114,11 +114,11 @@ class Writer:
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
-    """Read a rank's blocks out of a checkpoint whose files have been checked (load.py).
+    """Read a rank's blocks from a checkpoint whose files have been checked (load.py).
 
     Args:
         directory: of the checkpoint.
-        index: read from there; it has every tensor of `blocks`, in their dtypes and shapes.
+        index: the checkpoint's; it has every tensor of `blocks`, with the same dtypes and shapes.
         blocks: empty ones read nothing.
 
     Raises:
@@ -155,7 +155,7 @@ def _read_file(path: Path, index: Index, wanted: Sequence[tuple[str, Block, Piec
 
 
 def _common(part: Block, piece: Piece) -> Iterator[tuple[int, int]]:
-    """Where a block and a stored piece overlap in the global tensor, by dim; where they do not, end <= begin."""
+    """Yield by dim where a block and a stored piece overlap in the global tensor; end <= begin means not at all."""
     for a, n, b, m in zip(part.offset, part.tensor.shape, piece.offset, piece.shape, strict=True):
         yield max(a, b), min(a + n, b + m)
 
@@ -165,10 +165,10 @@ def _slices(bounds: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[s
 
 
 def _key(name: str, block: Block) -> str:
-    """Name of a block inside a file: the tensor's, and its offset, since a rank may hold several blocks of one."""
+    """Return a block's name in a file: tensor and offset, since a rank may hold several blocks of one tensor."""
     return f"{name}@{','.join(map(str, block.offset))}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' name of a dtype."""
+    """Return safetensors' name of a dtype."""
     return _NAME_OF[dtype]

@@ -1,8 +1,8 @@
-"""The command line of a training run: preset, then TOML file, then flags; every mistake becomes one line.
+"""The command line of a training run: preset, then TOML file, then flags; every mistake is reported in one line.
 
-tyro builds the flags from the dataclasses of config/settings.py. Its own error messages are boxes of several lines, so
-after it has refused something we look for the culprit ourselves and say it in our form: the rule, the values,
-the nearest legal choice. Torch-free: this runs before torch is imported and before a process group exists.
+tyro builds the flags from the dataclasses of config/settings.py. Its own error messages are boxes of several lines. So
+when it has refused something, this file finds the wrong argument itself and reports it in our form: the rule, the
+values, the nearest legal choice. No torch: this runs before torch is imported and before any process group exists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DESCRIPTION = f"""Train a transformer on as many processes as torchrun starts.
 
 --resume --run-dir DIR   continue that run, with its own configuration, on any number of processes
 
-The flags below come last and win."""
+The flags below are applied last and override both."""
 
 
 class ConfigError(ValueError):
@@ -55,7 +55,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         world_size: number of processes.
     Returns: preset (default tiny), then --config file, then flags; layout and optim.decay_steps resolved. With --resume
         and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and one of
-        them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fills the processes.
+        them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fits the processes.
 
     Raises:
         ConfigError: any mistake, one line.
@@ -82,14 +82,14 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
 
 @contextlib.contextmanager
 def exit_on_user_error(environ: Mapping[str, str], *, wait_seconds: float = 10.0) -> Iterator[Launch]:
-    """End the process if the block raises ValueError: exit code 2 on every rank, one line on rank 0.
+    """Turn a ValueError of the block into the end of the process: exit code 2 on every rank, one line on rank 0.
 
-    Help is printed on rank 0 and ends every rank with 0. A malformed environment is said on every rank, since none
+    Help is printed on rank 0 and ends every rank with 0. A malformed environment is reported on every rank, since none
     can know that it is rank 0.
 
     Args:
-        environ: read by `Launch.of`, which is given to the block.
-        wait_seconds: as `leave`.
+        environ: read by `Launch.of`; its result is passed to the block.
+        wait_seconds: as for `leave`.
     Raises: SystemExit.
     """
     launch = None
@@ -108,22 +108,22 @@ def _print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # `| head`: who reads has enough. What is still to be flushed as the interpreter ends goes nowhere.
+        # The reader has closed the pipe (`| head`). The interpreter flushes at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(
     message: str, environ: Mapping[str, str], *, speaks: bool, wait_seconds: float = 10.0, is_known: bool = False
 ) -> NoReturn:
-    """Leave with exit code 2; the rank that speaks says the message in one line first.
+    """Leave with exit code 2; one rank prints the message, in one line, before that.
 
     Args:
         message: the rule, the values, the remedy.
         environ: TORCHELASTIC_ERROR_FILE is read.
-        speaks: whether to speak at once.
-        wait_seconds: how long the other ranks wait. torchrun ends all processes as soon as one has failed: a rank that
-            left first would have rank 0 killed before it has spoken. A rank that is still there after the wait is
-            the only one with this error (a file that one node lacks, say), and speaks itself.
+        speaks: whether this rank prints the message at once.
+        wait_seconds: how long the other ranks wait. torchrun ends all processes as soon as one has failed, so a rank
+            that left first would have rank 0 killed before it has printed. A rank that is still alive after the wait
+            is the only one with this error (a file that one node lacks, say), and prints it itself.
         is_known: all ranks have this error, so that one line is enough.
     """
     if not speaks:
@@ -174,7 +174,7 @@ class _Setting:
 
 
 def _settings() -> dict[str, _Setting]:
-    """Every flag by its name; flags are the dataclasses' fields, `--section.field-name`."""
+    """Return every flag by its name: the dataclasses' fields, as `--section.field-name`."""
     settings: dict[str, _Setting] = {}
 
     def add(owner: object, prefix: str) -> None:
@@ -190,7 +190,7 @@ def _settings() -> dict[str, _Setting]:
 
 
 def _explain(flags: Sequence[str]) -> None:
-    """Raise ValueError for the first argument that is wrong, if we can tell which."""
+    """Raise ValueError for the first wrong argument, if it can be found."""
     settings = _settings()
     arguments = iter(flags)
     for argument in arguments:
@@ -212,9 +212,9 @@ def _explain(flags: Sequence[str]) -> None:
 
 
 def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
-    """Say that no flag has this name, and which one may be meant: `--lr` is `--optim.lr`."""
+    """Return the message for a flag that does not exist, with a likely one: `--lr` is `--optim.lr`."""
     if not name.startswith("-"):
-        return f"settings are given as --section.name value: got {name!r} alone: see --help"
+        return f"settings are given as --section.name value: got {name!r}, which is neither: see --help"
     flag_of = {flag.rpartition(".")[2].lstrip("-"): flag for flag in settings}
     last_part = name.rpartition(".")[2].lstrip("-")
     near = [flag_of[part] for part in difflib.get_close_matches(last_part, flag_of, n=1, cutoff=0.75)]
@@ -223,7 +223,7 @@ def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
 
 
 def _check_text(name: str, text: str, setting: _Setting) -> None:
-    """Raise ValueError if the text is no value of the flag's type."""
+    """Raise ValueError if the text is not a value of the flag's type."""
     if get_origin(setting.hint) is Literal:
         choices = get_args(setting.hint)
         if text not in choices:
@@ -250,7 +250,7 @@ def _spells(text: str, kind: type[int] | type[float]) -> bool:
 
 
 def _flatten_box(box: str) -> str:
-    """One line from tyro's box: without title, frame and the pointer to --help."""
+    """Return tyro's box as one line: without title, frame and the reference to --help."""
     lines = [line.strip(" │|╭╮╰╯─-") for line in box.splitlines()]
     kept = [line for line in lines if line and not line.startswith("For full helptext")]
     return " ".join(kept[1:] or kept or ["the arguments must be legal: see --help"])

@@ -1,9 +1,10 @@
-"""`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. Torch-free.
+"""`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. No torch.
 
-The model is nominal: a layer a chunk, boundary tensors and buckets of a size that gives the times asked for; or with
---profile that of a run, whose measured costs predict the schedule; or with --preset or --config the plan of a
-configuration, its costs modelled (schedule_model.py). What is drawn is a plan lowered, verified and simulated as in
-training; without a picture and with free links the clock alone gives the same times much sooner.
+The costs come from one of three sources. By default the model is nominal: one layer per chunk, with boundary tensors
+and buckets whose sizes give the times asked for. With --profile they are the measured costs of a run. With --preset or
+--config the plan is that of a configuration, and its costs are modelled (schedule_model.py). A picture shows a plan
+that was lowered, verified and simulated as in training. Without a picture and with free links, the clock alone gives
+the same times much faster.
 """
 
 from __future__ import annotations
@@ -55,24 +56,24 @@ from tpengine.simulate.draw.picture import live_text
 from tpengine.simulate.profiles.costs import costs_for, plan_for
 from tpengine.simulate.profiles.file import CostProfile, read_profile
 
-# Printing this many takes 5 to 150 s of one core, and gives up to 60 MB of text.
+# Printing this many takes 5 to 150 s on one core, and gives up to 60 MB of text.
 _MAX_STAGES = 1_000
 _MAX_CELLS = 1_000_000
-# Columns for a chunk's micro-batch: units need 3, unequal times more, and without a bound a short one thousands.
+# Columns per action of the grid: unit times need 3, unequal times more, and a very short one thousands.
 _COLUMNS = 30
 
 _TIMES: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _TAKES = {"F": "a forward takes", "B": "a backward", "I": "its input half", "W": "its weight half"}
-# Of a grid on a terminal, one below the other.
+# A grid on a terminal is broken into at most this many parts, below each other.
 _MOST_PARTS = 4
 
-# Two bytes: where nothing is said about bytes, boundary tensors weigh nothing.
+# A boundary element has two bytes; without --bytes the tensors have no other weight.
 _BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
 
-# Of what is left out where no configuration says it; None on the command line, where one may.
+# Defaults for options that neither the command line nor a configuration gives; on the command line they are None.
 _DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": 4, "micro_batches": 8}
 
-# What has no place beside a profile or a model, besides --times.
+# Options that cannot be combined with a profile or a model, besides --times.
 _NOMINAL = ("link", "latency", "reduce", "bytes")
 
 
@@ -82,20 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
     parser.add_argument("--schedule", help=f"one of {names}, or the path of a file (default 1f1b)")
     parser.add_argument("--pp", type=count, help="pipeline stages (default 4)")
     parser.add_argument("--micro-batches", type=count, help="micro-batches of a step (default 8, or the model's)")
-    parser.add_argument("--chunks", type=count, metavar="V", help="chunks of a rank, for interleaved (default 2)")
+    parser.add_argument("--chunks", type=count, metavar="V", help="chunks per rank, for interleaved (default 2)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the plan to FILE: .svg, .html or .png")
     parser.add_argument("--plan-text", type=Path, metavar="FILE", help="write the verified plan to FILE")
-    costs = parser.add_argument_group("what the actions cost", "in any one unit of time; a rank's all chunks together")
+    costs = parser.add_argument_group("costs of the actions", "in any unit of time, for all chunks of a rank together")
     costs.add_argument(
-        "--times", type=_times, default=_TIMES, metavar="F=1,B=2,I=1,W=1", help="a micro-batch's (this is the default)"
+        "--times", type=_times, default=_TIMES, metavar="F=1,B=2,I=1,W=1", help="per micro-batch (this is the default)"
     )
     costs.add_argument(
-        "--link", type=_time, default=0.0, metavar="T", help="a transfer keeps its link busy (default 0)"
+        "--link", type=_time, default=0.0, metavar="T", help="how long a transfer occupies its link (default 0)"
     )
     costs.add_argument(
-        "--latency", type=_time, default=0.0, metavar="T", help="its first byte is under way (default 0)"
+        "--latency", type=_time, default=0.0, metavar="T", help="time until the first byte has arrived (default 0)"
     )
-    costs.add_argument("--reduce", type=_time, default=0.0, metavar="T", help="a chunk's gradients' sum (default 0)")
+    costs.add_argument("--reduce", type=_time, default=0.0, metavar="T", help="reduction of a chunk's bucket (0)")
     costs.add_argument(
         "--bytes",
         type=_bytes,
@@ -128,13 +129,13 @@ def print_schedule(args: argparse.Namespace) -> None:
         _print_timeline(schedule, timeline, _makespan(timeline, args.times))
         return
     if args.draw:
-        # Early, since plans that are too large to draw take minutes to lower.
+        # Checked first, since plans that are too large to draw take minutes to lower.
         check_num_boxes(sum(map(len, schedule.compute)))
     if profile:
         _check_layers(args.schedule, schedule, profile)
     plan, costs = _plan_and_costs(schedule, args, profile, config)
     timeline = simulate(plan, costs)
-    # Before anything is printed: what cannot be drawn or written is refused in one line, and `| head` ends no drawing.
+    # Files are written before anything is printed: errors come in one line, and `| head` cannot stop the drawing.
     sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
     nominal = ", ".join((schedule.name, *sizes))
     head = title(config, schedule.name, args.machine) if config else nominal
@@ -169,7 +170,7 @@ def _print_timeline(schedule: Schedule, timeline: Timeline, makespan: str, unit_
 
 
 def _print_grid(timeline: Timeline, unit: float, unit_of_time: str) -> None:
-    """Print a grid; on a terminal in parts that fit it, or if they are many say what the grid needs."""
+    """Print a grid; on a terminal in parts that fit it, or, if there are too many, the width that it needs."""
     has = shutil.get_terminal_size().columns
     rows = grid(timeline, unit, has if sys.stdout.isatty() else None)
     if rows.count("\n\n") >= _MOST_PARTS:
@@ -204,7 +205,7 @@ def _predicted(timeline: Timeline, profile: CostProfile) -> str:
 
 
 def _check_one_source(args: argparse.Namespace) -> None:
-    """Refuse a second word on what actions cost, beside a profile or a model."""
+    """Refuse options that give costs when a profile or a model gives them."""
     source = next((name for name in ("preset", "config", "profile") if getattr(args, name) is not None), None)
     if source is None:
         return
@@ -217,7 +218,7 @@ def _check_one_source(args: argparse.Namespace) -> None:
 
 
 def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argparse.Namespace, int]:
-    """Return the options with those left out filled in, from the configuration where there is one, and v."""
+    """Return the options with missing ones filled in, from the configuration if there is one, and v."""
     values = vars(args)
     filled = {name: default if values[name] is None else values[name] for name, default in _DEFAULTS.items()}
     if config:
@@ -228,7 +229,7 @@ def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argpars
 
 
 def _num_chunks(name: str, asked: int | None, default: int) -> int:
-    """Return v, which only a schedule that leaves it open takes from the user."""
+    """Return v; only a schedule that leaves it open takes it from the user."""
     form = SCHEDULES.get(name)
     fixed = 1 if form is None else form.num_chunks
     if asked is not None and fixed not in (None, asked):
@@ -237,12 +238,12 @@ def _num_chunks(name: str, asked: int | None, default: int) -> int:
 
 
 def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
-    # The grid is as wide as stages and micro-batches together, so the product alone does not bound it.
+    # The grid's width grows with stages plus micro-batches, so a limit on the product alone is not enough.
     if pp > _MAX_STAGES:
         raise ValueError(f"--pp must be at most {_MAX_STAGES} to be drawn: got {pp}: use --pp {_MAX_STAGES}")
     num_cells = pp * micro_batches * num_chunks
     if num_cells > _MAX_CELLS:
-        # Too many chunks are refused here too, with the remedy that always helps.
+        # Also when there are too many chunks: fewer micro-batches always help.
         by_chunks, times_chunks = (" times chunks", f" times {num_chunks}") if num_chunks > 1 else ("", "")
         most = max(_MAX_CELLS // (pp * num_chunks), 1)
         raise ValueError(
@@ -252,7 +253,7 @@ def _check_size(pp: int, micro_batches: int, num_chunks: int) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuse early what cannot be written, and what would replace a file that was read."""
+    """Refuse, before any work, a file that cannot be written or that would replace a file that was read."""
     if args.draw:
         check_picture_file(args.draw)
     if args.plan_text:
@@ -272,7 +273,7 @@ def _check_files(args: argparse.Namespace) -> None:
 def _check_layers(name: str, schedule: Schedule, profile: CostProfile) -> None:
     num_chunks, num_layers = len(schedule.ranks), profile.num_layers
     if num_chunks > num_layers:
-        # Neither a file nor more chunks on a rank than the model has layers are mended by fewer ranks.
+        # Fewer ranks do not help with a file, or with more chunks per rank than the model has layers.
         most = num_layers * schedule.num_ranks // num_chunks if name in SCHEDULES else 0
         remedy = f"use --pp {most}" if most else f"use a schedule of at most {counted(num_layers, 'chunk')}"
         raise ValueError(
@@ -282,7 +283,7 @@ def _check_layers(name: str, schedule: Schedule, profile: CostProfile) -> None:
 
 
 def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kind, int], float]:
-    """Return durations by (kind, chunk): `times` are those of all chunks of a rank together."""
+    """Return durations by (kind, chunk); `times` are those of all chunks of a rank together."""
     ranks = schedule.ranks
     shares = [1.0 / ranks.count(rank) for rank in ranks]
     return {(Kind(kind), chunk): time * share for kind, time in times.items() for chunk, share in enumerate(shares)}
@@ -334,7 +335,7 @@ def _boundary(args: argparse.Namespace) -> TensorSpec:
 
 
 def _decimal(value: float) -> str:
-    """Return a number with one to three decimals, as few as it has."""
+    """Return a number with one to three decimals, as few as needed."""
     text = f"{value:.3f}".rstrip("0")
     return f"{text}0" if text.endswith(".") else text
 
@@ -352,7 +353,7 @@ def _bytes(text: str) -> dict[str, float]:
 
 
 def _numbers(text: str, defaults: Mapping[str, float]) -> dict[str, float]:
-    """Parse name=number,...; the names not given have their default."""
+    """Parse name=number,...; names that are missing have their default."""
     numbers = dict(defaults)
     for word in text.split(","):
         name, _, value = word.partition("=")

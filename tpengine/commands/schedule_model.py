@@ -1,9 +1,9 @@
-"""What `tpengine schedule` predicts of a configuration before anything has run: its plan, costs modelled. Torch-free.
+"""`tpengine schedule` for a configuration, before anything has run: its plan with modelled costs. No torch.
 
-The configuration is built as for training (preset, then TOML file, then options) and validated as there, and the plan
-is the one that its training executes: layers balanced by flops, gradient buckets, ties. Durations and bytes are those
-of modelled/costs.py. Of dp replicas and tp ranks one is shown: the exchanges of tp ranks are part of their computing,
-the sums over replicas are what the buckets take.
+The configuration is built and validated as for training (preset, then TOML file, then options). The plan is the one
+that training would execute: layers balanced by flops, gradient buckets, ties. modelled/costs.py gives durations and
+bytes. One of the dp replicas and one of the tp ranks is shown: exchanges of tp ranks are included in the compute
+actions, reductions over replicas are the buckets' times.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, model
 
 _T = TypeVar("_T")
 
-# By the value of --machine: the rates, what they are, and of which dtype.
+# By the value of --machine: the rates, a description of them, and their dtype.
 _MACHINES: Mapping[str, tuple[Machine, str, str]] = MappingProxyType(
     {
-        "cpu": (CPU_CORE, "rates of one CPU core a rank", "float32"),
+        "cpu": (CPU_CORE, "rates of one CPU core per rank", "float32"),
         "h200": (H200_NODE, "data-sheet rates of H200s of one node", "bfloat16"),
     }
 )
@@ -46,7 +46,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
     model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
     for name, choices, words in (
-        ("recompute", Recompute, "what backward computes again"),
+        ("recompute", Recompute, "what backward recomputes"),
         ("gathered", Gathered, "tokens gathered for a matmul are kept for its weight gradient, or gathered again"),
     ):
         values = tuple(choice.value for choice in choices)
@@ -56,14 +56,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
         "--machine",
         type=_one_of(_MACHINES),
         metavar="WHICH",
-        help="whose rates: cpu (a core a rank, float32) or h200 (from its data sheet, bfloat16; default cpu)",
+        help="whose rates: cpu (one core per rank, float32) or h200 (from its data sheet, bfloat16; default cpu)",
     )
 
 
 def config_asked_for(args: argparse.Namespace) -> Config | None:
-    """Return the configuration that the options describe, not validated yet; None where they name no model.
+    """Return the configuration that the options describe, not validated yet; None if they name no model.
 
-    Raises: ValueError: an unknown preset, an unreadable file, an option that has no place without a model.
+    Raises: ValueError: an unknown preset, an unreadable file, an option that needs a model without one.
     """
     if args.preset is None and args.config is None:
         for name in _OF_A_MODEL:
@@ -90,9 +90,9 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
 
 
 def validated(config: Config) -> Config:
-    """Check a configuration whose sizes are all given, for as many processes as they make."""
+    """Check a configuration whose sizes are all given, for as many processes as they need."""
     sizes = config.parallel.tp or 0, config.parallel.pp or 0, config.parallel.dp or 0
-    # A size below 1 is refused by its name there, and not as a number of processes.
+    # The call reports a size below 1 by its name, not as a number of processes.
     return validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
 
 
@@ -104,7 +104,7 @@ def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
 
 
 def title(config: Config, schedule: str, machine: str | None) -> str:
-    """Return what a picture is of."""
+    """Return the title of a configuration's picture."""
     parallel = config.parallel
     return (
         f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, "
@@ -113,12 +113,12 @@ def title(config: Config, schedule: str, machine: str | None) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return a number of things in words: 1 rank, 2 micro-batches."""
+    """Return a count in words: 1 rank, 2 micro-batches."""
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def provenance(config: Config, machine: str | None) -> str:
-    """Return what the figures rest on, in words."""
+    """Return in words what the figures are based on."""
     parallel, dtype = config.parallel, config.train.dtype
     _, rates, of_rates = _MACHINES[machine or "cpu"]
     return (

@@ -1,10 +1,10 @@
 """The configuration of a run, and which configurations are legal. No torch.
 
 settings.py      the settings: dataclasses, nothing else
-rules.py         which values are legal, and how a layout is completed
+rules.py         which values are legal, and how sizes that were left out are filled in
 toml.py          a configuration written as TOML and read back
 presets.py       named runs
-exact_sizes.py   how exact mode cuts model and batch, whatever the layout
+exact_sizes.py   how exact mode cuts model and batch, independently of the layout
 """
 
 from tpengine.config.exact_sizes import num_blocks, virtual_tp_of

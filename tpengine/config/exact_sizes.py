@@ -1,8 +1,9 @@
-"""Virtual ranks: how exact mode cuts a model and a batch, whatever the layout. No torch.
+"""Shards of exact mode: how it cuts a model and a batch, independently of the layout. No torch.
 
-Exact mode computes what V tensor-parallel and W data-parallel ranks would compute, with every sum in a fixed order. A
-real rank plays V/tp of the former and W/dp of the latter, one after the other, so that no operation's shape depends on
-the layout. V follows from the model and the tokens of a micro-batch, W from the micro-batches of a step.
+Exact mode computes what V tensor-parallel and W data-parallel ranks would compute, with every sum in a fixed order. The
+V fixed cuts of the model are called shards. A rank computes V/tp shards and W/dp blocks of micro-batches, one after
+another, so no operation's shape depends on the layout. V follows from the model and the tokens of a micro-batch, W from
+the micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import math
 
 from tpengine.config.settings import Config
 
-# Every virtual rank is a smaller matrix product and one more partial sum: 8 allow the layouts of a node.
+# Every shard is a smaller matrix product and one more partial sum: 8 allow the layouts of a node.
 MOST_VIRTUAL_RANKS = 8
 
 
 def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int) -> int:
-    """V: the largest power of two up to 8 that divides query heads, feed-forward width and tokens of a micro-batch, and
-    divides the KV heads or is divided by them (as tp must). The vocabulary is padded to a multiple of 8.
+    """Return V, the number of shards: the largest power of two up to 8 that fits the model and the micro-batch.
+
+    V divides query heads, feed-forward width and tokens of a micro-batch, and divides the KV heads or is divided by
+    them (as tp must be). The vocabulary is padded to a multiple of 8.
     """
     common = math.gcd(num_heads, ffn_size, num_tokens)
     return next(
@@ -26,22 +29,22 @@ def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int
 
 
 def virtual_dp(num_micro_batches: int) -> int:
-    """W: the largest power of two up to 8 that divides the micro-batches of a step, those of all replicas together."""
+    """Return W: the largest power of two up to 8 that divides the micro-batches of a step, over all replicas."""
     return math.gcd(num_micro_batches, MOST_VIRTUAL_RANKS)
 
 
 def num_gradient_buffers(num_blocks: int) -> int:
-    """How many gradient buffers a rank needs that adds `num_blocks` blocks, a power of two, in a balanced tree."""
+    """Return how many gradient buffers a rank needs to add `num_blocks`, a power of two, in a balanced tree."""
     return num_blocks.bit_length()
 
 
 def virtual_tp_of(config: Config) -> int:
-    """Virtual tensor-parallel ranks of exact mode; see the top."""
+    """Return the number of shards of exact mode (V in the module docstring)."""
     model, train = config.model, config.train
     tokens = train.micro_batch_size * train.seq_len
     return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
 
 
 def num_blocks(config: Config) -> int:
-    """Blocks of micro-batches that exact mode sums; see the top. The layout is resolved."""
+    """Return the number of blocks of micro-batches that exact mode sums (W above). The layout must be resolved."""
     return virtual_dp(config.train.num_micro_batches * (config.parallel.dp or 1))

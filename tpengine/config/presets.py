@@ -1,7 +1,7 @@
-"""Named runs: functions that return a `Config`, so that a preset is read, diffed and composed like code.
+"""Named runs: functions that return a `Config`, so that a preset can be read, diffed and composed like code.
 
-Chosen by `--preset NAME`; a TOML file and flags come on top. Layouts stay open: they depend on the number of
-processes.
+`--preset NAME` chooses one; a TOML file and flags are applied after it. Presets leave the layout open, because it
+depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def llama_1b() -> Config:
 
 
 def certify() -> Config:
-    """What `tpengine certify` trains: 3,017,472 parameters, and everything that could depend on a layout.
+    """What `tpengine certify` trains: 3,017,472 parameters, with everything that could depend on a layout.
 
-    8 heads share 4 KV heads, 5 layers divide over no pipeline, ends are tied; three kinds of dropout, ignored labels,
-    clipping, blocks of 2 micro-batches; products large enough for every matrix library that training uses.
+    8 heads share 4 KV heads; 5 layers do not divide evenly over any pipeline; embeddings are tied; there are three
+    kinds of dropout, ignored labels, clipping, and blocks of 2 micro-batches. Matrices are large enough to reach every
+    code path of the matrix libraries that training reaches.
     """
     return Config(
         model=ModelConfig(
@@ -72,9 +73,9 @@ PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
 
 
 def preset_config(spelling: str) -> Config:
-    """Return the configuration of a preset; "-" may stand for "_" in its name.
+    """Return the configuration of a preset; "-" may be written for "_" in its name.
 
-    Raises: ValueError: no such preset, with the nearest.
+    Raises: ValueError: no such preset; names the nearest.
     """
     name = spelling.replace("-", "_")
     if name not in PRESETS:

@@ -1,6 +1,6 @@
 """Which settings are legal: every rule a user can break, checked before any process group exists.
 
-A broken rule is answered in one line with the rule, the values and the nearest legal choice.
+A broken rule is reported in one line: the rule, the values and the nearest legal choice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tpengine.plan import Schedule, make_schedule
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Fill in the sizes that were left out, so that tp * pp * dp is the number of processes.
 
-    Given any two the third follows. Of those left out besides, tp and then pp become 2 where what remains is even,
-    and dp takes the rest: 4 processes are tp 2, pp 2, dp 1.
+    Two given sizes determine the third. If more are left out, tp and then pp become 2 if the remaining number of
+    processes is even, and dp takes the rest: 4 processes are tp 2, pp 2, dp 1.
 
     Raises:
-        ValueError: no choice fills the processes; names the nearest layouts.
+        ValueError: no choice gives the number of processes; names the nearest layouts.
     """
     if world_size < 1:
         raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
@@ -77,10 +77,10 @@ def validate(config: Config, world_size: int) -> Config:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Generate, or read, the schedule of a configuration whose layout is resolved.
+    """Return the schedule of a configuration whose layout is resolved, generated or read from a file.
 
     Raises:
-        ValueError: a file that is no schedule of these ranks and micro-batches.
+        ValueError: the file is not a schedule for these ranks and micro-batches.
     """
     parallel = config.parallel
     assert parallel.pp, "resolve the layout first: config.validate"
@@ -88,10 +88,10 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def profiled_steps(config: Config) -> range:
-    """Return the steps that are recorded, of train.profile_steps.
+    """Return the steps that train.profile_steps says to record.
 
     Raises:
-        ValueError: it is neither empty nor A:B with 0 <= A < B <= steps.
+        ValueError: the text is neither empty nor A:B with 0 <= A < B <= steps.
     """
     text, steps = config.train.profile_steps, config.train.steps
     if not text:
@@ -99,7 +99,7 @@ def profiled_steps(config: Config) -> range:
     match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
     first, end = map(int, match.groups()) if match else (0, 0)
     if not (first < end <= steps and end - first <= _MOST_PROFILED_STEPS):
-        # What was meant where it says, else a late step: the first ones are no measure of the others.
+        # Propose the given start if there is one, else a late step: the first steps are not representative.
         first = min(first if match else 3, steps - 1)
         end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_schedule(config: Config) -> None:
         )
     if config.train.reduction == "exact" and parallel.gathered != "keep":
         raise ValueError(
-            f"parallel.gathered {parallel.gathered} is for train.reduction fast: with exact all virtual ranks share "
+            f"parallel.gathered {parallel.gathered} is for train.reduction fast: with exact all shards share "
             "what is gathered: use parallel.gathered keep"
         )
     if config.train.reduction == "exact" and not schedule.keeps_order:
@@ -130,13 +130,13 @@ def _check_schedule(config: Config) -> None:
         )
 
 
-# Rank 0 keeps the records of all ranks until the last of them.
+# Rank 0 holds the records of all ranks until the last recorded step.
 _MOST_PROFILED_STEPS = 100
 
-# As many as a dropout mask can tell apart.
+# A dropout mask can distinguish this many.
 _MOST_MICRO_BATCHES = 2**24
 
-# Open bounds, as the closed bounds next to them.
+# Open bounds, written as the nearest closed bounds.
 _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
 
 # Smallest and largest legal value by key; None for no bound.
@@ -279,14 +279,14 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
     virtual = virtual_tp_of(config)
     if virtual % tp:
         raise ValueError(
-            f"with train.reduction exact tp must divide the number of virtual ranks, {virtual}, that num_heads "
+            f"with train.reduction exact tp must divide the number of shards, {virtual}, that num_heads "
             f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
             f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
             f"{_nearest_where('tp', tp, partial(_divides, virtual), virtual)}, or train.reduction fast"
         )
     blocks = virtual_dp(train.num_micro_batches * dp)
     if blocks % dp:
-        # Whatever the micro-batches: a power of two up to 8 divides its own multiples' blocks, and nothing else does.
+        # Independent of the micro-batches: dp divides the number of blocks if it is a power of two up to 8.
         raise ValueError(
             f"with train.reduction exact dp must divide the {blocks} blocks that the {train.num_micro_batches} * {dp} "
             f"micro-batches of a step are summed in: dp {dp}: use "
@@ -304,13 +304,13 @@ def _divides(number: int, divisor: int) -> bool:
 
 
 def _nearest_multiples(name: str, number: int, multiple: int) -> str:
-    """Say the multiples on both sides of `number`: "seq_len 126 or 128"."""
+    """Return the multiples on both sides of `number` as text: "seq_len 126 or 128"."""
     up = round_up(number, multiple)
     return f"{name} {up}" if up == multiple else f"{name} {up - multiple} or {up}"
 
 
 def _nearest_where(name: str, number: int, legal: Callable[[int], bool], largest: int) -> str:
-    """Say the nearest legal values on both sides of `number`, between 1 and `largest`."""
+    """Return the nearest legal values on both sides of `number`, between 1 and `largest`, as text."""
     below = next((n for n in range(min(number, largest), 0, -1) if legal(n)), None)
     above = next((n for n in range(number, largest + 1) if legal(n)), None)
     found = [str(n) for n in (below, above) if n is not None]

@@ -1,7 +1,7 @@
 """The configuration of a run: dataclasses of settings, nothing else.
 
-Which values are legal is decided in rules.py, how they are written as TOML in toml.py; the command line is parsed in
-commands/arguments.py.
+rules.py says which values are legal, toml.py how they are written as TOML, and commands/arguments.py parses the command
+line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Label of a target that does not count in the loss: torch's convention.
+# The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
 
 
@@ -37,7 +37,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     residual_dropout: float = 0.0
-    """Share of elements dropped from what attention and feed-forward network add to the residual stream."""
+    """Share of elements dropped from what attention and the feed-forward network add to the residual stream."""
     attention_dropout: float = 0.0
     """Share of attention probabilities dropped."""
     mlp_dropout: float = 0.0
@@ -55,7 +55,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid out; tp * pp * dp is the number of processes, and of three sizes one may be left out."""
+    """How the model is laid out; tp * pp * dp is the number of processes. One of the three sizes may be left out."""
 
     tp: int | None = None
     """Tensor-parallel size: ranks that share every matrix."""
@@ -67,15 +67,15 @@ class ParallelConfig:
     """Order of forward and backward passes in the pipeline: gpipe, 1f1b, interleaved, zb-h1, zbv, or the path of a text
     file with one of your own."""
     chunks_per_rank: int = 2
-    """Parts of the model that a pipeline rank holds with schedule interleaved; the other schedules fix it."""
+    """Chunks of the model on each pipeline rank with schedule interleaved; the other schedules fix it."""
     recompute: Literal["none", "attention", "block", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, each block's attention, each block, all of a
-    stage."""
+    """What backward recomputes instead of keeping it: nothing, each block's attention, each block, or all of a
+    chunk."""
     gathered: Literal["keep", "again"] = "keep"
     """Whether the tokens that tp ranks gather for a matmul are kept for its weight gradient, or gathered again."""
     tp_comm: Literal["fused", "plain"] = "fused"
-    """How tensor-parallel ranks exchange activations: matmuls that read the peers' memory while it is written (ranks of
-    one host, GPUs that reach each other), or collectives."""
+    """How tensor-parallel ranks exchange activations: by matmuls that read the peers' memory while it is written (ranks
+    of one host, GPUs that can access each other), or by collectives."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
 
@@ -85,39 +85,40 @@ class TrainConfig:
     """Size and length of the run."""
 
     seq_len: int = 128
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     micro_batch_size: int = 8
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     num_micro_batches: int = 4
-    """Micro-batches of a step and data-parallel replica."""
+    """Micro-batches per step and data-parallel replica."""
     steps: int = 250
     """Optimizer steps."""
     profile_steps: str = ""
-    """Steps to record, as A:B for steps A to B-1, counted from 0: timelines, what they show, and costs to predict other
-    schedules from go to the run directory. Empty records none."""
+    """Steps to record, as A:B for steps A to B-1, counted from 0. Timelines, their figures, and the costs to predict
+    other schedules from are written to the run directory. Empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of weights and activations; gradients and moments are kept in at least float32."""
     reduction: Literal["fast", "exact"] = "fast"
-    """Order of sums: fast takes what the layout gives; with exact all layouts give the same bits, tp and dp at most 8,
-    one thread a process."""
+    """Order of sums: fast depends on the layout; with exact all layouts give the same bits, with tp and dp at most 8
+    and one thread per process."""
     eval_micro_batches: int = 16
-    """Micro-batches of the held-out loss at the end, over all replicas; 0 leaves it out."""
+    """Micro-batches of the held-out loss at the end, over all replicas; 0 for no held-out loss."""
     sample_tokens: int = 200
-    """Tokens of generated text at the end; 0 leaves it out."""
+    """Tokens of generated text at the end; 0 for none."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; the last step, and the step of an interrupt, are saved too. 0 saves none."""
+    """Steps between checkpoints. The last step, and the step at which the run is interrupted, are saved too. 0 saves
+    none."""
     keep_checkpoints: int = 2
-    """How many checkpoints are kept, the newest."""
+    """How many checkpoints are kept: the newest ones."""
     nonfinite_steps: int = 3
-    """A step whose loss or gradient is not finite is skipped: nothing is updated. So many in a row end the run."""
+    """A step whose loss or gradient is not finite is skipped: it updates nothing. This many in a row end the run."""
     check_replicas_every: int = 20
     """Steps after which ranks that hold the same weights compare a hash of them; 0 does so at checkpoints only."""
     timeout_seconds: float = 300.0
-    """An action of a step, or of the start (meeting the other ranks, connecting, building the model), that takes longer
-    ends the run, with a report of each rank. What a disk does, a checkpoint above all, takes as long as it takes. With
-    0, or more than its own limit (NCCL 600, gloo 1800), the communication library ends it, without one."""
+    """If an action of a step, or of the start (meeting the other ranks, connecting, building the model), takes longer,
+    the run ends with a report of each rank. Disk access, above all of checkpoints, has no limit. With 0, or with more
+    than its own limit (NCCL 600, gloo 1800), the communication library ends the run, without a report."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class DataConfig:
     path: str = "stdlib"
     """Token file (see `tpengine data`), or "stdlib": the top-level *.py files of Python's standard library."""
     held_out_fraction: float = 0.05
-    """Share of the tokens, the last ones, that is never trained on."""
+    """Share of the tokens, at the end of the text, that is never trained on."""
     ignore_token: int | None = None
-    """Targets equal to this token do not count in the loss (padding, say)."""
+    """Targets equal to this token are not counted in the loss (padding, say)."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ class OptimConfig:
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     decay_steps: int = 0
-    """Steps after which the learning rate is at its end, warm-up included; 0 is the steps that the run begins with. A
-    resumed run keeps it, however long it becomes."""
+    """Steps after which the learning rate has reached its end, warm-up included; 0 for the number of steps that the run
+    begins with. A resumed run keeps it, even if it is made longer."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak."""
     clip_norm: float = 1.0
@@ -171,14 +172,14 @@ class Config:
     run_dir: str = ""
     """Where config.toml, metrics.jsonl and checkpoints go; empty means runs/<date>-<time>."""
     resume: bool = False
-    """Continue the run in --run-dir from its newest checkpoint, in this or any other layout."""
+    """Continue the run in --run-dir from its newest checkpoint, in the same or another layout."""
 
 
 def decay_steps_of(config: Config) -> int:
-    """Length of the learning-rate schedule in steps."""
+    """Return the length of the learning-rate schedule in steps."""
     return config.optim.decay_steps or config.train.steps
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below the number."""
+    """Return the smallest multiple that is at least the number."""
     return -(-number // multiple) * multiple

@@ -1,6 +1,6 @@
-"""The TOML form of a configuration: what a run leaves behind, and what `--config` reads. No torch, no numpy.
+"""The TOML form of a configuration: what a run writes to its directory, and what `--config` reads. No torch, no numpy.
 
-Read values have the types of their fields and nothing more is asked of them here: config.validate knows the rules.
+Values that are read must have the types of their fields; config.validate checks everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpengine.config import Config
 
 
 def dump_toml(config: Config) -> str:
-    """Write the configuration as TOML; what is None is left out. `load_toml` reads it back equal."""
+    """Return the configuration as TOML, without values that are None; `load_toml` reads it back equal."""
     values = {
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in asdict(config).items()
@@ -66,7 +66,7 @@ def _updated(base: Any, values: Mapping[str, Any], prefix: str, path: str) -> An
 
 
 def _typed(hint: Any, value: Any, key: str, path: str) -> Any:
-    """Check a TOML value against a field's type; an integer is a float, a boolean is not an integer."""
+    """Check a TOML value against a field's type: an integer is accepted as a float, a boolean not as an integer."""
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     if choices:
         if value in choices:

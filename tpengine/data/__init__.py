@@ -1,8 +1,8 @@
-"""Text as tokens: token files, where text comes from, and which sample is which. No torch.
+"""Text as tokens: token files, where text comes from, and the order of samples. No torch.
 
-token_file.py stored_tokens.py     token files, and tokens read when they are asked for
+token_file.py stored_tokens.py     token files, and tokens that are read only when they are needed
 sources.py                         where bytes come from: a directory, the standard library
-samples.py order.py                which sample is which, and the order in which they are read
+samples.py order.py                the windows of a text, and the order in which they are read
 content_hash.py content_check.py   the hash of a text, and its check while training goes on
 """
 

@@ -1,7 +1,7 @@
-"""Checks, while training goes on, that a text's content is what its hash says.
+"""Check, during training, that a text has the content that its hash says.
 
-Ranks compare hashes when they start, which reads nothing. Whether each host's file has that content is found out here:
-a thread of one rank of each host reads the file once, slowly, and again whenever it has been written to.
+Ranks compare hashes when they start, which reads no text. Whether the file on each host really has that content is
+checked here: a thread on one rank of each host reads the file slowly, once, and again whenever it has been written to.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from types import TracebackType
 from tpengine.data.stored_tokens import FileIdentity, StoredTokens
 from tpengine.data.token_file import TokenFile
 
-# Of a core's time. On CPUs the ranks of a host use all of it, and a step lasts as long as its slowest rank's: 0.3 %
-# reads 4 MB/s on an AMD EPYC. Beside a GPU cores are idle: 5 % reads 65 MB/s, little for a file system that all share.
+# Share of one core's time. On CPUs the ranks of a host use all of it, and a step takes as long as on its slowest rank:
+# 0.3 % reads 4 MB/s on an AMD EPYC. Beside a GPU cores are idle: 5 % reads 65 MB/s, little for a shared file system.
 CPU_SHARE, GPU_SHARE = 0.003, 0.05
 
 _PIECE_BYTES = 1 << 19
 _SECONDS_BETWEEN_LOOKS = 2.0
 _LAST_PIECE_SECONDS = 5.0
 
-# A flag is this times the rank, and what is wrong.
+# A flag is this number times the rank, plus what is wrong.
 _KINDS = 4
 _OTHER_CONTENT, _UNREADABLE = 1, 2
 
 
 class ContentCheck:
-    """A thread that reads a text; a context manager. Every rank has one, of which one of each host reads.
+    """A thread that reads a text; a context manager. Every rank has one, but only one per host reads.
 
     Args:
-        text: with the SHA-256 of its tokens. A text in memory is not read: its hash was made of it.
+        text: with the SHA-256 of its tokens. A text in memory is not read: its hash was computed from it.
         rank: this rank, for `flag`.
-        reads: whether this rank is its host's.
+        reads: whether this rank is the one that reads on its host.
         share: of a core's time that reading may take.
-        wait: waits for so many seconds, or until it is told to end, and says whether it was; None takes the clock.
+        wait: waits for some seconds or until it is told to end, and returns whether it was told; None for a real wait.
 
     Attributes:
-        flag: 0 as long as nothing is wrong; else a number for `explain`. The largest of all ranks' says enough.
+        flag: 0 while nothing is wrong; else a number for `explain`. Ranks can be combined by taking the largest.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class ContentCheck:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ending.set()
         if self._thread is not None:
-            # A file system that no longer answers must not keep the run.
+            # A file system that does not answer must not keep the run from ending.
             self._thread.join(_LAST_PIECE_SECONDS)
 
     def explain(self, flag: int) -> str:
-        """Say in one line what the flag of some rank means; the same on every rank."""
+        """Return in one line what a rank's flag means; the same line on every rank."""
         assert flag and isinstance(self._text.tokens, StoredTokens)
         rank, kind = divmod(flag, _KINDS)
         where = f"{self._text.tokens.file.path} on the host of rank {rank}"
@@ -77,7 +77,7 @@ class ContentCheck:
             )
         return (
             f"a text must have the content that its hash says: {where} does not have SHA-256 {self._text.sha256}: "
-            "restore it and continue with --resume, or write it anew with write_tokens for a new run"
+            "restore it and continue with --resume, or write it again with write_tokens for a new run"
         )
 
     def _run(self, tokens: StoredTokens) -> None:
@@ -94,12 +94,12 @@ class ContentCheck:
             self.flag = _KINDS * self._rank + _UNREADABLE
 
     def _has_its_hash(self, tokens: StoredTokens) -> bool:
-        """Read all; true also when told to end before."""
+        """Read the whole file and compare; True also when told to end before."""
         digest = hashlib.sha256()
         began = time.thread_time()
         for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
             digest.update(piece)
-            # Since the last wait, so that waiting counts too.
+            # Measured from the end of the last wait, so that the CPU time of waiting is counted too.
             used, began = time.thread_time() - began, time.thread_time()
             if self._wait(used * (1 / self._share - 1)):
                 return True

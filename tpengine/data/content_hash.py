@@ -1,11 +1,11 @@
-"""The hash of a token file's content where its header has none, and the note that spares the next run from reading it.
+"""The hash of a token file's content if its header has none, and a note that saves the next run from reading the file.
 
-The note `.NAME.hash` lies beside the file or, where nobody may write there, in the run directory; there it is
-`.NAME.INODE.hash`, as each host may have a file of its own. It counts only as long as the file has the size, the time
-of change and the inode that the note names.
+The note `.NAME.hash` is written beside the file. If that directory cannot be written, it goes to the run directory, as
+`.NAME.INODE.hash`, because each host may have a file of its own. A note is valid only while the file has the size, the
+time of change and the inode that the note names.
 
-The ranks of a host start together and all find no note: one of them reads the file, and the others wait for it. Where
-no note can be written, what it has found stays among the host's temporary files for ranks that come later.
+The ranks of a host start together and find no note: one of them reads the file, and the others wait for it. If no note
+can be written, the hash stays in the host's temporary directory for ranks that come later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 
 def content_sha256(tokens: StoredTokens) -> str:
-    """Hash all tokens of a file, as its header would: SHA-256, in hex.
+    """Return the SHA-256 of all tokens of a file, in hex, as its header would have it.
 
     Raises: ValueError: the file has been cut short or cannot be read.
     Cost: one pass, 1.3 GB/s on an AMD EPYC.
@@ -40,11 +40,11 @@ def content_sha256(tokens: StoredTokens) -> str:
 
 
 def once_per_host(tokens: StoredTokens, make: Callable[[], str]) -> str:
-    """Have one process of this host make the hash, and the others wait for it and take it.
+    """Let one process of this host make the hash, and the others wait and read it.
 
-    It stays there, one small file for each state of the token file, until `forget_on_host`. A process that dies while
-    it makes it, or fails, leaves that to the next: its lock falls with it. Where the system's directory for temporary
-    files takes none, every process makes its own.
+    The hash stays in the temporary directory, one small file for each state of the token file, until `forget_on_host`.
+    If a process fails or dies while it makes the hash, its lock is released and the next process makes it. If the
+    temporary directory cannot be written, every process makes its own.
     """
     path = _shared_path(tokens)
     with contextlib.ExitStack() as stack:
@@ -70,12 +70,12 @@ def once_per_host(tokens: StoredTokens, make: Callable[[], str]) -> str:
 
 
 def forget_on_host(tokens: StoredTokens) -> None:
-    """Remove what `once_per_host` keeps, as a note says it too. Who waits for it has it open."""
+    """Remove what `once_per_host` keeps, once a note has it. Processes that wait for it have the file open."""
     _unlink(_shared_path(tokens))
 
 
 def noted_sha256(tokens: StoredTokens, directories: Iterable[Path]) -> str:
-    """The hash in the first note that is of this file as it is now; empty if there is none."""
+    """Return the hash in the first note that is valid for this file as it is now; empty if there is none."""
     identity = tokens.file.identity()._asdict()
     for directory in directories:
         try:

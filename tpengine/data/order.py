@@ -1,6 +1,6 @@
 """The order of samples: a keyed bijection instead of a stored shuffle.
 
-It needs no memory for a text of any length, any place can be asked for directly, and it has no state.
+It needs no memory, whatever the length of the text; it gives any place directly; and it has no state.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _NUM_ROUNDS = 6
 
 
 def permute(places: NDArray[np.int64], num: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Map places in [0, num) to places in [0, num), one to one, in an order drawn by (seed, epoch).
+    """Map places in [0, num) to places in [0, num), one to one, in an order keyed by (seed, epoch).
 
-    A balanced Feistel network permutes the smallest power of four that holds num; a place it sends outside is
-    sent on until it lands inside (cycle walking), fewer than four times on average.
+    A balanced Feistel network permutes the smallest power of four that holds num. A place that it maps outside is
+    mapped again until it is inside (cycle walking), fewer than four times on average.
 
     Args: places: int64, any shape. num: at least 1. seed, epoch: key.
     Returns: int64, same shape.

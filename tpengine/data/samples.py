@@ -1,7 +1,7 @@
-"""Which sample is which: windows of a text, the order they are read in, the part held out.
+"""Samples: windows of a text, the order in which they are read, and the part that is held out.
 
-Nothing here has state: the order of samples is a function of (seed, global sample index) alone, so every layout
-of ranks, and every restart, sees the same global batches. Turning arrays into tensors is left to the trainer.
+Nothing here has state: the order of samples is a function of (seed, global sample index) alone, so every layout of
+ranks, and every restart, reads the same global batches. The trainer turns the arrays into tensors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tpengine.data.token_file import TokenFile, check_tokens, open_tokens
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _END_TOKENS = 1 << 16
-# A file system that is slower than this is broken.
+# A file system slower than this is treated as broken.
 _LEAST_BYTES_PER_S = 10e6
-# Half a SHA-256 tells any two texts apart, and fits a line.
+# Half of a SHA-256 is enough to distinguish texts, and is short enough for a message.
 _SHOWN_DIGITS = 32
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The windows of one part of the text: window w reads tokens [w*S, w*S + S], labels one ahead of inputs.
+    """The windows of one part of the text: window w has tokens [w*S, w*S + S]; labels are one token ahead of inputs.
 
     Attributes:
-        tokens: the part.
+        tokens: of this part.
         seq_len: S.
-        vocab_size: the model's; a token beyond it is an error when its window is read.
+        vocab_size: of the model; a larger token is an error when its window is read.
         ignore_token: labels equal to it become IGNORED_LABEL.
-        seed: key of the order; None takes the windows as they lie. Either way the text repeats without end.
+        seed: key of the order; None for the order of the text. Either way the text is repeated without end.
     """
 
     tokens: StoredTokens | Tokens
@@ -50,14 +50,14 @@ class Samples:
 
     @property
     def num_windows(self) -> int:
-        """Windows that do not overlap; each needs one token more for its last label."""
+        """The number of windows; they do not overlap, and each needs one more token for its last label."""
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def batch(self, first_sample_index: int, count: int) -> Batch:
         """Read samples first_sample_index, first_sample_index + 1, ...
 
         Returns: tokens[count, S] and labels[count, S], int64, contiguous, writable.
-        Raises: ValueError: a token that the model's vocabulary lacks; no whole window; a file that was cut short.
+        Raises: ValueError: a token outside the model's vocabulary; not one whole window; a file that was cut short.
         """
         if not self.num_windows:
             raise ValueError(
@@ -73,7 +73,7 @@ class Samples:
         return tokens, labels
 
     def _windows(self, first_sample_index: int, count: int) -> NDArray[np.int64]:
-        """The window of each sample: one order of all windows per pass over the text."""
+        """The window of each sample; each pass over the text has an order of its own over all windows."""
         samples = np.arange(first_sample_index, first_sample_index + count, dtype=np.int64)
         epochs, places = np.divmod(samples, self.num_windows)
         if self.seed is not None:
@@ -85,14 +85,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text cut in two.
+    """A text cut into a training part and a held-out part.
 
     Attributes:
         train, held_out: the parts.
-        text: the whole, with the SHA-256 of its tokens.
+        text: the whole text, with the SHA-256 of its tokens.
         is_noted: whether the next run finds that hash without reading the text.
-        reading_seconds: how much longer than this rank another host's may take to open the text, which it may have to
-            read whole; 0 where the header has the hash.
+        reading_seconds: how much longer than this rank a rank of another host may take to open the text, since it may
+            have to read all of it; 0 if the header has the hash.
     """
 
     train: Samples
@@ -102,12 +102,12 @@ class Corpus:
     reading_seconds: float
 
     def fingerprint(self) -> str:
-        """Tell texts apart: number, dtype and vocabulary of the tokens, and their hash; nothing is read for it."""
+        """Return a line that identifies a text: number, dtype and vocabulary of the tokens, and their hash."""
         tokens, vocab_size, sha256 = self.text
         return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}"
 
     def fingerprint_of_ends(self) -> str:
-        """Tell texts apart as checkpoints of before did: by length, dtype and both ends of each part."""
+        """Return what older checkpoints identify a text by: length, dtype and both ends of each part, hashed."""
         digest = hashlib.sha256()
         for part in (self.train.tokens, self.held_out.tokens):
             digest.update(f"{part.dtype} {len(part)}".encode())
@@ -116,20 +116,20 @@ class Corpus:
         return digest.hexdigest()
 
     def note_hash(self, run_dir: Path) -> None:
-        """Keep the hash in the run directory if the text's own directory takes no note."""
+        """Write the hash to the run directory if no note can be written in the text's own directory."""
         if not self.is_noted and isinstance(self.text.tokens, StoredTokens):
             note_sha256(self.text.tokens, self.text.sha256, run_dir)
 
 
 def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
-    """Hash the windows of a batch, so that ranks that must have read the same can compare one number.
+    """Hash the windows of a batch, so that ranks that must have read the same batch can compare one number.
 
-    The windows are the tokens and the last label of each sample: the other labels are tokens too.
+    Hashed are the tokens and the last label of each sample: all other labels are tokens too.
 
     Args: tokens, labels: int64 [count, S], as `Samples.batch` returns them.
-    Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, and others by a chance of
-        2**-63.
-    Cost: one pass over 4 bytes a token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.
+    Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, different ones with
+        probability 2**-63.
+    Cost: one pass over 4 bytes per token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.
     """
     digest = hashlib.sha256(repr(tokens.shape).encode())
     for part in (tokens, labels[:, -1]):
@@ -138,14 +138,14 @@ def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
 
 
 def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:
-    """Open the text of a run: the first share for training, the last held out.
+    """Open the text of a run: the first part for training, the rest held out.
 
     Args:
         config: validated; data.path, data.held_out_fraction, data.ignore_token, train.seq_len, train.seed and run_dir
             are used.
-        say: is told if the text has to be read whole, because neither its header nor a note has its hash.
+        say: is called if the text has to be read completely, because neither its header nor a note has its hash.
 
-    Returns: training samples in shuffled order, held-out samples as they lie.
+    Returns: training samples in shuffled order, held-out samples in the order of the text.
     Raises: ValueError: an unreadable or damaged token file, a vocabulary larger than the model's, too little text.
     """
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
@@ -171,25 +171,25 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
 def first_sample_index(
     step: int, dp_rank: int, dp: int, micro_batch: int, *, num_micro_batches: int, micro_batch_size: int
 ) -> int:
-    """Global index of the first sample of a micro-batch.
+    """Return the global index of the first sample of a micro-batch.
 
-        global micro-batch g = dp_rank * num_micro_batches + micro_batch      (a contiguous block per replica)
+        global micro-batch g = dp_rank * num_micro_batches + micro_batch      (one contiguous block per replica)
         index = (step * dp * num_micro_batches + g) * micro_batch_size
 
-    so that one process with dp * num_micro_batches micro-batches sees the same global batch.
+    so one process with dp * num_micro_batches micro-batches reads the same global batch.
 
     Args:
         step: optimizer step.
-        dp_rank, dp: this replica and their number.
-        micro_batch: which of the replica's num_micro_batches.
-        micro_batch_size: samples of one.
+        dp_rank, dp: number of this replica, and how many there are.
+        micro_batch: number of the micro-batch, of the replica's num_micro_batches.
+        micro_batch_size: samples per micro-batch.
     """
     global_micro_batch = dp_rank * num_micro_batches + micro_batch
     return (step * dp * num_micro_batches + global_micro_batch) * micro_batch_size
 
 
 def _stdlib_tokens() -> TokenFile:
-    """The standard text; its vocabulary ends at the largest byte in it, since UTF-8 never uses the last few."""
+    """The standard text; its vocabulary ends at the largest byte in it, since UTF-8 does not use the highest ones."""
     text = stdlib_text()
     return TokenFile(text, int(text.max()) + 1, hashlib.sha256(text.tobytes()).hexdigest())
 
@@ -201,9 +201,9 @@ def _cut(tokens: StoredTokens | Tokens, place: int) -> tuple[StoredTokens | Toke
 
 
 def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tuple[TokenFile, bool]:
-    """The text with its hash: the header's, the one that an earlier run has noted, or computed now and noted.
+    """Return the text with its hash: from the header, from an earlier run's note, or computed now and noted.
 
-    Returns: that; whether the next run finds it.
+    Returns: the text; whether the next run finds the hash.
     """
     tokens = text.tokens
     if text.sha256 or not isinstance(tokens, StoredTokens):
@@ -223,7 +223,7 @@ def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tup
             )
 
     def make() -> str:
-        # Who has made it may have noted it, and forgotten it, since this rank looked.
+        # Since this rank looked, another may have made the hash, noted it, and removed its temporary file.
         made = noted_sha256(tokens, places) or content_sha256(tokens)
         check_unchanged()
         return made

@@ -1,4 +1,4 @@
-"""Where bytes come from: the files of a directory, and the text every machine has."""
+"""Where bytes come from: the files of a directory, and the standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READ_BYTES = 1 << 24
 def stdlib_text() -> NDArray[np.uint8]:
     """Read the top-level *.py files of Python's standard library, sorted by name, as bytes (about 4.7 MB).
 
-    Raises: ValueError: this Python has none as files.
+    Raises: ValueError: this Python's library is not stored as files.
     """
     directory = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(directory.glob("*.py"), key=lambda path: path.name))
@@ -33,7 +33,7 @@ def bytes_of_directory(
         directory: where to look; links to directories are not followed.
         pattern: glob relative to it; ** stands for any depth.
         skip: a file to leave out, such as the output of an earlier call.
-    Returns: pieces of at most 16 MiB, read one at a time; which files they come from is settled before.
+    Returns: pieces of at most 16 MiB, read one at a time; the list of files is fixed before.
     Raises: ValueError: no such directory, a malformed pattern, nothing but empty files.
     """
     directory = Path(directory)

@@ -1,7 +1,7 @@
-"""Tokens that lie in a file, read when they are asked for.
+"""Tokens in a file, read when they are needed.
 
-The file is read and not mapped: whoever reads a map of a file that another program has cut short gets SIGBUS, which
-ends the process without a word. Reading says what is wrong, in one line, and is about as fast.
+The file is read, not mapped. If another program cuts a mapped file short, a process that reads the map gets SIGBUS and
+ends without a message. A read can report the error in one line, and is about as fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class FileIdentity(NamedTuple):
-    """What tells without reading whether a file is the one that was there before, untouched."""
+    """Tells, without reading, whether a file is still the same and unchanged."""
 
     size: int
     mtime_ns: int
@@ -27,7 +27,7 @@ class FileIdentity(NamedTuple):
 
 
 class OpenFile:
-    """A file held open for reading as long as this object lives: one renamed over its name changes nothing.
+    """A file held open for reading while this object lives: a file renamed over its name does not affect it.
 
     Args: path: the file.
     Raises: OSError: it cannot be opened.
@@ -42,12 +42,12 @@ class OpenFile:
         raise TypeError(f"an open file cannot be copied to another process: open {self.path} there")
 
     def identity(self) -> FileIdentity:
-        """Size, time of the last change and inode, as they are now."""
+        """Return size, time of the last change and inode, as they are now."""
         status = os.fstat(self._descriptor)
         return FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Read at a place; any number of threads may. Fewer bytes come back only where the file ends.
+        """Read at a position; thread-safe. Returns fewer bytes only at the end of the file.
 
         Raises: OSError: it cannot be read.
         """
@@ -61,15 +61,15 @@ class OpenFile:
 
 
 class StoredTokens:
-    """A range of the tokens of an open file; a slice reads them.
+    """A range of the tokens of an open file; a slice reads them from the file.
 
     Args:
-        file: holds them.
+        file: the open file.
         dtype: of a token.
-        offset: of the first, in bytes.
-        count: how many.
+        offset: of the first token, in bytes.
+        count: number of tokens.
 
-    Cost: a slice is one system call and a copy: 10 us for 2,049 tokens that the system has in memory.
+    Cost: a slice is one system call and a copy: 10 us for 2,049 tokens in the page cache.
     """
 
     def __init__(self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
@@ -90,12 +90,12 @@ class StoredTokens:
         return np.frombuffer(self._read(begin, max(begin, end)), self.dtype)
 
     def part(self, begin: int, end: int) -> StoredTokens:
-        """tokens[begin:end], unread."""
+        """Return tokens[begin:end] without reading them."""
         begin, end, _ = slice(begin, end).indices(self._count)
         return StoredTokens(self.file, self.dtype, self._offset + begin * self.dtype.itemsize, max(0, end - begin))
 
     def pieces(self, num_tokens: int) -> Iterator[bytes]:
-        """Read all of them, in pieces of so many.
+        """Yield all tokens as bytes, in pieces of `num_tokens`.
 
         Raises: ValueError: as for a slice.
         """
@@ -108,7 +108,7 @@ class StoredTokens:
             content = self.file.read(offset, num_bytes)
         except OSError as error:
             raise ValueError(
-                f"a token file must be readable: {self.file.path}: {error.strerror}: mend that and continue with "
+                f"a token file must be readable: {self.file.path}: {error.strerror}: correct that and continue with "
                 "--resume"
             ) from None
         if len(content) < num_bytes:

@@ -1,9 +1,9 @@
-"""Token files: written atomically, validated before they are read.
+"""Token files: written atomically, validated when opened.
 
 A token file is a 64-byte little-endian header (magic, version, dtype code, vocabulary, count, SHA-256 of all that
-follows), then the tokens as uint8, uint16 or uint32. Where the hash is zeros, the file was written without one. It is
-SHA-256 since any machine can make it (`tail -c +65 FILE | sha256sum`), and since processors that have instructions for
-it make it twice as fast as BLAKE2b.
+follows), then the tokens as uint8, uint16 or uint32. A hash of zeros means that the file was written without one. The
+hash is SHA-256 because any machine can compute it (`tail -c +65 FILE | sha256sum`), and because processors with
+instructions for it compute it twice as fast as BLAKE2b.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 
 class TokenFile(NamedTuple):
     """Tokens, the number of values they can take, and the SHA-256 that the file gives for them; empty if it gives none.
 
-    Tokens of a file are read where they are sliced: `tokens[:]` reads all.
+    Tokens of a file are read when they are sliced: `tokens[:]` reads all.
     """
 
     tokens: StoredTokens | Tokens
@@ -44,11 +44,11 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
 
     Args:
         path: the file; its directory exists.
-        tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one at a time is held.
+        tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one is held at a time.
         vocab_size: decides the dtype: the smallest that holds vocab_size - 1.
     Returns: number of tokens written.
     Raises: ValueError: a token outside the vocabulary, no tokens, a vocabulary beyond uint32, no such directory, a path
-        that is no regular file or cannot be written, pieces that cannot be read; one line.
+        that is not a regular file or cannot be written, pieces that cannot be read; one line.
     """
     path = Path(path)
     if not 1 <= vocab_size <= 2**32:
@@ -58,11 +58,13 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
         return _write_beside(path, tokens, vocab_size)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"a token file must be writable: {path}: {reason}: mend that or choose another file") from None
+        raise ValueError(
+            f"a token file must be writable: {path}: {reason}: correct that or choose another file"
+        ) from None
 
 
 def _check_place(path: Path) -> None:
-    """Raise before anything is read; also for a device, which the new file would replace."""
+    """Raise before anything is read; also for a device, because the rename would replace it."""
     if not path.parent.is_dir():
         raise ValueError(f"the token file's directory must exist: {path.parent}: create it first")
     if path.is_dir():
@@ -83,7 +85,7 @@ def _check_place(path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A name for a token file that is not the one asked about, which may be the user's text."""
+    """Return a name for a token file beside a path, which may be the user's text and must not be replaced."""
     return path.with_name(path.name + ".tokens")
 
 
@@ -116,16 +118,16 @@ def _write_beside(path: Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], voc
 
 
 def _pieces(tokens: NDArray[Any] | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Yield the arrays, and tell the failures of who reads them from those of the file that is written."""
+    """Yield the arrays; turn an OSError of their source into a ValueError, so that it is not taken for the target's."""
     try:
         yield from [tokens] if isinstance(tokens, np.ndarray) else tokens
     except OSError as error:
         name, reason = error.filename or "its source", error.strerror or error
-        raise ValueError(f"the text must be readable: {name}: {reason}: mend that or leave it out") from None
+        raise ValueError(f"the text must be readable: {name}: {reason}: correct that or leave it out") from None
 
 
 def open_tokens(path: str | Path) -> TokenFile:
-    """Open a token file after checking its header and size; its content is read where it is sliced.
+    """Open a token file after checking its header and size; its content is read when it is sliced.
 
     Raises: ValueError: no such file, or not a whole token file; one line with path, values and remedy.
     """

@@ -1,6 +1,6 @@
-"""Whether all ranks have built the same thing: compared by digest, and where they differ the first difference is named.
+"""Whether all ranks have built the same model: compared by hash; if they differ, the first difference is named.
 
-Nothing is exchanged but a hash unless there is a difference.
+Only a hash is exchanged unless there is a difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpkernels.exchange.communicator import Communicator
 
 
 def describe_model(model: nn.Module) -> list[str]:
-    """Say in lines of text all that must be equal on all ranks: parameters, which are shared or frozen, buffers."""
+    """Return as lines of text what must be equal on all ranks: parameters, which are shared or frozen, buffers."""
     lines = []
     first_name: dict[Parameter, str] = {}
     devices: dict[torch.device, int] = {}
@@ -32,18 +32,18 @@ def describe_model(model: nn.Module) -> list[str]:
 
 
 def differing_members(text: bytes, device: torch.device, comm: Communicator) -> list[int]:
-    """The ranks of a communicator whose text differs from its rank 0's, by its hash; empty if all agree."""
+    """Return the ranks of a communicator whose text has another hash than its rank 0's; empty if all agree."""
     mine = torch.tensor([list(hashlib.sha256(text).digest())], dtype=torch.uint8, device=device)
     digests = comm.all_gather(mine).tolist()
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def check_same(lines: Sequence[str], device: torch.device, comm: Communicator) -> None:
-    """Compare the lines over the ranks; collective.
+    """Raise unless the lines are equal on all ranks; collective.
 
     Args:
         lines: what must be equal.
-        device: what the ranks talk over.
+        device: where the compared tensors are, as the group needs.
         comm: the ranks.
 
     Raises:
@@ -66,14 +66,14 @@ def check_same(lines: Sequence[str], device: torch.device, comm: Communicator) -
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of its first parameter or buffer, or the CPU."""
+    """Return the device of the model's first parameter or buffer, or the CPU."""
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     """Overwrite parameters and buffers with those of the communicator's rank 0, whatever their strides.
 
-    Those on the meta device have no values and are left out.
+    Those on the meta device have no values and are skipped.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() > 0 and not tensor.is_meta:

@@ -1,4 +1,4 @@
-"""Which of how many processes this is, as torchrun, srun or a person says it in the environment. No torch."""
+"""The rank and number of processes, as torchrun, srun or a person gives them in the environment. No torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Ports that SLURM's job and step choose: below those that Linux hands out by itself.
+# Range of the ports chosen for SLURM's job steps: below those that Linux assigns by itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place.
+    """This process's rank, and where the processes meet.
 
     Attributes:
         rank, world_size: over all nodes.
         local_rank, local_world_size: on this node.
-        address, port: where the processes meet; rank 0's host, unless torchrun's agent keeps the store. Empty and 0 for
-            one process.
-        run: what tells this run from others, the same on all ranks: torchrun's number of it, or the step of a SLURM job
-            where that chose the port; empty where nobody says it.
+        address, port: where the processes meet: on rank 0's host, unless torchrun's agent keeps the store. Empty and 0
+            for one process.
+        run: identifies this run, the same on all ranks: torchrun's run id, or the SLURM job step if that chose the
+            port; empty if neither is known.
     """
 
     rank: int
@@ -37,19 +37,19 @@ class Launch:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Launch:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what is missing comes from
-        SLURM's variables where srun has started this process. Without either there is one process.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
+        Missing ones come from SLURM's variables if srun has started this process. Without either there is one process.
         RANK without LOCAL_RANK means that all processes are on one host.
 
         Raises:
-            ValueError: not integers, not 0 <= rank < size, RANK and SLURM's number disagree, or several processes and
-                no address to meet at.
+            ValueError: not integers, not 0 <= rank < size, RANK and SLURM's number disagree, or there are several
+                processes and no address to meet at.
         """
         step = None if "TORCHELASTIC_RUN_ID" in environ else _Step.of(environ)
         rank, world_size = _pair(environ, "RANK", "WORLD_SIZE", *((step.rank, step.world_size) if step else (0, 1)))
         if step is not None and (rank, world_size) != (step.rank, step.world_size):
-            # One task may well start a group of its own; a RANK that the batch script exported is the same in all.
+            # A single task may start a group of its own. With several, a RANK exported by the batch script is wrong.
             if step.world_size > 1:
                 raise ValueError(
                     f"the environment must say one place: RANK {rank} of WORLD_SIZE {world_size}, but SLURM_PROCID "
@@ -72,14 +72,14 @@ class Launch:
                 f"{world_size} processes must know where to meet: MASTER_ADDR {address or None}, "
                 f"MASTER_PORT {port or None}: start with torchrun"
             )
-        # Where a person chose the port, the ranks may be of several steps.
+        # If a person chose the port, ranks of several steps may meet there.
         run = f"SLURM's step {_step_name(environ)}" if step and not environ.get("MASTER_PORT") else ""
         if "TORCHELASTIC_RUN_ID" in environ:
             run = f"torchrun's run {environ['TORCHELASTIC_RUN_ID']}"
         return cls(rank, world_size, local_rank, local_world_size, address, int(port), run)
 
     def variables(self) -> dict[str, str]:
-        """The environment that says this place, for libraries that read it."""
+        """Return the environment variables that describe this launch, for libraries that read them."""
         place = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -92,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Step:
-    """The place of this task in a job step that srun has started."""
+    """This task's number and size in a job step that srun has started."""
 
     rank: int
     world_size: int
@@ -103,10 +103,10 @@ class _Step:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> _Step | None:
-        """Read SLURM's variables; None outside a step.
+        """Read SLURM's variables; return None outside a step.
 
-        A batch script has SLURM_PROCID and SLURM_NTASKS too, of the whole job, and is one process: only srun sets
-        the step's.
+        A batch script is one process, although it has the whole job's SLURM_PROCID and SLURM_NTASKS; only srun sets
+        the step's variables.
         """
         size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "")
         in_step = any(name.startswith("SLURM_STEP_") for name in environ)
@@ -143,7 +143,7 @@ def _pair(environ: Mapping[str, str], index: str, size: str, default_index: int,
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Expand SLURM's "4(x2),3" to [4, 4, 3]; empty where it is something else."""
+    """Expand SLURM's "4(x2),3" to [4, 4, 3]; return an empty list for any other form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -154,13 +154,13 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_node(nodes: str) -> str:
-    """The first name of SLURM's "rack[3-5,9]-n[01-02],gpu7": "rack3-n01"."""
+    """Return the first name of SLURM's "rack[3-5,9]-n[01-02],gpu7": "rack3-n01"."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """A port that two steps side by side on a node hardly ever share: one in 10,000 pairs does."""
+    """Return a port from the step's name; of 10,000 pairs of steps on one node about one would share it."""
     digest = hashlib.sha256(_step_name(environ).encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "little") % _NUM_PORTS
 
@@ -170,19 +170,21 @@ def _step_name(environ: Mapping[str, str]) -> str:
 
 
 def num_cores(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """The cores that this process may use: those it may run on, or fewer where a control group (a container's) gives it
-    less time than that.
+    """Return how many cores this process may use: those it may run on, or fewer if a control group limits its time.
+
+    Containers are control groups.
+
 
     Args:
-        control_groups: where they are mounted.
-        own: which one this process is in.
+        control_groups: where control groups are mounted.
+        own: the file that names this process's group.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *(math.ceil(limit) for limit in _core_limits(control_groups, own))])
 
 
 def _core_limits(control_groups: Path, own: Path) -> Iterator[float]:
-    """Cores' worth of time that each control group of this process allows."""
+    """Yield the limit of each control group of this process, in cores."""
     try:
         names = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
     except OSError:
@@ -193,7 +195,7 @@ def _core_limits(control_groups: Path, own: Path) -> Iterator[float]:
             continue
         mount = control_groups if is_second else control_groups / "cpu"
         group = mount / name.lstrip("/")
-        # In a container the path may be the host's, and what is mounted is the group itself.
+        # In a container the path may be the host's, while the group itself is mounted.
         for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
             try:
                 if is_second:
@@ -203,32 +205,32 @@ def _core_limits(control_groups: Path, own: Path) -> Iterator[float]:
                 if int(quota) > 0:
                     yield int(quota) / int(period)
             except (OSError, ValueError):
-                continue  # there is no limit: no file, "max" or -1
+                continue  # no limit: no file, "max" or -1
 
 
 def threads_of_rank(
     launch: Launch, environ: Mapping[str, str], parents: Mapping[str, str] | None, cores: int
 ) -> int | None:
-    """The threads that a rank on a CPU takes: its share of the host's cores.
+    """Return the number of threads of a rank on a CPU: its share of the host's cores.
 
     Args:
-        launch: its place.
-        environ: its environment.
-        parents: the environment that its parent process was started with; None if that cannot be known.
-        cores: those that it may use.
+        launch: this process's.
+        environ: this process's environment.
+        parents: the environment with which the parent process was started; None if unknown.
+        cores: number of cores that it may use.
 
     Returns:
-        The number; None if what is set or the library's own choice is to stay. torchrun sets OMP_NUM_THREADS to 1
-        unless it is set already: a 1 that torchrun's own environment lacks is not the user's. Any other value is.
+        The number; None to keep what is set, or the library's own choice. torchrun sets OMP_NUM_THREADS to 1 unless it
+        is set already, so a 1 that is not in torchrun's own environment is not the user's. Any other value is.
     """
     given = environ.get("OMP_NUM_THREADS")
     is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in environ and parents is not None
     if given is not None and not (is_torchruns and "OMP_NUM_THREADS" not in (parents or {})):
         return None
     if launch.local_world_size == 1:
-        # Nobody shares the host. The library counts cores, and knows which of them are halves of one.
+        # The only rank on the host. The library's choice is better: it knows which cores are hyper-threads of one.
         return None if given is None else cores
-    # srun may have bound each task to cores of its own, which are no other's.
+    # srun may have given each task cores of its own.
     per_task = environ.get("SLURM_CPUS_PER_TASK", "")
     if per_task.isdecimal() and "TORCHELASTIC_RUN_ID" not in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return max(1, min(cores, int(per_task)))
@@ -236,7 +238,7 @@ def threads_of_rank(
 
 
 def environment_of_parent() -> dict[str, str] | None:
-    """The environment that the parent of this process was started with; None if it cannot be read."""
+    """Return the environment with which this process's parent was started; None if it cannot be read."""
     try:
         text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode("utf-8", "surrogateescape")
     except OSError:

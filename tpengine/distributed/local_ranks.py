@@ -1,10 +1,10 @@
 """Ranks on this host, started by one command: spawned processes, one thread each, joined by gloo over a file store.
 
-A rank holds one object; the parent calls its methods on all ranks over pipes. Between calls a rank blocks in the read
-of its pipe and uses no core, so that sets of ranks can take turns on the same cores and keep their memory apart.
+A rank holds one object, and the parent calls its methods on all ranks over pipes. Between calls a rank blocks in
+reading its pipe and uses no core. So several sets of ranks can take turns on the same cores, with separate memory.
 
-This is the parent's side, and imports no torch: what a rank makes is named by text and imported by the rank alone. So
-is the rank's side, rank_process.py, since the check of what imports torch also counts imports inside functions.
+This is the parent's side and imports no torch: the object of a rank is named as text, and only the rank imports it.
+rank_process.py, the rank's side, is named as text too, because the test of imports also follows imports in functions.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tpengine.distributed.loopback import loopback_variables
 
 THREADS_PER_RANK = 1
 
-# After one rank's failure the others' reports are waited for so long: most fail because of it, and say less.
+# After a rank has failed, wait this long for the reports of others: most fail as a consequence, and say less.
 _GRACE_SECONDS = 1.0
 
 
 class RanksFailed(RuntimeError):
-    """A rank raised, died or did not answer in time; the message holds its traceback."""
+    """A rank raised, died or did not answer in time; the message has its traceback."""
 
 
 class Ranks:
-    """`world` processes that are the ranks of one gloo group, which listens on loopback alone.
+    """`world` processes that are the ranks of one gloo group, which listens on loopback only.
 
     Args:
         world: number of ranks.
         factory: "package.module:name"; a rank imports it, and calls `name(*args)` to make the object.
         args: picklable.
-        seconds: longest time for any answer, the construction included.
+        seconds: the longest wait for any answer, including the construction.
 
     Raises:
-        RanksFailed: as `call`; in one line where there is no such module or name.
+        RanksFailed: as `call`; in one line if there is no such module or name.
 
-    Use it as a context manager: leaving it, by an exception or Ctrl-C too, ends every rank. If this process is killed,
+    Use it as a context manager: leaving it, also by an exception or Ctrl-C, ends every rank. If this process is killed,
     a rank ends when it next reads its pipe.
     """
 
@@ -73,7 +73,7 @@ class Ranks:
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the object on every rank at once; return the answers by rank.
+        """Call a method of the object on every rank at the same time; return the answers by rank.
 
         Raises:
             RanksFailed: with the traceback of the first rank that failed; all ranks have been ended.
@@ -104,7 +104,7 @@ class Ranks:
     def _collect(self) -> list[Any]:
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         answers: dict[int, Any] = {}
-        failures: dict[str, list[int]] = {}  # the ranks by what they say: of one mistake all say the same
+        failures: dict[str, list[int]] = {}  # ranks by their report: ranks with the same mistake report the same
         deadline = time.monotonic() + self._seconds
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -150,7 +150,7 @@ def _named(ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables for the processes started inside."""
+    """Set environment variables for the processes started inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -164,6 +164,6 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _run_rank(*work: Any) -> None:
-    # Ctrl-C reaches the whole foreground group; the parent ends the ranks.
+    # The terminal sends Ctrl-C to the ranks too; they ignore it, and the parent ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module("tpengine.distributed.rank_process").serve(*work)

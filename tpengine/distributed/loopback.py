@@ -1,6 +1,6 @@
-"""The loopback interface: where ranks of one host listen, so that nobody on another host can reach them. No torch.
+"""The loopback interface: ranks of one host listen on it, so that no other host can reach them. No torch.
 
-gloo's connections have no password. Left alone it listens at the address that the host's name stands for.
+gloo's connections have no password. By default gloo listens at the address of the host's name.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Mapping
 
 from tpkernels.symmetric.processes import host_identity
 
-# Names the interface that gloo listens on.
+# The variable that names the interface on which gloo listens.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that makes gloo listen on loopback alone, for ranks that are all on this host.
+    """Return the environment that makes gloo listen on loopback only, for ranks that are all on this host.
 
     Returns:
-        Nothing where the user has named an interface, or where there is no loopback.
+        An empty dict if the user has named an interface, or if there is no loopback.
     """
     name = "" if GLOO_INTERFACE in environ else loopback_interface()
     return {GLOO_INTERFACE: name} if name else {}
 
 
 def loopback_interface() -> str:
-    """The name of this host's loopback interface: lo, or lo0 on a BSD or a Mac; empty if there is none that is up."""
+    """Return the name of this host's loopback interface, lo or lo0 (BSD, Mac); empty if none is up."""
     names = [name for _, name in socket.if_nameindex() if re.fullmatch("lo[0-9]*", name)]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -38,7 +38,7 @@ def loopback_interface() -> str:
 
 
 def network_identity() -> str:
-    """A text that is equal for two processes only if they share a loopback; each container of a host has its own."""
+    """Return a text that is equal for two processes only if they share a loopback; each container has its own."""
     try:
         network = os.readlink("/proc/self/ns/net")
     except OSError:

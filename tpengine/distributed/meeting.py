@@ -1,10 +1,10 @@
 """The ranks meet before there is a process group: over torchrun's store, or over one that rank 0 keeps.
 
-Here every rank says whether it can go on, and rank 0 what becomes of the run. So a mistake that one rank alone can see
-(a directory that is taken, a file that a node lacks) ends all of them at once, also where only the ranks would notice.
+Every rank reports whether it can continue, and rank 0 decides for all. So a mistake that only one rank can see (a
+directory that is taken, a file that a node lacks) ends all ranks at once, even if the launcher would not end them.
 
-Nothing here blocks inside the library for longer than an answer takes: a rank that waits asks again and again, and the
-watch's time limit ends it with the names of those who have not come.
+No call blocks inside the library for longer than an answer takes. A waiting rank asks again and again, and the watch's
+time limit ends it with the names of the ranks that have not come.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tpengine.last_words import one_line
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
-# Once one rank has a mistake, others that have one too get so long to say theirs.
+# Once one rank has reported a mistake, wait this long for the reports of others.
 _GRACE_SECONDS = 1.0
-# A rank with a mistake speaks itself if rank 0 has not done so by then.
+# A rank with a mistake prints it itself if rank 0 has not answered by then.
 _SILENCE_SECONDS = 10.0
-# Rank 0 stays so long for ranks that have not heard why the run ends.
+# Rank 0 stays this long for ranks that have not yet heard why the run ends.
 _FAREWELL_SECONDS = 30.0
-# What torch gives a store that it makes itself.
+# torch's default for a store that it creates itself.
 _ANSWER_TIMEOUT = timedelta(minutes=30)
 _NUM_NAMED = 8
 
 
 def prefix_of_attempt(environ: Mapping[str, str]) -> str:
-    """Where in the store the ranks of this attempt meet.
+    """Return the prefix in the store under which the ranks of this attempt meet.
 
-    torchrun --max-restarts hands out the store of the attempt before, where dead ranks have left their words. Where
-    each attempt has a store of its own, torchrun's count must not matter: a node that joins later is behind in it.
+    torchrun --max-restarts passes on the store of the previous attempt, which still has the entries of dead ranks. If
+    each attempt has a store of its own, torchrun's count must not be used: a node that joins later has a lower count.
     """
     keeps_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"attempt/{environ.get('TORCHELASTIC_RESTART_COUNT', '0') if keeps_store else 'own'}"
@@ -48,9 +48,9 @@ class Meeting:
     """One rank's part in the meeting.
 
     Args:
-        launch: this rank's place.
+        launch: this rank's.
         environ: says whether torchrun keeps the store, and which attempt this is.
-        clock: seconds; only differences count.
+        clock: seconds; only differences matter.
     """
 
     def __init__(self, launch: Launch, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,15 +61,15 @@ class Meeting:
 
     @property
     def store(self) -> Any:
-        """Where the process groups meet, too; after `connect`."""
+        """Return the store, which the process groups use too; after `connect`."""
         return self._store
 
     def explain(self, _: object) -> str:
-        """Whom this rank waits for; any thread."""
+        """Return which rank this one waits for, in words; any thread may call it."""
         return f", waiting for {self._awaited}" if self._awaited else ""
 
     def connect(self) -> None:
-        """Open the store, and wait until it is there.
+        """Open the store; wait until it exists.
 
         Raises:
             ValueError: the port is taken.
@@ -83,19 +83,19 @@ class Meeting:
         self._store = self._client(is_master=self._keeps_store)
 
     def agree(self, mistake: str, speak: Callable[[str], None]) -> bool:
-        """Tell the others whether this rank can go on, and hear whether all can; collective.
+        """Report whether this rank can continue, and return whether all can; collective.
 
         Args:
-            mistake: why this rank cannot go on; empty if it can. Rank 0 has already said its own.
-            speak: says a line to the user. Rank 0 says the others' mistakes, before any of them leaves; a rank that
-                hears nothing of rank 0 for a while says its own.
+            mistake: why this rank cannot continue; empty if it can. Rank 0 has already printed its own.
+            speak: prints a line for the user. Rank 0 prints the others' mistakes before any of them leaves; a rank that
+                hears nothing from rank 0 for a while prints its own.
 
         Returns:
-            Whether all ranks go on.
+            Whether all ranks continue.
 
         Raises:
-            ValueError: the store is another run's; that run does not notice, unless it has as many ranks and neither
-                says which run it is.
+            ValueError: the store belongs to another run; that run does not notice this, unless it has as many ranks and
+                neither run has a name.
         """
         rank, store = self._launch.rank, self._store
         is_said = False
@@ -103,7 +103,7 @@ class Meeting:
             is_said = self._hear("world_size", mistake, speak)
             self._check_run()
         if store.add(f"here/{rank}", 1) > 1:
-            raise ValueError(self._another_run(f"rank {rank} has been here"))
+            raise ValueError(self._another_run(f"its rank {rank} was here first"))
         if rank == 0:
             store.set("run", self._launch.run)
             store.set("world_size", str(self._launch.world_size))
@@ -124,11 +124,11 @@ class Meeting:
         return not verdict
 
     def another_client(self) -> Any:
-        """A connection of its own to the same store, for a thread that must not wait for other threads' calls."""
+        """Return another connection to the same store, for a thread that must not wait for other threads' calls."""
         return self._client(is_master=False)
 
     def _hear(self, name: str, mistake: str, speak: Callable[[str], None]) -> bool:
-        """Wait until rank 0 has said something; return whether this rank has said its mistake meanwhile."""
+        """Wait until rank 0 has decided; return whether this rank has printed its mistake meanwhile."""
         self._awaited = "rank 0"
         silent_until = self._clock() + _SILENCE_SECONDS
         has_spoken = False
@@ -141,10 +141,10 @@ class Meeting:
         return has_spoken
 
     def _check_run(self) -> None:
-        """Leave a store that is another run's before writing there; rank 0 has said whose it is.
+        """Leave a store of another run before writing to it; rank 0 has written which run it is.
 
         Raises:
-            ValueError: it has another number of ranks, or says another run.
+            ValueError: the store's run has another number of ranks, or another name.
         """
         size, run = int(self._store.get("world_size")), self._store.get("run").decode()
         if size != self._launch.world_size:
@@ -155,7 +155,7 @@ class Meeting:
     def _another_run(self, why: str) -> str:
         place = f"{self._launch.address}:{self._launch.port}"
         return (
-            f"the port at which the ranks meet must be this run's alone: {place} is another run's, {why}: use another "
+            f"the port at which the ranks meet must be for this run only: {place} is another run's, {why}: use another "
             "MASTER_PORT; an elastic torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 
@@ -181,7 +181,7 @@ class Meeting:
         return dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
 
     def _await_server(self) -> None:
-        """Wait until somebody listens; torch's own attempts fill the screen."""
+        """Wait until the server listens; torch's own attempts would print many lines."""
         place = self._launch.address, self._launch.port
         self._awaited = f"rank 0 at {place[0]}:{place[1]}"
         while True:
@@ -193,7 +193,7 @@ class Meeting:
                 time.sleep(_POLL_SECONDS)
 
     def _gather(self) -> str:
-        """Wait for all ranks, or for one that cannot go on; return the mistakes in one line, empty if there is none."""
+        """Wait for all ranks, or for one that cannot continue; return the mistakes in one line, empty if none."""
         store, world_size = self._store, self._launch.world_size
         leave_at, look_at = float("inf"), self._clock() + _LOOK_SECONDS
         while store.add("arrived", 0) < world_size and self._clock() < leave_at:
@@ -214,7 +214,7 @@ class Meeting:
         return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
     def _wait_until_heard(self) -> None:
-        """Stay until the others know: with this process its store goes, or that of its node's torchrun."""
+        """Wait until the others have heard: the store goes with this process, or with its node's torchrun."""
         end = self._clock() + _FAREWELL_SECONDS
         while self._store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
             time.sleep(_POLL_SECONDS)

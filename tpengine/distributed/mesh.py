@@ -1,14 +1,14 @@
 """The mesh of ranks: axes pp, dp, tp (tp innermost), and every process group the engine uses.
 
-Rank arithmetic is pure; process groups are made in one function, `build_mesh`, in the same order on all ranks. A
-mesh is passed to whoever needs it and never global.
+Rank arithmetic is pure. Process groups are made in one function, `build_mesh`, in the same order on all ranks. A mesh
+is passed as an argument to what needs it; it is never global.
 
-The decision a reader will question: the groups are not made by torch's DeviceMesh, which has every rank call new_group
-for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most seven.
+The decision a reader will question: torch's DeviceMesh does not make the groups, because it has every rank call
+new_group for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most seven.
 
-Besides the three axes, gradients are summed over joined axes: dp x tp (norm weights, whole on every tp rank) and
-dp x replica (K and V weights when kv heads < tp, where tp unflattens to (kv, replica)). Each joined axis is one
-group, so that one collective does the sum.
+Besides the three axes, gradients are summed over joined axes: dp x tp (norm weights, which every tp rank holds whole)
+and dp x replica (K and V weights with fewer KV heads than tp, where tp is split into (kv, replica)). Each joined axis
+is one group, so that one collective computes the sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tpengine.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place on the axes."""
+    """A rank's position on the axes."""
 
     pp: int
     dp: int
@@ -44,25 +44,25 @@ class Shape:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Shape:
-        """The shape of a resolved layout (tp, pp and dp all set)."""
+        """Return the shape of a resolved layout (tp, pp and dp all set)."""
         assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.resolve_layout"
         return cls(parallel.pp, parallel.dp, parallel.tp)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.pp * self.dp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` lies."""
+        """Return the position of `rank` on the axes."""
         return Coordinates(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
 
     def rank(self, at: Coordinates) -> int:
-        """Which rank lies at `at`."""
+        """Return the rank at a position."""
         return (at.pp * self.dp + at.dp) * self.tp + at.tp
 
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
-        """Global ranks of the pipeline that `rank` belongs to, by stage."""
+        """Return the global ranks of the pipeline that `rank` belongs to, by stage."""
         at = self.coordinates(rank)
         return tuple(self.rank(Coordinates(pp, at.dp, at.tp)) for pp in range(self.pp))
 
@@ -72,13 +72,13 @@ class Mesh:
     """The process groups of one rank.
 
     Attributes:
-        shape, at: sizes of the axes and this rank's place.
-        device_mesh: torch's DeviceMesh over (pp, dp, tp), for whatever understands it.
+        shape, at: sizes of the axes and this rank's position.
+        device_mesh: torch's DeviceMesh over (pp, dp, tp), for libraries that expect one.
         pp, dp, tp: the axes' groups.
-        replica: tp ranks that hold the same KV shard; None if every rank holds its own.
+        replica: tp ranks that hold the same KV heads; None if every rank holds its own.
         dp_tp, dp_replica: joined axes over which gradients are summed.
-        ends: the stages of this rank's pipeline that share tied embeddings: they hold the model's first chunk and its
-            last. None elsewhere, where one stage holds both, and where embeddings are not tied.
+        ends: the stages of this rank's pipeline that share tied embeddings: those with the model's first and last
+            chunk. None on other stages, if one stage holds both chunks, and if embeddings are not tied.
     """
 
     shape: Shape
@@ -94,22 +94,22 @@ class Mesh:
 
 
 def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple[int, int] | None = None) -> Mesh:
-    """Create this rank's process groups of the layout; collective, the same call on all ranks.
+    """Create this rank's process groups of a layout; collective, with the same arguments on all ranks.
 
     Args:
         shape: sizes of the axes; their product is the world size.
-        device_type: "cuda" if the groups are NCCL's, else "cpu".
+        device_type: "cuda" if the groups use NCCL, else "cpu".
         kv_replicas: consecutive tp ranks that share one KV head; divides tp.
-        ends: the stages that hold the model's first chunk and its last, where they share tied embeddings; None makes
-            no groups for them.
+        ends: the stages with the model's first and last chunk, if these share tied embeddings; with None no groups are
+            made for them.
 
     Returns:
         This rank's mesh.
 
     Raises:
-        ValueError: the shape does not fill the world, or the replicas do not divide tp.
+        ValueError: the shape does not have the number of processes, or the replicas do not divide tp.
 
-    Cost: one all-gather, and at most seven rendezvous, each with the other members of a group; call it once.
+    Cost: one all-gather, and at most seven rendezvous, each among the members of a group; call it once.
     """
     if shape.world_size != dist.get_world_size():
         raise ValueError(
@@ -118,7 +118,7 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         )
     if shape.tp % kv_replicas:
         raise ValueError(f"KV replicas must divide tp: {kv_replicas} replicas, tp {shape.tp}: let kv heads divide tp")
-    # [pp, dp, tp] and [pp, dp, kv, replica]; the groups of an axis are the rows of its table, and hold every rank once.
+    # [pp, dp, tp] and [pp, dp, kv, replica]; the rows of an axis's table are its groups and contain every rank once.
     axes = torch.arange(shape.world_size).view(shape.pp, shape.dp, shape.tp)
     replicas = axes.unflatten(2, (shape.tp // kv_replicas, kv_replicas))
     is_counted_alike = _has_made_groups_alike()
@@ -153,9 +153,10 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
 
 
 def _ends(shape: Shape, ends: tuple[int, int]) -> list[list[int]]:
-    """Each pipeline's two ends, and each stage between them alone: so all ranks have made as many groups as the others.
+    """Return each pipeline's two ends as one group, and each stage between them as a group of its own.
 
-    torch names a group by its ranks and by how many groups its member has made before.
+    So all ranks make the same number of groups. torch names a group by its ranks and by the number of groups that the
+    member has made before, so the members of a later group must agree on that number.
     """
     pipelines = [shape.pipeline_ranks(first) for first in range(shape.dp * shape.tp)]
     pairs = [[pipeline[stage] for stage in ends] for pipeline in pipelines]
@@ -175,9 +176,9 @@ def _own_group(axis: str, groups: list[list[int]], is_counted_alike: bool) -> Pr
 
 
 def _has_made_groups_alike() -> bool:
-    """Whether all ranks are members of equally many groups, and so name a new one alike: see `_ends`; collective.
+    """Return whether all ranks are members of equally many groups, and so name a new group alike (see `_ends`).
 
-    They are not where a program has made groups of its own for some ranks only. Then all ranks make all groups.
+    Collective. It is False if a program has made groups of its own for some ranks only. Then all ranks make all groups.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -1,7 +1,7 @@
-"""What ranks tell each other beside tensors: JSON, as bytes of a tensor.
+"""Messages between ranks that are not tensors: JSON, as the bytes of a tensor.
 
-torch's object collectives would pickle it, and whoever unpickles runs what the sender wrote. Nothing here does: a rank
-that sends nonsense makes the others raise ValueError.
+torch's object collectives would pickle them, and unpickling runs what the sender wrote. JSON runs nothing: if a rank
+sends something malformed, the others raise ValueError.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tpkernels.symmetric.memory import device_for_numbers
 
 
 def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Tell all ranks each rank's value; collective.
+    """Return each rank's value on all ranks; collective.
 
     Args:
-        value: what JSON can hold.
+        value: anything that JSON can hold.
         group: the ranks; None for the default group.
 
     Returns:
-        Every rank's value, by rank in the group; tuples have become lists.
+        Every rank's value, by rank in the group; tuples become lists.
 
     Cost: two collectives; each rank receives the longest text once from every rank.
     """
@@ -35,14 +35,14 @@ def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast_json(value: Any = None, group: ProcessGroup | None = None) -> Any:
-    """Tell all ranks the value of the group's rank 0; collective.
+    """Return the value of the group's rank 0 on all ranks; collective.
 
     Args:
-        value: what JSON can hold; what other ranks pass is not looked at.
+        value: anything that JSON can hold; ignored on other ranks.
         group: the ranks; None for the default group.
 
     Returns:
-        Rank 0's value, also on rank 0 itself as JSON gives it back: tuples have become lists.
+        Rank 0's value; on rank 0, too, as JSON returns it: tuples become lists.
 
     Cost: two collectives.
     """
@@ -57,7 +57,7 @@ def broadcast_json(value: Any = None, group: ProcessGroup | None = None) -> Any:
 
 
 def gather_bytes(mine: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's bytes, at least one, on the group's rank 0, and nothing elsewhere; collective.
+    """Return every rank's bytes, at least one each, on the group's rank 0, and an empty list elsewhere; collective.
 
     Cost: two collectives; rank 0 receives the longest bytes once from every rank.
     """
@@ -68,7 +68,7 @@ def gather_bytes(mine: bytes, group: ProcessGroup | None = None) -> list[bytes]:
 
 
 def _padded(mine: bytes, group: ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """This rank's bytes, as long as the longest of all ranks, and how many each rank has."""
+    """Return this rank's bytes, padded to the longest of all ranks, and each rank's length."""
     device = device_for_numbers(_group(group))
     length = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]

@@ -1,4 +1,4 @@
-"""Start-up of one process: which rank it is, which device it computes on, which transport connects the ranks."""
+"""Start and end of one process: which device it computes on, which backend connects the ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group as a default argument. Imported later (the optimizer does), they would keep
-# that group, and its threads, alive beyond `stop`.
+# This module's functions have the default group as a default argument. If it were imported later (the optimizer does),
+# they would keep that group, and its threads, alive after `stop`.
 import torch.distributed.nn.functional
 from torch import Tensor
 from tpkernels.symmetric.processes import host_identity
@@ -23,7 +23,7 @@ from tpkernels.symmetric.signals import PeerError
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.loopback import loopback_variables, network_identity
 
-# What gloo, NCCL and the store say when the other side is gone.
+# What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|broken pipe|closed by peer|socket (error|timeout)|remote process|"
     r"timed out waiting|recv(Value|Bytes) failed|connectFullMesh",
@@ -32,13 +32,13 @@ _LOST = re.compile(
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """Choose where this process computes.
+    """Return the device on which this process computes.
 
     Args:
-        wanted: "cpu", "cuda" or "auto" (cuda where there is one).
+        wanted: "cpu", "cuda" or "auto" (cuda if there is one).
 
     Returns:
-        cuda:LOCAL_RANK, or with fewer visible cards than local processes cuda:(LOCAL_RANK mod cards), else cpu.
+        cuda:LOCAL_RANK, or with fewer visible GPUs than local processes cuda:(LOCAL_RANK mod GPUs), else cpu.
 
     Raises:
         ValueError: cuda is wanted and there is none.
@@ -51,18 +51,18 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
 
 def start(device: torch.device, launch: Launch, store: Any) -> None:
-    """Create the default process group: NCCL where every process has a card of its own, else gloo.
+    """Create the default process group: NCCL if every process has a GPU of its own, else gloo.
 
-    Several processes on one card cannot use NCCL; their data is staged through the host, which is said once. The
-    choice is made from the cards' identities on all nodes, so that it is the same on every rank.
-    Where all processes are on this host, gloo listens on loopback alone, unless GLOO_SOCKET_IFNAME says otherwise.
+    Co-located processes (several on one GPU) cannot use NCCL; their data goes through the host, which is printed once.
+    The choice depends on the GPUs' identities on all nodes, so it is the same on every rank. If all processes are on
+    this host, gloo listens on loopback only, unless GLOO_SOCKET_IFNAME says otherwise.
 
     Args:
         store: where the ranks have met (meeting.py).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # A DeviceMesh would otherwise initialise CUDA itself, on the card numbered LOCAL_RANK.
+        # Otherwise a DeviceMesh would initialise CUDA itself, on the GPU numbered LOCAL_RANK.
         torch.cuda.init()
     backend = "gloo"
     if device.type == "cuda":
@@ -75,33 +75,33 @@ def start(device: torch.device, launch: Launch, store: Any) -> None:
                 file=sys.stderr,
             )
     if launch.local_world_size == launch.world_size and _share_loopback(store, launch):
-        # The mesh's groups read it too.
+        # The mesh's groups read this variable too.
         os.environ.update(loopback_variables(os.environ))
     groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=groups, rank=launch.rank, world_size=launch.world_size)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Have every operation give the same bits for the same operands, as exact mode needs.
+    """Make every operation give the same bits for the same operands, as exact mode needs.
 
-    On a CPU one thread, since libraries cut sums over threads; on a GPU torch's deterministic algorithms.
+    A CPU uses one thread, because libraries cut sums over threads; a GPU torch's deterministic algorithms.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
     torch.use_deterministic_algorithms(True)
 
 
 def _cards_of_all_ranks(store: Any, device: torch.device, launch: Launch) -> set[bytes]:
-    """Tell every rank which cards there are, by host and UUID: a visible card's number says nothing about sharing."""
+    """Return all ranks' GPUs, by host and UUID: the number of a visible GPU does not tell whether it is shared."""
     uuid = torch.cuda.get_device_properties(device).uuid
     store.set(f"card/{launch.rank}", f"{socket.gethostname()}/{uuid}")
     return {store.get(f"card/{rank}") for rank in range(launch.world_size)}
 
 
 def _share_loopback(store: Any, launch: Launch) -> bool:
-    """Whether all ranks reach each other over loopback: where no LOCAL_RANK was given, one host is only a guess."""
+    """Return whether all ranks reach each other over loopback: without LOCAL_RANK, one host is only a guess."""
     store.set(f"network/{launch.rank}", network_identity())
     return len({store.get(f"network/{rank}") for rank in range(launch.world_size)}) == 1
 
@@ -109,15 +109,15 @@ def _share_loopback(store: Any, launch: Launch) -> bool:
 def stop() -> None:
     """Destroy the process groups and end their threads.
 
-    Call it when whatever holds a group has gone out of scope. A thread that is still letting go of a tensor when the
-    interpreter ends would abort the process.
+    Call it when no object that holds a group is left. A thread that still frees a tensor when the interpreter ends
+    would abort the process.
     """
     dist.destroy_process_group()
     gc.collect()
 
 
 def lost_peer(error: BaseException | None) -> str:
-    """How an error, or what caused it, says that the fault is another rank's; empty if it does not."""
+    """Return how an error, or its cause, says that another rank is at fault; empty if it does not."""
     while error is not None:
         if isinstance(error, PeerError):
             return error.what
@@ -142,7 +142,7 @@ def differing_ranks(text: str, device: torch.device) -> list[int]:
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The elementwise maximum over all ranks, in float64."""
+    """Return the elementwise maximum over all ranks, in float64."""
     if dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=link_device(device))
@@ -151,10 +151,10 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def read_with_largest(own: Tensor, shared: Tensor) -> tuple[list[float], list[float]]:
-    """Read a vector of this rank's, and the largest of another over all ranks, while waiting for the device once.
+    """Read a vector of this rank and the maximum of another over all ranks, while waiting for the device only once.
 
     Args:
-        own, shared: float64 [n] and [m], on the device; nothing in `shared` is NaN, which a maximum may drop.
+        own, shared: float64 [n] and [m], on the device; `shared` has no NaN, which a maximum may lose.
 
     Returns:
         The numbers of `own`, and the elementwise maximum over all ranks of `shared`.
@@ -168,14 +168,14 @@ def read_with_largest(own: Tensor, shared: Tensor) -> tuple[list[float], list[fl
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, through pinned memory and without waiting on CUDA."""
+    """Copy a host tensor to the device; on CUDA through pinned memory and without waiting."""
     if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
 
 
 def hosts_of_ranks(device: torch.device) -> list[int]:
-    """The identity of each rank's host, by rank; collective."""
+    """Return the identity of each rank's host, by rank; collective."""
     mine = torch.tensor([host_identity()], dtype=torch.int64, device=link_device(device))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -183,5 +183,5 @@ def hosts_of_ranks(device: torch.device) -> list[int]:
 
 
 def link_device(device: torch.device) -> torch.device:
-    """Where tensors must lie that the default group moves: on the GPU for NCCL, else on the host."""
+    """Return where tensors must be that the default group exchanges: on the GPU for NCCL, else on the host."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,6 +1,6 @@
-"""A rank that local_ranks.py has started: joins the group, makes its object, and answers calls until its parent goes.
+"""A rank that local_ranks.py has started: joins the group, makes its object, and answers calls until its parent ends.
 
-Nothing imports this file by statement: the parent must not need torch, and names it to the process that it starts.
+No file imports this one: the parent must not need torch, and passes its name to the process that it starts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Function:
 
 
 class NotImportable(ValueError):
-    """There is no such module or name; the message is one line, and a traceback would say no more."""
+    """There is no such module or name; the message is one line, because a traceback would not say more."""
 
 
 def serve(connection: Connection, rank: int, world: int, store: str, factory: str, args: tuple[Any, ...]) -> NoReturn:
     """Be one rank; ends the process.
 
     Args:
-        connection: to the parent; gets (True, answer) for the construction and for each call, or once (False, report).
+        connection: to the parent; it gets (True, answer) for the construction and each call, or once (False, report).
         store: path of the file over which the group meets.
         factory: see Ranks.
     """
@@ -52,18 +52,19 @@ def serve(connection: Connection, rank: int, world: int, store: str, factory: st
             method, arguments = connection.recv()
             connection.send((True, getattr(target, method)(*arguments)))
     except BaseException as error:
-        # Where the parent has gone this fails too, and nobody is left to hear why.
+        # This fails if the parent is gone, but then no process reads the report.
         with contextlib.suppress(OSError):
             connection.send((False, str(error) if isinstance(error, NotImportable) else traceback.format_exc()))
-    # Other ranks may hang in a collective with this one, so nothing is torn down that would wait for them.
+    # Other ranks may hang in a collective with this one, so no cleanup may wait for them.
     os._exit(0)
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """Import what "package.module:name" names.
+    """Return what "package.module:name" names.
 
     Raises:
-        NotImportable: another form, no such module, or no such name in it. Errors inside the module come as they are.
+        NotImportable: another form, no such module, or no such name in it. Errors inside the module are not changed.
+
     """
     module_name, _, name = path.partition(":")
     rule = f"what a rank runs must be importable as package.module:name: got {path!r}"

@@ -1,4 +1,4 @@
-"""Complete scripts, a use of the building blocks each; a file's docstring tells how to run it, and the tests run it.
+"""Complete scripts, each a use of the building blocks. A file's docstring says how to run it; the tests run it.
 
 - block: tensor-parallel layers in a model of your own, and any optimizer
 - feed_forward: the fused matmuls of tpkernels, without the engine

@@ -17,7 +17,7 @@ from tpengine.layers.collectives import Communicator
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and beside a residual."""
+    """Attention and a feed-forward network, each after a norm and with a residual."""
 
     def __init__(self, dim: int, heads: int, tp: Communicator) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, 4 * dim, tp)
 
     def forward(self, x: torch.Tensor, seq: int) -> torch.Tensor:
-        """x[T/tp, D] -> y[T/tp, D], of sequences of `seq` tokens."""
+        """x[T/tp, D] -> y[T/tp, D], for sequences of `seq` tokens."""
         x = x + self.attention(self.norm1(x), seq)
         y: torch.Tensor = x + self.mlp(self.norm2(x))
         return y
@@ -37,7 +37,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     # Ranks of one host exchange through shared memory: arena_bytes per rank.
     tp = Communicator(dist.group.WORLD, arena_bytes=1 << 20)
-    # Every rank holds other shards.
+    # Every rank holds another part of each weight, so every rank has its own seed.
     torch.manual_seed(tp.rank)
     block = Block(64, 4, tp)
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
@@ -54,5 +54,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # End the groups' threads while the interpreter still runs.
+    # End the groups' threads while the interpreter is still running.
     stop()

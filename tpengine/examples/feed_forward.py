@@ -13,7 +13,7 @@ NUM_TOKENS, WIDTH, FFN = 64, 32, 128
 
 
 def main() -> None:
-    """Run it forward and backward; print the shape and how the ranks have exchanged."""
+    """Run it forward and backward; print the shape and how the ranks exchanged."""
     dist.init_process_group("gloo")
     tp = Communicator(dist.group.WORLD, arena_bytes=1 << 20)
     torch.manual_seed(tp.rank)
@@ -26,7 +26,7 @@ def main() -> None:
     g, u = all_gather_matmul(x, (gate, up), tp)
     # [T/tp, D]
     y = matmul_reduce_scatter(torch.nn.functional.silu(g) * u, down, tp)
-    # The backward of each is the other.
+    # The backward of each operator is the other one.
     y.square().mean().backward()
     assert all(t.grad is not None for t in (x, gate, up, down))
     if tp.rank == 0:

@@ -1,4 +1,4 @@
-"""Train a GPT-2-like model of your own on tp 2 x pp 2; on 8 ranks dp is 2.
+"""Train a GPT-2-like model of your own on tp 2 x pp 2; with 8 ranks dp is 2.
 
 Run: torchrun --nproc-per-node 4 -m tpengine.examples.gpt
 """
@@ -28,7 +28,7 @@ VOCAB, DIM, HEADS, SEQ, IGNORED = 32, 64, 4, 16, -100
 
 
 class Embedding(nn.Module):
-    """Tokens and positions; all tokens in, this rank's rows x[T/tp, D] out."""
+    """Token and position embedding: takes all tokens, returns this rank's rows x[T/tp, D]."""
 
     def __init__(self, tp: Communicator) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network with GELU; every rank holds the norms whole."""
+    """Attention and a feed-forward network with GELU; every rank holds the whole norms."""
 
     def __init__(self, tp: Communicator) -> None:
         super().__init__()
@@ -64,21 +64,21 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
     pp, dp, tp = (Communicator(mesh.get_group(axis)) for axis in ("pp", "dp", "tp"))
-    # Tensor-parallel ranks hold other shards.
+    # Tensor-parallel ranks hold different parts of each weight, so they have different seeds.
     torch.manual_seed(tp.rank)
     ends = [replicate(nn.LayerNorm(DIM), tp), ColumnParallelLinear(DIM, VOCAB, tp)]
     model = nn.Sequential(Embedding(tp), *(Block(tp) for _ in range(4)), *ends)
 
-    # Replicas have other data.
+    # Each replica has its own data.
     generator = torch.Generator().manual_seed(dp.rank)
     tokens = torch.randint(VOCAB, (16, SEQ), generator=generator)
     labels = (5 * tokens + 3) % VOCAB
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED
     pipe = Pipeline(
         model,
-        # A micro-batch's input.
+        # The input of one micro-batch, as an example of the shapes.
         tokens[:2],
-        # A sum over the micro-batch's targets, which `count` counts.
+        # The sum over a micro-batch's targets; `count` counts them.
         lambda logits, labels: vocab_parallel_cross_entropy(logits, labels.flatten(), VOCAB, tp),
         count=lambda labels: (labels != IGNORED).sum(),
         num_micro_batches=8,
@@ -88,10 +88,10 @@ def main() -> None:
     replicas = DataParallel(pipe.stage, dp)
     optimizer = torch.optim.AdamW(pipe.stage.parameters(), lr=1e-2)
     for _ in range(40):
-        # Micro-batches add up on this rank.
+        # Gradients of micro-batches are added on this rank, without communication.
         with replicas.no_sync():
             loss = pipe.step(tokens, labels)
-        # Gradients are those of the batch of all replicas from here on.
+        # From here on gradients are those of the batch of all replicas.
         replicas.finish()
         clip_grad_norm_(pipe.stage, 1.0, tp, pp)
         optimizer.step()
@@ -102,5 +102,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # End the groups' threads while the interpreter still runs.
+    # End the groups' threads while the interpreter is still running.
     stop()

@@ -1,4 +1,4 @@
-"""Train a convolutional network on four replicas: gradients are summed while backward still runs.
+"""Train a convolutional network on four replicas: gradients are reduced while backward is still running.
 
 Run: torchrun --nproc-per-node 4 -m tpengine.examples.images
 """
@@ -16,7 +16,7 @@ from tpengine.layers.collectives import Communicator
 
 
 def main() -> None:
-    """Train two epochs on random images of two classes, dark and bright, and print the loss."""
+    """Train two epochs on random images of two classes, dark and bright; print the loss."""
     dist.init_process_group("gloo")
     # The same images and the same initial weights on every rank.
     torch.manual_seed(0)
@@ -33,9 +33,9 @@ def main() -> None:
         sampler.set_epoch(epoch)
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
-            # Gradients are summed while this runs,
+            # Gradients are reduced while this runs.
             loss.backward()
-            # and are the mean over the replicas from here on.
+            # From here on gradients are the mean over the replicas.
             replicas.finish()
             optimizer.step()
             optimizer.zero_grad()
@@ -45,5 +45,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # End the groups' threads while the interpreter still runs.
+    # End the groups' threads while the interpreter is still running.
     stop()

@@ -2,7 +2,7 @@
 
 Run: python -m tpengine.examples.operators
 
-On CUDA these operators are Triton kernels, on a CPU torch. The logits are never all in memory.
+The operators are Triton kernels on CUDA, torch on a CPU. The whole logits are never in memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def loss_of(w: Weights, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor
 
 
 def main() -> None:
-    """Learn one random text by heart and print the loss."""
+    """Learn one random text by heart; print the loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     weights = Weights(generator, device)

@@ -21,7 +21,7 @@ def main() -> None:
     x = torch.randn(64, 20, generator=generator)
     target = x[:, :1] * x[:, 1:2]
     model = nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
-    # A micro-batch's input tells the shapes.
+    # The input of one micro-batch gives the shapes.
     pipe = Pipeline(model, x[:8], nn.functional.mse_loss, num_micro_batches=8)
     optimizer = torch.optim.AdamW(pipe.stage.parameters())
     for _ in range(50):
@@ -35,5 +35,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # End the groups' threads while the interpreter still runs.
+    # End the groups' threads while the interpreter is still running.
     stop()

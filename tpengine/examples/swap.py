@@ -1,7 +1,7 @@
 """Exchange and scale in one kernel: y[T, D/tp] = all_to_all(x[T/tp, D] * scale[D]), this rank's columns of all tokens.
 
-An operator of your own, kernel and launcher, over tpkernels' signals. kernels/tpkernels/fused/README.md explains the
-numbered lines and the protocol, and lists what is left for a public operator.
+An operator of your own: a kernel and its launcher, over tpkernels' signals. kernels/tpkernels/fused/README.md explains
+the numbered lines and the protocol, and lists what a public operator needs besides.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def swap_kernel(
 
 
 def swap(x: Tensor, scale: Tensor, arena: DeviceArena) -> Tensor:
-    """x [T/tp, D] without gaps, its sizes equal on all ranks, D a multiple of tp; what fits into a slot."""
+    """Return y for x[T/tp, D], contiguous, of equal size on all ranks, D a multiple of tp; x must fit into a slot."""
     num_rows, width = x.shape[0], x.shape[1] // arena.world
-    assert num_rows * width * x.element_size() <= arena.slot_bytes, "move it in pieces, each a call"
+    assert num_rows * width * x.element_size() <= arena.slot_bytes, "x must fit into a slot: exchange it in pieces"
+
     y = x.new_empty(arena.world * num_rows, width)
     generation, call = arena.begin("swap", "pushes", num_rows, x.shape[1], x.dtype, 0)
     columns = power_of_2(width)

@@ -1,1 +1,1 @@
-"""What a run says of itself: what it waits for, its metrics, its traces, its last words."""
+"""What a run reports: what each rank waits for, metrics, traces, and the reason when it ends."""

@@ -1,7 +1,7 @@
-"""What this rank is doing now, in one plain field, for whoever must report a rank that is stuck or dying. No torch.
+"""What this rank is doing now, in one field, for reports about a rank that is stuck or dying. No torch.
 
-The main thread writes, the watch's thread reads (watch.py). One assignment of one object needs no lock, and costs a
-microsecond an action.
+The main thread writes it and the watch's thread reads it (watch.py). Assigning one object needs no lock, and costs a
+microsecond per action.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ class Doing:
     """One thing a rank does.
 
     Attributes:
-        what: an action of the plan, or words for what lies between plans ("counting its targets").
+        what: an action of the plan, or words for what happens between plans ("counting its targets").
         began_at: time.monotonic, in seconds.
-        timed: whether the time limit applies to it. Writing a checkpoint takes as long as the disk does.
+        timed: whether the time limit applies. It does not apply to writing a checkpoint, which takes as long as the
+            disk takes.
     """
 
     what: object
@@ -26,12 +27,12 @@ class Doing:
 
 
 class Activity:
-    """What a rank does, step by step.
+    """What a rank does, one thing after another.
 
     Attributes:
-        now: the present thing.
+        now: what it is doing.
         step: the optimizer step under way; None before the first.
-        longest_seconds: how long the longest timed thing of a step took that has ended.
+        longest_seconds: the longest time that a finished timed thing of a step has taken.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,8 @@ class Activity:
         self.longest_seconds = 0.0
 
     def begin(self, what: object, *, timed: bool = True) -> None:
-        """End the present thing and begin the next."""
+        """End the current thing and begin the next."""
         now, last = time.monotonic(), self.now
-        if last.timed and self.step is not None:  # what ranks wait for when they start is no measure of a step
+        if last.timed and self.step is not None:  # waits at the start say nothing about the length of a step
             self.longest_seconds = max(self.longest_seconds, now - last.began_at)
         self.now = Doing(what, now, timed)

@@ -1,8 +1,8 @@
 """Measured steps in the trace event format of Chrome, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-A process is a rank; its threads are what it computes, and its sends, receives and reductions under way. All names are
-the plan's actions. On the first thread stands the rank's whole list, posts and waits too, and inside a wait what it
-waited for; on the others communication that overlaps gets threads of its own, since a thread's spans must nest.
+A process is a rank. Its threads are the rank's compute, and its sends, receives and reductions under way. All names are
+the plan's actions. The first thread shows the rank's whole list, including posts and waits, and inside a wait what it
+waited for. Communication that overlaps gets several threads, because the spans of one thread must nest.
 
 Source: "Trace Event Format", Google, the JSON object form with complete ("X") and metadata ("M") events.
 """
@@ -20,13 +20,13 @@ from tpengine.plan.timeline import RankTimeline, Span
 
 _COMPUTE = "compute"
 _LANES = ("sends", "receives", "reductions")
-# Numbers between the first threads of two lanes: no rank has so much under way at once.
+# Distance between the first thread numbers of two lanes: no rank has so many things under way at once.
 _LANE_THREADS = 1000
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step of a rank: its number, the record, and the rank's part of the measured timeline."""
+    """A step of a rank: its number, its record, and the rank's part of the measured timeline."""
 
     step: int
     record: RankRecord
@@ -35,7 +35,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class TracedRank:
-    """A rank of the run, its name for people, and its steps in order."""
+    """A rank of the run, its displayed name, and its steps in order."""
 
     rank: int
     name: str
@@ -43,11 +43,11 @@ class TracedRank:
 
 
 def chrome_trace(ranks: Sequence[TracedRank], origin_ns: int) -> bytes:
-    """Write a trace.
+    """Return the trace as JSON.
 
     Args:
         ranks: all ranks of the run, or some.
-        origin_ns: the moment that is time 0 of the timelines.
+        origin_ns: the time that is 0 in the timelines.
     Returns: JSON; times in microseconds.
     """
     events = [event for rank in ranks for event in _events(rank, origin_ns)]
@@ -64,7 +64,7 @@ def _events(rank: TracedRank, origin_ns: int) -> Iterator[dict[str, Any]]:
     for place, lane in enumerate(_LANES):
         first = 1 + place * _LANE_THREADS
         threads = _threads(rank.steps, lane)
-        # A lane without anything has its thread too: that there is nothing is worth seeing.
+        # An empty lane gets a thread too: it shows that there was no such communication.
         for number in range(max(len(threads), 1)):
             yield from _thread(rank.rank, first + number, lane if number == 0 else f"{lane} {number + 1}")
         for number, spans in enumerate(threads):
@@ -84,7 +84,7 @@ def _list_of(rank: int, traced: TracedStep, origin_ns: int) -> Iterator[dict[str
 
 
 def _threads(steps: Sequence[TracedStep], lane: str) -> list[list[tuple[int, Span]]]:
-    """Set a lane's spans on as few threads as keep them apart, each on the first that is free."""
+    """Assign a lane's spans to as few threads as possible without overlap: each to the first free one."""
     threads: list[list[tuple[int, Span]]] = []
     for traced in steps:
         spans: tuple[Span, ...] = getattr(traced.timeline, lane)
@@ -108,7 +108,7 @@ def _span(
         "cat": action.kind.name,
         "pid": rank,
         "tid": thread,
-        # To the nanosecond: what is more is not measured.
+        # Nanoseconds: the clock has no more digits.
         "ts": round(begin, 3),
         "dur": round(duration, 3),
         "args": arguments,

@@ -1,4 +1,4 @@
-"""What a training run shows a person: the plan before it starts, one progress line, the result. Rank 0 only."""
+"""What a training run prints: the plan before it starts, one progress line, the result. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpengine.plan import Kind, Plan, clock
 from tpengine.simulate.modelled.costs import bytes_per_rank
 
 _PLAIN_LINES = 40
-# Of one layer, in forwards.
+# Times of one layer, in forwards.
 _LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
@@ -38,7 +38,7 @@ def show_plan(
 
     Args:
         exchange: how the ranks exchange tensors, in words.
-        shared_cores: of this host, of which each rank took its share; 0 if the number of threads was given.
+        shared_cores: number of cores of this host, if the ranks divide them; 0 if the number of threads was given.
     """
     train, model = config.train, config.model
     tokens = train.micro_batch_size * train.seq_len
@@ -69,7 +69,7 @@ def show_plan(
 
 
 def _bubble(plan: Plan) -> str:
-    """The idle share that the plan has with the layers as they are split, which may not be evenly."""
+    """Return the plan's idle share in words, with the layers split as they are, which may be uneven."""
     durations = {
         (kind, number): length * (chunk.layers[1] - chunk.layers[0])
         for kind, length in _LAYER_TIMES.items()
@@ -83,12 +83,12 @@ def _layers(first: int, last: int) -> str:
 
 
 class ProgressLine:
-    """One line that updates in place, or plain lines now and then where output is no terminal.
+    """One line that updates in place; if the output is not a terminal, plain lines from time to time.
 
     Args:
         console: where to write.
         num_steps: length of the run.
-        first_step: steps done before, by the run that this one continues.
+        first_step: number of steps done before, by the run that this one continues.
     """
 
     def __init__(self, console: Console, num_steps: int, first_step: int = 0) -> None:
@@ -118,7 +118,7 @@ class ProgressLine:
             self._progress.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show a finished step; `record` as metrics.step_record."""
+        """Show a finished step; `record` is a metrics.step_record."""
         if record.get("left_out"):
             figures = "left out, as it was skipped before"
         else:
@@ -134,7 +134,7 @@ class ProgressLine:
 
 
 def show_result(console: Console, held_out: float | None, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
-    """Print the held-out loss, the prompt and the sampled text (token numbers where tokens are not bytes)."""
+    """Print the held-out loss, the prompt and the sampled text (token numbers if tokens are not bytes)."""
     if held_out is not None:
         console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
     if tokens:
@@ -144,7 +144,7 @@ def show_result(console: Console, held_out: float | None, tokens: list[int], num
 
 
 def _readable(tokens: list[int], vocab_size: int) -> str:
-    """Bytes as text, without what would steer a terminal; other tokens as numbers."""
+    """Return bytes as text, without characters that control a terminal; other tokens as numbers."""
     if vocab_size > 256:
         return " ".join(map(str, tokens))
     text = bytes(tokens).decode("utf-8", "replace")
@@ -152,14 +152,14 @@ def _readable(tokens: list[int], vocab_size: int) -> str:
 
 
 class _PatientConsole(Console):
-    """A console that falls silent when nobody reads it any more: training goes on without."""
+    """A console that goes silent when its reader has gone, so that training continues."""
 
     def on_broken_pipe(self) -> None:
-        """Send what is still written to nowhere."""
+        """Redirect further output to /dev/null."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console_for(rank: int) -> Console:
-    """A console on standard output for rank 0, silent on the others."""
+    """Return a console on standard output for rank 0, and a silent one for other ranks."""
     return _PatientConsole(file=sys.stdout, quiet=rank != 0, soft_wrap=True)

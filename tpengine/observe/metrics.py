@@ -1,7 +1,7 @@
-"""What a step reports: the numbers of metrics.jsonl, computed from the step's time and the model's work.
+"""What a step reports: the numbers of metrics.jsonl, computed from the step's time and the model's flops.
 
-MFU has two conventions: attention counted over the full square of scores (PaLM, appendix B) and halved, since a
-causal model needs only half. Both are written, and on a device whose peak is unknown neither.
+MFU has two conventions: attention counted over the full square of scores (PaLM, appendix B), or half of it, since a
+causal model needs only half. Both are written; neither is on a device whose peak is unknown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpengine.config import Config
 from tpengine.layout.parameters import num_matmul_parameters
 
 # Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
-# float32 without TF32, which torch leaves off by default.
+# float32 is without TF32, which torch leaves off by default.
 _PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         r"\bB200\b": {"bfloat16": 2250e12, "float32": 75e12, "float64": 37e12},
@@ -38,7 +38,7 @@ _PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 
 def step_flops(config: Config, *, causal_half: bool) -> int:
-    """Model flops of one step over all replicas: forward and backward, 3 times forward; recomputation not counted.
+    """Return the model flops of one step over all replicas: 3 times those of forward, without recomputation.
 
     3 * (2 * N_matmul * tokens + attention)
     """
@@ -58,7 +58,7 @@ def step_flops(config: Config, *, causal_half: bool) -> int:
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
-    """The dense peak of a GPU by torch's name of it, or None where it is not in our table."""
+    """Return the dense peak of a GPU by torch's name for it, or None if it is not in the table."""
     for pattern, peaks in _PEAK_FLOPS_PER_S.items():
         if re.search(pattern, device_name):
             return peaks.get(dtype)
@@ -66,7 +66,7 @@ def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: on CUDA what torch allocated, else the resident set."""
+    """Return the peak memory of this process: on CUDA what torch allocated, else the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -86,15 +86,15 @@ def step_record(
     skipped: bool = False,
     skipped_steps: int = 0,
 ) -> dict[str, Any]:
-    """Assemble one line of metrics.jsonl.
+    """Return one line of metrics.jsonl.
 
     Args:
         step: 0-based.
         loss: nats per valid target of the global step.
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
-        skipped: whether the step's update was left out, since loss or norm are not finite.
-        skipped_steps: how many were, up to this one.
+        skipped: whether the step's update was left out because loss or norm are not finite.
+        skipped_steps: number of skipped steps up to and including this one.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
@@ -125,7 +125,7 @@ def step_record(
 
 
 def left_out_record(step: int, skipped_steps: int) -> dict[str, Any]:
-    """The line of a step that was skipped before the run started again, and is not computed this time."""
+    """Return the line of a step that was skipped before the run was restarted, and is not computed again."""
     return {"step": step, "skipped": True, "left_out": True, "skipped_steps": skipped_steps}
 
 
@@ -134,10 +134,11 @@ class MetricsWriter:
 
     Args:
         run_dir: existing directory. A metrics.jsonl that is already there is kept as metrics.<n>.jsonl.
-        first_step: of a run that continues: earlier records stay, later ones, which it repeats, go. None for a new run.
+        first_step: for a run that continues: records before this step stay, the others are removed, because the run
+            repeats these steps. None for a new run.
 
     Attributes:
-        kept: where an earlier file went, or None.
+        kept: the new name of an earlier file, or None.
         tensorboard: whether events are written.
     """
 
@@ -160,9 +161,10 @@ class MetricsWriter:
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; the file is complete up to it when this returns. JSON has no NaN: null stands for it.
+        """Append one record; when this returns, the file is complete up to it. JSON has no NaN: null is written.
 
-        A full disk does not end the run: it is said once, and what could not be written is tried again with the next.
+        A full disk does not end the run: it is reported once, and records that could not be written are tried again
+        with the next one.
         """
         try:
             finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
@@ -177,7 +179,7 @@ class MetricsWriter:
             self._has_failed = True
 
     def close(self) -> None:
-        """Flush and close both; what does not fit on the disk is lost."""
+        """Flush and close both; records that do not fit on the disk are lost."""
         for file in (self._file, self._events):
             with contextlib.suppress(OSError):
                 if file is not None:
@@ -185,7 +187,7 @@ class MetricsWriter:
 
 
 def _keep_records_before(path: Path, step: int) -> None:
-    """Drop the records of `step` and later, and a last line that a kill has cut."""
+    """Remove the records of `step` and later, and a last line that a kill has cut."""
     if not path.exists():
         return
     kept = []
@@ -204,7 +206,7 @@ def keep_aside(path: Path) -> Path | None:
     """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
 
     Returns:
-        Where it went; None if there was no file.
+        Its new name; None if there was no file.
     """
     if not path.exists():
         return None
@@ -212,7 +214,7 @@ def keep_aside(path: Path) -> Path | None:
 
 
 def keep_copy_aside(path: Path) -> None:
-    """As `keep_aside`, but the file also keeps its name, for whoever is about to replace it in one step."""
+    """As `keep_aside`, but the file keeps its name too, for a caller that replaces it in one rename."""
     if path.exists():
         shutil.copyfile(path, _free_name(path))
 

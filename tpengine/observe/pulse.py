@@ -1,12 +1,12 @@
-"""Whether any rank still moves, once one has been asked to stop: a counter in the store where the ranks met. No torch.
+"""The pulse: whether any rank still makes progress after a request to stop. No torch.
 
-A rank that waits cannot tell a peer that computes for long from one that is gone: both are silent. So all ranks add to
-one counter, each only while it moves itself, and each sees in the sum that somebody does. That is one number whatever
-the number of ranks, and one request a second. Before anybody has been asked to stop a thread asks every other second
-for that alone.
+A waiting rank cannot distinguish a peer that computes for a long time from one that is gone: both are silent. So all
+ranks add to one counter in the store where they met, each only while it makes progress itself. If the sum grows, some
+rank makes progress. That is one number for any number of ranks, and one request per second. Before a request to stop,
+the thread only asks, every two seconds, whether any rank has been asked.
 
-The thread has a connection of its own, and the watch reads only a field: should the store hang with the rank that keeps
-it, nothing else hangs.
+The thread has its own connection, and the watch only reads a field. So if the store hangs with the rank that keeps it,
+nothing else does.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _LAST_ANSWER_SECONDS = 2.0
 
 
 class Store(Protocol):
-    """What the ranks have in common."""
+    """The store that all ranks share."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; return the sum."""
+        """Add to a counter, which starts at 0; return the sum."""
 
 
 class Pulse:
-    """One rank's part; a context manager, in which its thread runs.
+    """One rank's part; a context manager that runs the thread.
 
     Args:
-        store: a connection that nobody else uses.
-        asked: whether this rank has been asked to stop.
-        moves: whether this rank has done something since it was last asked this.
-        clock: seconds; only differences count.
+        store: a connection that nothing else uses.
+        asked: returns whether this rank has been asked to stop.
+        moves: returns whether this rank has made progress since the last call.
+        clock: seconds; only differences matter.
 
     Attributes:
-        moved_at: when this rank last learned that some rank moves; minus infinity before.
+        moved_at: when this rank last learned that some rank makes progress; minus infinity before that.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Pulse:
         self._thread.join(_LAST_ANSWER_SECONDS)
 
     def beat(self) -> None:
-        """Say whether this rank moves, and hear whether any does."""
+        """Report whether this rank makes progress, and read whether any does."""
         if not self._has_told and self._asked():
             self._has_told = True
             self._store.add("asked to stop", 1)
@@ -81,4 +81,4 @@ class Pulse:
             try:
                 self.beat()
             except RuntimeError:
-                return  # the store is gone with the process that kept it, and the watch goes on without
+                return  # the store is gone with the process that kept it; the watch continues without the pulse

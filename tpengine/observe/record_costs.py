@@ -1,8 +1,8 @@
 """From the records of measured steps to a profile: what each kind of action costs.
 
-Medians over steps, micro-batches and replicas, so that one interrupt more or less does not count. A rank is busy with
-transfers too: with posting them, and through a mailbox with the copies. That is measured apart from the time that a
-transfer takes while nobody is busy with it, since the latter can be hidden behind computation and the former cannot.
+Costs are medians over steps, micro-batches and replicas, so that a single interrupt does not change them. Transfers
+occupy a rank too: with posting, and through a mailbox with the copies. That time is measured separately from the rest
+of a transfer, because the rest can be hidden behind computation.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class MeasuredStep:
 
     Args:
         step: its number in the run.
-        seconds: from its beginning to its end, what is outside the plan included.
-        pipelines: the records of every pipeline: one for each data-parallel replica and tensor-parallel rank.
+        seconds: from its beginning to its end, including what is outside the plan.
+        pipelines: the records of every pipeline: one per data-parallel replica and tensor-parallel rank.
     """
 
     step: int
@@ -41,7 +41,7 @@ class MeasuredStep:
 
 
 def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[int, int]) -> CostProfile:
-    """Measure what the actions of a plan cost.
+    """Return what the actions of a plan cost, measured.
 
     Args:
         plan: what ran in every pipeline.
@@ -98,10 +98,10 @@ def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[
 
 
 def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[float, float, float]:
-    """Return how long a transfer keeps its sender busy, its receiver, and how long it takes besides.
+    """Return how long a transfer occupies its sender, how long its receiver, and how long the rest takes.
 
-    The last shows only where a receiver stands waiting: from where both sides have posted until it is there. Where none
-    ever does, it is hidden, and taken as none.
+    The rest can only be measured if the receiver is waiting: from when both sides have posted until the tensor has
+    arrived. If no receiver ever waits, it is hidden and counted as 0.
     """
     sending, receiving, under_way = [], [], []
     copies = False
@@ -122,13 +122,13 @@ def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[
                     under_way.append(float(waited.end_ns - max(sent.end_ns, posts[rank][action].end_ns)))
     send, receive, link = (_median(found) * 1e-9 for found in (sending, receiving, under_way))
     if not receiving and copies:
-        # The same copy, the other way.
+        # No receive was measured: it is the same copy in the other direction.
         receive = send
     return send, receive, max(0.0, link - receive)
 
 
 def _reduction_seconds(plan: Plan, bucket: Bucket, steps: Sequence[MeasuredStep]) -> float:
-    """Return how long a bucket's sum takes from where all its ranks have begun it and are done with those before."""
+    """Return how long a bucket's reduction takes, once all its ranks have begun it and have ended the one before."""
     rank = plan.chunks[bucket.chunks[0]].rank
     action = Action(Kind.REDUCE, index=bucket.index)
     measured: list[float] = []
@@ -148,7 +148,7 @@ def _waits(records: Iterable[RankRecord], action: Action) -> Iterator[Waited]:
 
 
 def _begin_alone(record: RankRecord, action: Action) -> int:
-    """Return when a rank's reduction began, or the one before it ended if that is later."""
+    """Return when a rank's reduction began, or when the previous one ended if that is later."""
     begin = record.starts[action]
     before = [other for other, start in record.starts.items() if other != action and start <= begin]
     return max([begin, *(reduction_times(record, other)[1] for other in before)])

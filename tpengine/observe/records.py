@@ -1,15 +1,15 @@
 """Measured steps: what the ranks of a pipeline recorded while a plan ran, as a timeline like a simulated one.
 
-Each rank records what it can see, on its own clock (`RankRecord`). Put together on one clock they tell more: a rank
-blocked in CLIP waits for the slowest rank, and communication is under way
+Each rank records what it can see, on its own clock (`RankRecord`). On one clock the records show more: a rank blocked
+in CLIP waits for the slowest rank, and communication is under way
 
-    transfers    where they move by themselves (a process group) from where both sides have posted until the receiver
-                 has the tensor; where the two sides copy (a mailbox), on the sender while it copies in, on the receiver
-                 while it copies out, or from the beginning of the sender's copy if it stands waiting for that
-    reductions   from where this rank began until the sum was there
+    transfers    in a process group: from when both sides have posted until the receiver has the tensor. Through a
+                 mailbox: on the sender while it copies in, on the receiver while it copies out, or from the beginning
+                 of the sender's copy if the receiver is waiting for it
+    reductions   from when this rank began until the sum was there
 
-What nobody sees stays a bound: communication that was complete when asked for ended then, at the latest.
-The clocks of one host's ranks are one; of several hosts they are set by meetings (`clock_offsets`).
+Where no rank sees the end, there is a bound: communication that was complete when a rank asked for it ended then, at
+the latest. The ranks of one host share a clock; the clocks of several hosts are aligned by meetings (`clock_offsets`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, K
 from tpengine.plan.plan import Plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 
-# What every member waits in for the last one.
+# Actions in which every member waits for the last one.
 MEETINGS = frozenset({Kind.TIE_REDUCE, Kind.CLIP})
 _BUSY = COMPUTE | MEETINGS | {Kind.STEP}
 
@@ -38,8 +38,8 @@ class Ran(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """One thing that a WAIT lists: when it was asked for and when it was there, whether it was there at once, and when
-    it was complete, if that is known.
+    """One entry of a WAIT: when the rank asked for it, when it was there, whether it was there at once, and when it was
+    complete, if that is known.
     """
 
     begin_ns: int
@@ -56,7 +56,7 @@ class RankRecord:
         ran: every action of the rank's list, in order.
         starts: when each reduction began.
         waited: by transfer or reduction.
-        copies: whether posting a send and waiting for a receive move the data (mailbox), or merely start and end that.
+        copies: whether posting a send and waiting for a receive copy the data (mailbox), or only start and end it.
     """
 
     ran: tuple[Ran, ...]
@@ -74,23 +74,23 @@ def encode_record(
     waited: Sequence[tuple[str, int, int, bool, int | None]],
     copies: bool,
 ) -> bytes:
-    """Write what a rank recorded as JSON, for `decode_record`.
+    """Return what a rank recorded as JSON, for `decode_record`.
 
     Args:
-        ran: text, begin and end of each action; a sub-action that was only started stands behind its action.
+        ran: text, begin and end of each action; a sub-action that was started by an action follows it.
         waited: text and the fields of `Waited`.
-        copies: as RankRecord.
+        copies: as in RankRecord.
     """
     return json.dumps({"ran": ran, "waited": waited, "copies": copies}, separators=(",", ":")).encode()
 
 
 def decode_record(encoded: bytes, actions: Sequence[Action], offset_ns: int = 0) -> RankRecord:
-    """Read what a rank recorded of its list of a plan.
+    """Return what a rank recorded while it ran its list of a plan.
 
     Args:
-        encoded: of `encode_record`.
+        encoded: from `encode_record`.
         actions: the rank's list.
-        offset_ns: by how much its clock is ahead.
+        offset_ns: by how much the rank's clock is ahead.
     Raises: ValueError: what ran is not the list, which is a bug.
     """
     content = json.loads(encoded)
@@ -121,9 +121,9 @@ def clock_offsets(hosts: Sequence[int], readings: Sequence[Sequence[int]]) -> li
 
     Args:
         hosts: the host of each rank; the ranks of one host share its clock.
-        readings: by rank, its clock as it left each of several meetings of all ranks.
-    Returns: the same for all ranks of a host: over the meetings the median of how far the first of its ranks to leave
-        is ahead of the first of rank 0's host.
+        readings: by rank, its clock when it left each of several meetings of all ranks.
+    Returns: one value per host, repeated for its ranks: the median over the meetings of how much later the first of its
+        ranks left than the first rank of rank 0's host.
     """
     first_of = {
         host: [
@@ -145,24 +145,24 @@ def origin_of(pipelines: Sequence[PipelineRecord]) -> int:
 
 
 def computed_until(pipeline: PipelineRecord) -> int:
-    """Return when the last forward or backward of a pipeline ended: what comes behind may wait for other pipelines."""
+    """Return when a pipeline's last forward or backward ended; what follows may wait for other pipelines."""
     return max(ran.end_ns for record in pipeline for ran in record.ran if ran.action.kind in COMPUTE)
 
 
 def measured_timeline(plan: Plan, pipeline: PipelineRecord, origin_ns: int | None = None) -> Timeline:
-    """Put the records of a pipeline's ranks together.
+    """Return one timeline from the records of a pipeline's ranks.
 
     Args:
         plan: what ran.
         pipeline: the ranks' records.
-        origin_ns: the moment that is time 0; default the beginning of the first action.
+        origin_ns: the time that becomes 0; default the beginning of the first action.
     Returns: seconds; without memory, which follows from it (memory.py), and without a critical path.
     """
     return _Join(plan, pipeline, origin_of([pipeline]) if origin_ns is None else origin_ns).timeline()
 
 
 class _Join:
-    """Joins what the ranks saw."""
+    """Combines what the ranks recorded."""
 
     def __init__(self, plan: Plan, pipeline: PipelineRecord, origin_ns: int) -> None:
         self.plan, self.pipeline, self.origin_ns = plan, pipeline, origin_ns
@@ -211,7 +211,7 @@ class _Join:
 
 
 def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool) -> tuple[int, int]:
-    """Return from when to when a transfer was under way, as one of its sides shows it."""
+    """Return when a transfer began and ended, as one of its sides shows it."""
     waited = receiver.waited[receive.action]
     if receiver.copies:
         if is_send:
@@ -222,12 +222,12 @@ def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool
 
 
 def posts_of(record: RankRecord) -> dict[Action, Ran]:
-    """Return, by transfer, when it was posted."""
+    """Return, by transfer, the span of its posting."""
     return {ran.action: ran for ran in record.ran if ran.action.kind in TRANSFERS}
 
 
 def reduction_times(record: RankRecord, reduction: Action) -> tuple[int, int]:
-    """Return from when to when a reduction was under way, at most."""
+    """Return when a reduction began and ended, at the latest."""
     waited = record.waited[reduction]
     end = waited.done_ns
     if end is None:

@@ -1,19 +1,19 @@
 """The watch: a thread that handles signals and timeouts while the main thread is blocked.
 
-A rank blocked inside a collective runs no Python: a signal handler of Python's own would wait for the very thing that
-never comes. The interpreter's C handler, however, writes the signal's number into a pipe at once
-(signal.set_wakeup_fd), and a daemon thread reads it. Three things can happen, each with one line of its own:
+A rank that is blocked inside a collective runs no Python code, so a Python signal handler would run only when the
+collective ends, which may be never. But the interpreter's C handler writes the signal's number into a pipe at once
+(signal.set_wakeup_fd), and a daemon thread reads the pipe. Three things can happen; each prints one line of its own:
 
     a request to stop    SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 (SLURM's notice of preemption), or the end of the
-                         torchrun that started this rank: noted in `stop`. The training loop saves at the end of its
-                         step and leaves.
-    no way to go on      after a request no rank moved for a while (pulse.py): a peer is gone (torchrun sends SIGTERM to
-                         the rest as soon as one rank has died). The rank says what it was doing, and leaves with 70.
-                         As long as some rank moves it waits, unless torchrun is about to kill it.
-    a hang               an action outlives the time limit: the same.
+                         torchrun that started this rank. It is stored in `stop`; the training loop saves at the end of
+                         its step and leaves.
+    no way to continue   after a request no rank made progress for a while (pulse.py), so a peer is gone (torchrun sends
+                         SIGTERM to the others as soon as one rank has died). The rank prints what it was doing, and
+                         leaves with code 70. While some rank makes progress it waits, unless torchrun is about to kill.
+    a hang               an action takes longer than the time limit: the same report and code.
 
-`os._exit` is the way out of a thread: the main thread cannot be told. What must survive is on disk by then
-(checkpoints are renamed into place, metrics are flushed by the line).
+A thread can only end the process with `os._exit`, because it cannot interrupt the main thread. What must survive is on
+disk by then (checkpoints are renamed into place, metrics are flushed line by line).
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 # After a request to stop, an action that waits for other ranks may take three times as long as any before it and at
 # least 5 s; if none is known, 20 s.
 _PATIENCE_SECONDS = (5.0, 20.0)
-# torchrun kills what is left 30 s after it has passed a signal on.
+# torchrun kills the remaining processes 30 s after it has passed on a signal.
 _TORCHRUN_SECONDS = 27.0
-_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # unless --signals-to-handle says others
-# A rank that computes takes more of a core than this between two looks, however busy the machine is.
+_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's default for --signals-to-handle
+# A rank that computes uses more CPU time than this between two calls of `moves`, however busy the machine is.
 _COMPUTING_SECONDS = 0.01
-# torchrun passes on to its ranks what the terminal has already sent them; a person's second Ctrl-C comes later.
+# A terminal's Ctrl-C arrives twice, because torchrun passes it on too. A person's second Ctrl-C comes later than this.
 _SAME_REQUEST_SECONDS = 2.0
 _LAST_WORD_SECONDS = 5.0
 _LONGEST_LINE = 1000
 
 
 class Watch:
-    """Hears requests to stop and the clock; a context manager, entered in the main thread.
+    """Handles requests to stop and timeouts; a context manager, entered in the main thread.
 
     Args:
         rank: this rank, for messages.
         activity: what the main thread does.
-        clock: seconds on time.monotonic's scale, which is the activity's.
+        clock: seconds on the scale of time.monotonic, which `activity` uses.
 
     Attributes:
-        activity: the one given.
+        activity: as given.
         stop: the signal that asked this rank to stop; 0 until then. The training loop reads it between steps.
-        stoppable: whether the training loop is running, and so will look at `stop`. While it is not, a signal ends the
-            process at once with 128 + its number.
-        timeout_seconds: how long a timed activity may take; 0 for ever.
-        waits: whether what it does can only end if other ranks act; a rank that computes is never given up.
-        explain: what the rank waits for, in words, for the report: (what it does) -> ", waiting for rank 3 (pp)".
-        pulse: when some rank moved last, after a request to stop; None for one process.
-        computes_on_cores: whether time on a core shows that this rank computes; not so where it waits for a GPU.
-        parting: ends the line of rank 0 when an interrupt ends it at once: what is left on disk.
+        stoppable: whether the training loop is running and will read `stop`. If not, a signal ends the process at once
+            with 128 + its number.
+        timeout_seconds: the longest time that a timed activity may take; 0 for no limit.
+        waits: returns whether an activity can only end if other ranks act; a rank that computes is never given up.
+        explain: returns for an activity, in words for the report, what it waits for: ", waiting for rank 3 (pp)".
+        pulse: knows when some rank last made progress, after a request to stop; None for one process.
+        computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
+        parting: end of rank 0's line when an interrupt ends it at once: which checkpoint is left.
     """
 
     def __init__(self, rank: int, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +95,7 @@ class Watch:
             os.set_blocking(end, False)
         # The pipe receives only signals that Python handles.
         for number in _REQUESTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -115,19 +115,19 @@ class Watch:
         os.close(self._write_end)
 
     def report_and_leave(self, reason: str) -> NoReturn:
-        """Say why this rank cannot go on, what it was doing and whom it waited for; leave with 70. Any thread."""
+        """Print why this rank cannot continue, what it was doing and what it waited for; leave with 70. Any thread."""
         doing = self.activity.now
         self._leave(RANK_FAILED, f"rank {self._rank} ends: {reason}: {self._describe(doing)}")
 
     def leave_stopped(self, number: int, message: str) -> NoReturn:
-        """Leave as a signal to some rank asked, with 128 + its number; rank 0 says the message. After saving."""
+        """Leave because some rank was asked to stop, with 128 + the signal; rank 0 prints the message. After saving."""
         self._leave(128 + number, message if self._rank == 0 else "")
 
     def moves(self) -> bool:
-        """Whether this rank has done something since it was last asked this; for the pulse, whose thread alone may ask.
+        """Return whether this rank has made progress since the last call; only the pulse's thread may call it.
 
-        It has if it has begun something else, if what it does is not timed or waits for nobody, or if the main thread
-        computes: it has taken time on a core, and stands in no wait that takes time, too.
+        It has if it has begun something else, if its activity is not timed or waits for no rank, or if the main thread
+        computes: it has used CPU time and is not in a wait that also uses CPU time.
         """
         doing, before = self.activity.now, self._seen
         main = threading.main_thread().ident
@@ -144,7 +144,7 @@ class Watch:
         step = "" if self.activity.step is None else f"step {self.activity.step + 1}, "
         try:
             waits = self.explain(doing.what)
-        except Exception as error:  # the report must come out whatever is broken
+        except Exception as error:  # the report must be printed whatever else is broken
             waits = f" (whom it waited for is unknown: {error!r})"
         return f"{step}in {doing.what} for {seconds:.1f} s{waits}"
 
@@ -157,7 +157,7 @@ class Watch:
                         self._hear(number)
             if self._parent is not None and os.getppid() != self._parent:
                 self._parent = None
-                self._hear(signal.SIGTERM)  # torchrun is gone, and nobody will pass on anything any more
+                self._hear(signal.SIGTERM)  # torchrun is gone, so no further signal will be passed on
             self._look_at_the_clock()
 
     def _hear(self, number: int) -> None:
@@ -168,7 +168,7 @@ class Watch:
             if number == signal.SIGINT:
                 self._leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
             if self.activity.step is None and self._rank != 0:
-                self._leave(128 + number, "")  # ranks start together: who found an error has said it
+                self._leave(128 + number, "")  # all ranks start together: the rank with the error has printed it
             name = signal.Signals(number).name
             self._leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
         if not self.stop:
@@ -199,8 +199,8 @@ class Watch:
         return max(least, 3 * longest) if longest else unknown
 
     def _leave(self, code: int, line: str) -> NoReturn:
-        # The main thread and this one may both have found out: one speaks, the other waits for the end. Whatever has
-        # become of the terminal, the process ends.
+        # The main thread and this one may both want to leave: one prints, the other waits for the end. The timeout ends
+        # the process even if printing to the terminal blocks.
         if self._leaving.acquire(timeout=_LAST_WORD_SECONDS):
             with contextlib.suppress(Exception):
                 if self._rank == 0 and sys.stdout.isatty():

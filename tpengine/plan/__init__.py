@@ -1,7 +1,6 @@
-"""The step plan: data that is generated, lowered and verified here, simulated and drawn in simulate/, executed in
-pipeline/. No torch.
+"""The step plan. It is generated, lowered and verified here, simulated and drawn in simulate/, executed in pipeline/.
 
-Read actions.py, plan.py, schedules/, lower/, verify/ in this order.
+Nothing here imports torch. Read actions.py, plan.py, schedules/, lower/, verify/ in this order.
 """
 
 from tpengine.plan.actions import Action, Kind, counterpart, format_actions, parse_action, parse_actions

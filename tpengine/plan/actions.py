@@ -1,4 +1,4 @@
-"""Actions: the words a step plan is written in, with a text form of a few characters that parses back.
+"""Actions: the words of a step plan. Each has a text form of a few characters that parses back.
 
     2F0                   chunk 2, forward, micro-batch 0 (B backward; I and W its input and weight halves)
     0B7[r2 r1 r0]         a compute action with the sub-actions it starts, in this order
@@ -8,9 +8,9 @@
     w[1RECV_F3 r0]        wait for the earlier asynchronous actions listed
     CLIP STEP             clip the gradient norm, step the optimizer
 
-The chunk of a transfer is always the local one: the peer holds the chunk before or after it in the model. So
-an action means the same to every reader without knowing who executes it. What a plan requires of a list of
-actions is elsewhere (verify/); here is only what one action must look like.
+The chunk of a transfer is always the local one; the peer holds the chunk before or after it in the model. So an
+action can be read without knowing which rank executes it. This file only says what a single action must look like;
+the rules for a whole list of actions are in verify/.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
-# The two that produce the gradient of the chunk's input.
+# These two produce the gradient of the chunk's input.
 INPUT_GRADIENT = frozenset({Kind.B, Kind.I})
-# The two after which a micro-batch's part of the chunk's weight gradients is complete.
+# After one of these two, the micro-batch's part of the chunk's weight gradients is complete.
 WEIGHT_GRADIENT = frozenset({Kind.B, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
@@ -63,7 +63,7 @@ _OPPOSITE = MappingProxyType(
 )
 _LOCATED = COMPUTE | TRANSFERS
 _INDEXED = BUCKET | {Kind.TIE_REDUCE}
-# What started earlier can still be under way, and so be waited for.
+# These may still be under way after the action that started them, so a WAIT can name them.
 _AWAITABLE = TRANSFERS | {Kind.REDUCE, Kind.GATHER}
 
 
@@ -76,11 +76,11 @@ class Action:
         chunk: the local chunk, for compute and transfers only.
         microbatch: the micro-batch, for compute and transfers only.
         index: the bucket (REDUCE, GATHER, FREE) or the tie (TIE_REDUCE), for these only.
-        subs: for compute the bucket actions started inside it, in order; for WAIT the actions waited for. Empty for
-            every other kind, never empty for WAIT.
+        subs: for compute, the bucket actions started inside it, in order; for WAIT, the actions waited for (at least
+            one). Empty for every other kind.
 
     Raises:
-        ValueError: the kind does not take, or lacks, one of the fields.
+        ValueError: a field that the kind needs is missing, or one that it does not take is given.
     """
 
     kind: Kind
@@ -112,7 +112,7 @@ class Action:
 
     @property
     def posts(self) -> tuple[Action, ...]:
-        """Return what this action starts that goes on beside others and is waited for: itself, or its reductions."""
+        """Return the asynchronous actions that this action starts: itself if a transfer, else its reductions."""
         return (self,) if self.kind in TRANSFERS else self.reduces
 
     @property
@@ -197,7 +197,7 @@ _WORD = re.compile(
 
 
 def _split(text: str) -> list[str]:
-    """Split at white space outside brackets, which are never inside each other."""
+    """Split at white space outside brackets; brackets are not nested."""
     words: list[str] = []
     depth, start = 0, 0
     for end, character in enumerate(text + " "):
@@ -209,7 +209,7 @@ def _split(text: str) -> list[str]:
                 words.append(text[start:end])
             start = end + 1
     if depth:
-        # A rank's list is long: the end of what was read is enough.
+        # The list of a rank can be long: the last 60 characters show the place.
         raise ValueError(f"brackets must be balanced and not nested: got {text[: end + 1][-60:]!r}")
     return words
 

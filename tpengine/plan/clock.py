@@ -1,8 +1,8 @@
-"""The clock: when each compute action runs if communication takes no time. Dataflow only, one pass over the actions.
+"""The clock: when each compute action runs if communication takes no time.
 
-An action starts once its rank is free and its inputs exist. Lowering places the transfers by this clock, generators are
-measured with it, and simulated and executed order agree, since both follow the lists. What communication, memory and
-reductions add is in simulate/simulator.py.
+An action starts once its rank is free and its inputs exist; one pass over the actions finds all times. Lowering orders
+transfers by this clock, and generators are measured with it. Simulation and execution follow the lists, so they run
+actions in the same order. simulate/simulator.py adds communication, memory and reductions.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, Action, Kind
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 
-# What a compute action makes or needs: the kind that makes it (I stands for B as well), chunk, micro-batch.
+# What a compute action produces or needs: the kind that produces it (I also stands for B), chunk, micro-batch.
 Value = tuple[Kind, int, int]
 
 
 def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, int], float] | None = None) -> Timeline:
-    """Play one list a rank with communication that takes no time.
+    """Return when each compute action runs if communication takes no time, from one list per rank.
 
     Args:
-        compute: the ranks' lists, of which the compute actions count.
-        durations: by (kind, chunk), above 0, any unit; None for `unit_durations`: a forward of all chunks of a rank
-            takes 1, a backward 2.
+        compute: one list per rank; only the compute actions count.
+        durations: by (kind, chunk), above 0, in any unit; None for `unit_durations`: all chunks of a rank together
+            take 1 for a forward and 2 for a backward.
     Returns: start and end of every compute action; the first starts at 0.
     Raises: ValueError: a duration is missing or not positive, or the lists cannot finish.
     Cost: linear in the number of actions.
@@ -35,7 +35,7 @@ def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, in
     last_chunk = max((action.piece[0] for actions in lists for action in actions), default=0)
     spans: list[list[Span]] = [[] for _ in lists]
     ready_at: dict[Value, float] = {}
-    # The rank that stands before an action whose input does not exist yet, by that input.
+    # Ranks whose next action lacks an input, by that input.
     waiting: dict[Value, list[int]] = {}
     movable = list(reversed(range(len(lists))))
     while movable:
@@ -60,7 +60,7 @@ def clock(compute: Sequence[Iterable[Action]], durations: Mapping[tuple[Kind, in
 
 
 def unit_durations(num_chunks_per_rank: Mapping[int, int]) -> dict[tuple[Kind, int], float]:
-    """Return durations by (kind, chunk): all chunks of a rank together take 1 forward, 2 backward, 1 each half.
+    """Return durations by (kind, chunk): all chunks of a rank together take F 1, B 2, I 1 and W 1.
 
     Args: num_chunks_per_rank: by chunk, how many chunks its rank holds.
     """
@@ -71,7 +71,7 @@ def unit_durations(num_chunks_per_rank: Mapping[int, int]) -> dict[tuple[Kind, i
 
 
 def whole_unit_durations(ranks: Sequence[int]) -> dict[tuple[Kind, int], float]:
-    """Return unit durations in a unit that makes them whole, so that equal instants are equal floats.
+    """Return unit durations scaled to whole numbers, so that equal times are equal floats.
 
     Args: ranks: the rank of each chunk.
     """
@@ -82,7 +82,7 @@ def whole_unit_durations(ranks: Sequence[int]) -> dict[tuple[Kind, int], float]:
 
 
 def inputs(action: Action, last_chunk: int) -> list[Value]:
-    """Return what a compute action needs before it can start."""
+    """Return the values that a compute action needs before it can start."""
     chunk, microbatch = action.piece
     match action.kind:
         case Kind.F:
@@ -94,7 +94,7 @@ def inputs(action: Action, last_chunk: int) -> list[Value]:
 
 
 def output(action: Action) -> Value:
-    """Return what a compute action makes."""
+    """Return the value that a compute action produces."""
     return (Kind.I if action.kind in INPUT_GRADIENT else action.kind, *action.piece)
 
 

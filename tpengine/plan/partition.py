@@ -1,13 +1,13 @@
-"""Partition: which layers each chunk holds, so that the ranks, which hold one chunk or several, bear the same.
+"""Partition: which layers each chunk holds, so that all ranks have the same work as nearly as possible.
 
-With a chunk a rank the best split is found by dynamic programming. With several, where a chunk may be long if another
-of its rank is short, a split is improved by one layer at a time that goes from one chunk to another, until none does:
-where all layers cost the same that is the best one too (Frank and Murota, "Decreasing minimization on M-convex sets",
-arXiv 2007.09616, theorem 3.3). Where they do not, and there are few splits, all are tried; of many the one found may
-not be the best.
+With one chunk per rank, dynamic programming finds the best split. With several chunks per rank, a long chunk can be
+balanced by a short one on the same rank. Then a split is improved by moving one layer at a time from one chunk to
+another, until no move helps. If all layers cost the same, the result is the best split (Frank and Murota, "Decreasing
+minimization on M-convex sets", arXiv 2007.09616, theorem 3.3). If they do not and there are few splits, all are tried;
+if there are many, the result may not be the best.
 
-Costs are compared as integers: floats are binary fractions, so over a common denominator every sum and square
-is exact, and equal splits are equal on every machine.
+Costs are compared as integers. Floats are binary fractions, so over a common denominator every sum and square is exact,
+and every machine finds the same split.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from itertools import combinations, permutations
 
 Split = tuple[tuple[int, int], ...]
 
+# With more splits than this, trying all of them would take seconds.
 _MOST_TRIED = 10_000
 
 
 def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, ranks: Sequence[int]) -> Split:
     """Split the layers into contiguous chunks so that the slowest rank is as fast as possible.
 
-    That is exact with a chunk a rank, with layers of equal cost, and where no more than 10,000 splits are possible.
-    Among the splits with the least maximum over ranks, take the least sum of squares, with several chunks a rank the
-    next slowest ranks as fast as possible; then the least sum of squared chunk costs; then the one whose earlier chunks
-    end first (1F1B holds more activations on earlier stages).
+    The result is the optimum with one chunk per rank, with layers of equal cost, and where at most 10,000 splits are
+    possible. Ties are broken in this order: the least maximum over ranks; the least sum of squares (with several chunks
+    per rank: the fastest second-slowest rank, and so on); the least sum of squared chunk costs; the split whose earlier
+    chunks end first, because 1F1B holds more activations on earlier stages.
 
     Args:
         layer_costs: cost of each layer, in any unit.
-        first_cost: what the first chunk bears besides its layers (embedding), same unit.
-        last_cost: what the last chunk bears besides its layers (head and loss), same unit.
+        first_cost: what the first chunk costs besides its layers (embedding), same unit.
+        last_cost: what the last chunk costs besides its layers (head and loss), same unit.
         ranks: the rank of each chunk, in model order; each chunk holds at least one layer.
     Returns: half-open layer ranges, one per chunk, in order.
     Raises: ValueError: no chunks, more chunks than layers, or a cost that is negative or not finite.
-    Cost: O(chunks * layers^2) integer operations; with several chunks a rank O(chunks^3) more for each layer that goes
-        from one to another.
+    Cost: O(chunks * layers^2) integer operations; with several chunks per rank O(chunks^3) more for each layer that
+        moves.
     """
     _check(layer_costs, first_cost, last_cost, len(ranks))
     chunk_cost = _chunk_costs(layer_costs, first_cost, last_cost)
@@ -67,7 +68,7 @@ def _balanced_chunks(num_layers: int, num_chunks: int, chunk_cost: Callable[[int
 def _balanced_ranks(
     ends: tuple[int, ...], ranks: Sequence[int], chunk_cost: Callable[[int, int], int], *, are_equal: bool
 ) -> tuple[int, ...]:
-    """Take the best of all splits, or move one layer from a chunk to another as long as that makes this one better."""
+    """Return the best of all splits, or improve this one by moving one layer at a time until no move helps."""
 
     def badness(ends: tuple[int, ...]) -> tuple[list[int], int, tuple[int, ...]]:
         loads = dict.fromkeys(ranks, 0)
@@ -91,7 +92,7 @@ def _balanced_ranks(
 
 
 def _neighbours(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the splits in which one chunk has a layer less and another has one more, and those between have moved."""
+    """Yield the splits that differ by one layer: one chunk loses it, another gains it, those between are shifted."""
     for giver, taker in permutations(range(len(ends)), 2):
         if ends[giver] - (ends[giver - 1] if giver else 0) > 1:
             first, last, step = (giver, taker, -1) if giver < taker else (taker, giver, 1)

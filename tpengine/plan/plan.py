@@ -1,8 +1,7 @@
 """The plan of one step: what every pipeline rank does, in order. Pure data, printable, hashable.
 
-Every rank builds the whole plan and compares digests at start, so that what was verified is what runs.
-Building it is elsewhere (schedules/, lower/), parsing its text (text.py) and checking it (verify/): a Plan may
-be wrong.
+Every rank builds the whole plan, and the ranks compare digests at start, so that all run the plan that was verified.
+A Plan can be wrong: schedules/ and lower/ build it, verify/ checks it, text.py parses its text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class TensorSpec:
 
 
 class Recompute(StrEnum):
-    """What a chunk's backward computes again instead of having kept it since forward; the value is its text."""
+    """What backward recomputes instead of keeping it since forward; the value is its text."""
 
     NONE = "none"
     # The attention half of every block, from the block's input.
@@ -38,9 +37,9 @@ class Recompute(StrEnum):
 
 
 class Gathered(StrEnum):
-    """What happens to x[T, D] that a column-parallel layer has gathered: kept until its weight half, or gathered again.
+    """Whether x[T, D] that a column-parallel layer gathered is kept for its weight gradient, or gathered again.
 
-    The same goes for the dy[T, D] that a row-parallel layer's input half has gathered, where W runs apart from I.
+    The same holds for dy[T, D] that the input half of a row-parallel layer gathered, where W runs apart from I.
     """
 
     KEEP = "keep"
@@ -56,7 +55,7 @@ class Chunk:
         layers: half-open range of the model's layers.
         input: what arrives from the chunk before; None for the first chunk, which reads tokens.
         output: what goes to the chunk after; None for the last chunk, which ends in the loss.
-        recompute, gathered: how it trades time for memory.
+        recompute, gathered: how the chunk trades time for memory.
     """
 
     rank: int
@@ -73,8 +72,9 @@ class Bucket:
 
     Args:
         index: unique over the whole plan, not per rank.
-        chunks: the chunks whose backwards fill it, all of one rank: one, or the two ends of a model that lie on one
-            rank and share a parameter. A plan lists a chunk's buckets in the order in which backward completes them.
+        chunks: the chunks whose backwards fill it, all on one rank: either one, or the first and the last chunk where
+            they are on one rank and share a parameter. A plan lists a chunk's buckets in the order in which backward
+            completes them.
     """
 
     index: int
@@ -94,7 +94,7 @@ class Plan:
     """One step of every pipeline rank.
 
     Args:
-        schedule: the generator's name, for people.
+        schedule: the generator's name, for messages and drawings.
         num_microbatches: micro-batches of one data-parallel replica.
         num_layers: layers of the whole model.
         chunks: the model's pieces, in model order.

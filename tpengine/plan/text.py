@@ -1,7 +1,7 @@
 """Parse a plan's text: the exact inverse of `Plan.text`.
 
-Only what `Plan.text` writes is accepted, to the character, so that a text that parses has the plan's digest. What the
-lines say is not judged here: a plan that is wrong has a text as well, and `verify` says what is wrong with it.
+Only the exact text that `Plan.text` writes is accepted, so that a text that parses has the plan's digest. Whether the
+plan is correct is not checked here: a wrong plan has a text too, and `verify` says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorS
 
 T = TypeVar("T")
 
-# The number of lines of the form before this one, and the groups of its pattern.
+# Called with the number of lines of this form parsed before, and the groups of its pattern.
 _Build = Callable[[int, tuple[str, ...]], T]
 
 _INTEGER = "(0|-?[1-9][0-9]*)"
@@ -48,7 +48,7 @@ def parse_plan(text: str) -> Plan:
 
 @dataclass(frozen=True)
 class _Form(Generic[T]):
-    """A kind of line: its first word, its pattern, one for the error message, and what it becomes."""
+    """A kind of line: its first word, its pattern, an example for error messages, and what builds its value."""
 
     word: str
     pattern: re.Pattern[str]
@@ -57,7 +57,7 @@ class _Form(Generic[T]):
 
 
 class _Lines:
-    """The text's lines and how many of them are parsed."""
+    """The text's lines, and how many of them have been parsed."""
 
     def __init__(self, text: str) -> None:
         *self.lines, rest = text.split("\n")
@@ -132,7 +132,7 @@ def _rank(number: int, groups: tuple[str, ...]) -> tuple[Action, ...]:
     _check_number("rank", number, rank)
     actions = parse_actions(listed)
     if format_actions(actions) != listed:
-        raise ValueError(f"one space stands between actions and none elsewhere: got {_shown(listed)}")
+        raise ValueError(f"actions are separated by exactly one space: got {_shown(listed)}: remove the others")
     return actions
 
 

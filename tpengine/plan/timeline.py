@@ -1,8 +1,8 @@
-"""A timeline: what each pipeline rank does when, predicted or measured; and what is read off it.
+"""A timeline: what each pipeline rank does and when, predicted or measured; and the figures computed from it.
 
-The same data comes out of the clock (clock.py: communication takes no time), the simulator (simulator.py) and a
-measured run, so one drawing and one set of figures serve all of them. Times are in the unit of the costs: seconds where
-they are measured, else the duration of one forward.
+The clock (clock.py: communication takes no time), the simulator (simulator.py) and a measured run all produce this
+data, so one drawing and one set of figures serve all three. Times are in the unit of the costs: seconds if they are
+measured, else the duration of one forward.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RankTimeline:
     """One rank in time; every tuple is ordered by start.
 
     Attributes:
-        compute: compute actions, ties, CLIP and STEP: what keeps the rank itself busy.
-        sends, receives: transfers under way, from where both sides could begin until the tensor is there.
+        compute: compute actions, ties, CLIP and STEP: all that occupies the rank itself.
+        sends, receives: transfers under way, from when both sides can start until the tensor has arrived.
         reductions: gradient buckets under way (`r`), on a stream of their own.
-        waits: where the rank stood still: in a WAIT, or in an action that needs other ranks. The action is the WAIT or
-            that action; the time is exposed communication or the bubble, by what it waited for (`StepFigures`).
+        waits: where the rank was idle: in a WAIT, or in an action that needs other ranks; `Span.action` is that
+            action. What it waited for decides whether the time is exposed communication or bubble (`StepFigures`).
         memory: (time, bytes held from then on), changes only; empty where bytes are not known.
     """
 
@@ -65,11 +65,11 @@ class Timeline:
     """All ranks in time.
 
     Attributes:
-        ranks: one a pipeline rank.
-        critical_path: the spans that decide the makespan, first to last, as (rank, span), each one of its rank's. The
-            first begins at 0, each other when the one before it ends, or earlier: by the latency behind another
-            transfer on the same link, by the rest of an action for a reduction that starts inside it. Empty where it
-            was not traced.
+        ranks: one per pipeline rank.
+        critical_path: the spans that decide the makespan, first to last, as (rank, span). The first begins at 0. Each
+            other begins when the one before it ends, or earlier in two cases: a transfer begins before the end of the
+            previous transfer on the same link by the latency, and a reduction begins inside the action that starts it.
+            Empty where it was not traced.
     """
 
     ranks: tuple[RankTimeline, ...]
@@ -91,8 +91,8 @@ class Timeline:
     def peak_live_activations(self) -> tuple[float, ...]:
         """Return each rank's largest number of micro-batches whose activations it holds.
 
-        An activation lives from the start of F to the end of B (of the later of I and W), or of F where nothing runs
-        backward. Unit: all layers of the rank, so a chunk of a rank with v chunks counts 1/v.
+        An activation lives from the start of F to the end of B (or of the later of I and W), or to the end of F in a
+        forward-only plan. Unit: all layers of the rank, so each chunk of a rank with v chunks counts 1/v.
         """
         return tuple(_peak_live(rank.compute) for rank in self.ranks)
 

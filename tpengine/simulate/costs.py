@@ -1,13 +1,13 @@
-"""Costs: how long each action takes and how many bytes it holds, for the simulator. Measured, modelled, or units.
+"""Costs: how long each action takes and how many bytes it holds, for the simulator.
 
-unit_costs(plan)     a forward of all layers of a rank takes 1, its backward 2, its halves 1 each; links are free
-costs from a model   modelled/costs.py: flops and bytes over the rates of a machine
-measured costs       profile.py: what a run has measured, kept as JSON
+    unit_costs(plan)     a forward of all layers of a rank takes 1, its backward 2, its halves 1 each; links are free
+    costs from a model   modelled/costs.py: flops and bytes over the rates of a machine
+    measured costs       profiles/: what a run has measured, kept as JSON
 
-Replicas are a matter of costs alone. The data-parallel replicas of a pipeline, and the tensor-parallel ranks of a
-stage, do the same at the same time: the simulator plays one of each, and whatever depends on their number is in the
-durations given here. With 625 replicas a bucket's entry in `reductions` is `ring_time(bytes, 625, ...)`, a stage's
-durations are those of one of its tp ranks with its exchanges in them; so 10,000 ranks cost no more to simulate than 16.
+The simulator plays one data-parallel replica of a pipeline and one tensor-parallel rank per stage, because the others
+do the same at the same time. How many there are only changes the durations. With 625 replicas a bucket's entry in
+`reductions` is `ring_time(bytes, 625, ...)`; a stage's durations are those of one of its tp ranks, including its
+exchanges. So 10,000 ranks cost no more to simulate than 16.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What one micro-batch holds on a chunk, in bytes; boundary tensors are counted from the plan and not here.
+    """What one micro-batch holds on a chunk, in bytes, without boundary tensors, which are counted from the plan.
 
     Args:
-        saved: from the start of F until B, or I where the halves are apart, has ended.
-        deferred: from the end of I until W has ended: what the weight half needs.
+        saved: from the start of F to the end of B, or of I in a split backward.
+        deferred: from the end of I to the end of W: what the weight half needs.
         working: only while F, B, I or W runs.
     """
 
@@ -41,15 +41,15 @@ class ChunkBytes:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one plan, in one unit of time throughout.
+    """Costs of one plan; all times are in one unit.
 
     Args:
         compute: duration of a compute action by (kind, chunk); above 0.
         latency: from the start of a transfer to the arrival of its first byte.
-        bytes_per_time: of a link between two pipeline ranks, each direction; infinite for a free link.
-        reductions: duration of a bucket's sum over its ranks, by bucket index; missing ones take no time.
+        bytes_per_time: bandwidth of a link between two pipeline ranks, per direction; infinite for a free link.
+        reductions: duration of a bucket's reduction over its ranks, by bucket index; missing ones take no time.
         ties, clip, step: durations of a TIE_REDUCE, of CLIP and of STEP.
-        activations: by chunk, what a micro-batch holds; missing ones hold nothing.
+        activations: by chunk, what one micro-batch holds; missing ones hold nothing.
         resident: by rank, bytes held all the time: weights, gradients, moments.
     """
 
@@ -64,7 +64,7 @@ class Costs:
     resident: tuple[float, ...] = ()
 
     def duration(self, action: Action) -> float:
-        """Return how long an action keeps its rank busy; posting and waiting take no time of their own.
+        """Return how long an action occupies its rank; posting and waiting take no time.
 
         Raises:
             ValueError: a compute action whose duration is not known or not above 0.
@@ -81,12 +81,12 @@ class Costs:
 
     @property
     def holds_bytes(self) -> bool:
-        """Tell whether the costs say anything about memory."""
+        """Return whether the costs include any memory."""
         return bool(self.activations or self.resident)
 
 
 def tensor_of(transfer: Action) -> tuple[bool, int, int]:
-    """Return what a send or receive moves, both sides alike: (is an activation, chunk that made it, micro-batch)."""
+    """Return what a transfer moves, alike for both sides: (is an activation, chunk that produced it, micro-batch)."""
     chunk, microbatch = transfer.piece
     is_forward = transfer.kind in (Kind.SEND_F, Kind.RECV_F)
     return is_forward, chunk if transfer.kind in SENDS else peer_chunk(transfer), microbatch
@@ -94,7 +94,7 @@ def tensor_of(transfer: Action) -> tuple[bool, int, int]:
 
 def transfer_bytes(plan: Plan, transfer: Action) -> int:
     """Return the bytes that a send or receive moves."""
-    assert transfer.kind in TRANSFERS, f"{transfer} is no transfer"
+    assert transfer.kind in TRANSFERS, f"{transfer} is not a transfer"
     chunk = plan.chunks[transfer.piece[0]]
     spec = chunk.output if transfer.kind in (Kind.SEND_F, Kind.RECV_B) else chunk.input
     assert spec is not None, f"{transfer}: the chunk has no tensor on that side"
@@ -102,7 +102,7 @@ def transfer_bytes(plan: Plan, transfer: Action) -> int:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element, by the dtype's name."""
+    """Return the bytes per element of a dtype, given by name."""
     return _ITEM_BYTES[dtype]
 
 
@@ -112,17 +112,17 @@ def spec_bytes(spec: TensorSpec) -> int:
 
 
 def unit_costs(plan: Plan) -> Costs:
-    """Return the costs of a plan in units of a rank's forward: `unit_durations`; nothing else takes time or room."""
+    """Return costs in `unit_durations`, with free communication and no memory."""
     num_chunks = Counter(chunk.rank for chunk in plan.chunks)
     return Costs(unit_durations({index: num_chunks[chunk.rank] for index, chunk in enumerate(plan.chunks)}))
 
 
 def ring_time(num_bytes: float, num_ranks: int, bytes_per_time: float, latency: float = 0.0) -> float:
-    """Return how long a ring takes to sum over ranks and give all of them the sum, zero for one rank.
+    """Return how long a ring all-reduce takes; zero for one rank.
 
-        2 (n-1)/n * bytes / bandwidth + 2 (n-1) * latency          n - 1 steps each way of a share of the bytes each
+        2 (n-1)/n * bytes / bandwidth + 2 (n-1) * latency          2 (n-1) steps, each with 1/n of the bytes
 
-    Args: num_bytes: of the whole tensor. num_ranks: n. bytes_per_time: that a rank sends. latency: of one step.
+    Args: num_bytes: of the whole tensor. num_ranks: n. bytes_per_time: that one rank sends. latency: of one step.
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009, section 4.
     """
     steps = 2 * (num_ranks - 1)

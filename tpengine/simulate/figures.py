@@ -1,16 +1,16 @@
-"""Figures of a step: where each rank's time went and who waited for whom, of a simulated or a measured timeline.
+"""Figures of a step, simulated or measured: where each rank's time went, and which rank waited for which.
 
-A rank's time from 0 to the makespan falls into four parts, which add up to it:
+A rank's time from 0 to the makespan is the sum of four parts:
 
     computing    in compute actions, ties, CLIP and STEP
-    exposed      standing still for what was under way: communication that nothing hides
-    bubble       standing still for another rank that had not come so far
-    idle         the rest: done before the others; in a measured step also what no span covers
+    exposed      waiting for communication under way: it is not hidden by computation
+    bubble       waiting for another rank that is not that far yet
+    idle         the rest: finished before the others; in a measured step also time outside all spans
 
-What a rank stands still for is, of the actions that a WAIT lists, the one that is complete last; a wait is exposed
-while a transfer is under way (its span in `sends` or `receives`) and bubble before, both spent on the transfer's other
-side; for a reduction, which the rank itself has begun, it is all exposed, and spent on no rank of the pipeline. A
-TIE_REDUCE or CLIP is waited for as bubble, on the member that stands still least in it: who comes last.
+A WAIT that lists several actions waits for the one that completes last. For a transfer, the wait is exposed while the
+transfer is under way (its span in `sends` or `receives`) and bubble before that; both are attributed to the rank on the
+other side. For a reduction, which the rank itself has started, all of it is exposed and attributed to no rank. Waiting
+in a TIE_REDUCE or CLIP is bubble, attributed to the member that arrives last, which is the one that waits least in it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankFigures:
     """One rank's time, in the timeline's unit, and memory.
 
     Attributes:
-        computing, exposed, bubble, idle: parts of the makespan, as the module says.
+        computing, exposed, bubble, idle: parts of the makespan, as the module docstring defines them.
         peak_bytes: the most bytes held at once; 0 where bytes are not known.
     """
 
@@ -42,13 +42,13 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What a step comes to.
+    """The figures of a whole step.
 
     Attributes:
         makespan: its length.
-        bubble: the share of num_ranks * makespan in which a rank does not compute, whatever it does instead.
-        exposed: the share in which a rank stands still for communication under way; a part of `bubble`.
-        ranks: each rank's.
+        bubble: the share of num_ranks * makespan in which ranks do not compute, for whatever reason.
+        exposed: the share in which ranks wait for communication under way; a part of `bubble`.
+        ranks: the figures of each rank.
         waited: (waiting rank, rank waited for) -> time, where above 0.
     """
 
@@ -60,7 +60,7 @@ class StepFigures:
 
     @classmethod
     def of(cls, plan: Plan, timeline: Timeline) -> StepFigures:
-        """Read the figures off a timeline of the plan.
+        """Return the figures of a timeline of the plan.
 
         Args: timeline: simulated, or measured with the plan's actions: every list complete, times from 0.
         """
@@ -92,7 +92,7 @@ class StepFigures:
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].computing)
 
     def sentence(self) -> str:
-        """Return the longest wait of a rank for another one in words: stage 3 waits 12 % of the step on stage 2."""
+        """Return the longest wait between two ranks in words: stage 3 waits 12 % of the step on stage 2."""
         if not self.waited:
             return "no stage waits on another"
         (waiter, peer), time = max(self.waited.items(), key=lambda item: item[1])
@@ -100,19 +100,19 @@ class StepFigures:
 
 
 def _completed_last(wait: Span, spans: Mapping[Action, Span]) -> Action:
-    """Return what a wait ended with: of several the one whose span ends last, the meeting itself where it is one."""
+    """Return the action that ended a wait: the one whose span ends last, or the TIE_REDUCE or CLIP itself."""
     if wait.action.kind is not Kind.WAIT:
         return wait.action
     return max(wait.action.subs, key=lambda sub: spans[sub].end if sub in spans else 0.0)
 
 
 def _overlap(wait: Span, span: Span | None) -> float:
-    """Return for how long both last."""
+    """Return for how long the two spans overlap."""
     return max(0.0, min(wait.end, span.end) - max(wait.start, span.start)) if span else 0.0
 
 
 def _last_members(plan: Plan, timeline: Timeline) -> dict[Action, int]:
-    """Return for each TIE_REDUCE and CLIP the rank that stands still least in it, the first of several."""
+    """Return for each TIE_REDUCE and CLIP the rank that waits least in it, the first of several."""
     members = {Action(Kind.TIE_REDUCE, index=tie.index): plan.tie_ranks(tie) for tie in plan.ties}
     members[Action(Kind.CLIP)] = tuple(range(plan.num_ranks))
     stood = {(wait.action, rank): wait.duration for rank, lanes in enumerate(timeline.ranks) for wait in lanes.waits}

@@ -1,9 +1,8 @@
-"""Links of the simulator: when a transfer begins and has arrived.
+"""Links of the simulator: when a transfer begins, and when the tensor has arrived.
 
-One in-order channel for each ordered pair of ranks. A transfer begins when both sides have posted it and what its
-sender has posted before on the channel has left; it occupies the channel for bytes / bandwidth, and has arrived
-`latency` later. Both sides are then done with it, the sender too: what is sent may be let go when it is known to be
-there.
+There is one in-order channel for each ordered pair of ranks. A transfer begins when both sides have posted it and all
+earlier transfers of its channel have left the sender. It occupies the channel for bytes / bandwidth and arrives
+`latency` later. Only then is it complete for both sides: the sender keeps its buffer until the tensor has arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tpengine.simulate.costs import Costs, tensor_of, transfer_bytes
 
 @dataclass(slots=True)
 class Event:
-    """A span of a rank, and what ended when it could begin."""
+    """A span of a rank, and the event whose end let it begin."""
 
     rank: int
     span: Span
@@ -28,7 +27,7 @@ class Event:
 
 @dataclass(slots=True)
 class _Post:
-    """One side of a transfer: when, and after what, a rank has posted it."""
+    """One side of a transfer: when a rank has posted it, and after which event."""
 
     rank: int
     action: Action
@@ -38,7 +37,7 @@ class _Post:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A boundary tensor on its way: what each side has posted."""
+    """A boundary tensor on its way, with the post of each side."""
 
     send: _Post | None = None
     receive: _Post | None = None
@@ -46,7 +45,7 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Channel:
-    """What the sender has posted and what has not begun, oldest first; free from a time on, after `last`."""
+    """Transfers that the sender has posted and that have not begun, oldest first; the time when it is free again."""
 
     queue: deque[_Tensor] = field(default_factory=deque)
     free: float = 0.0
@@ -68,7 +67,7 @@ class Links:
     def post(self, rank: int, transfer: Action, time: float, cause: Event | None) -> list[Event]:
         """Post one side of a transfer.
 
-        Returns: the transfers that have a time now, each as two events, the sender's and the receiver's.
+        Returns: the transfers whose times are known now, each as two events, the sender's and the receiver's.
         """
         tensor = self._tensors.setdefault(tensor_of(transfer), _Tensor())
         post, peer = _Post(rank, transfer, time, cause), self._plan.peer(transfer)
@@ -85,7 +84,7 @@ class Links:
         return begun
 
     def missing(self, rank: int, awaited: Action) -> tuple[Action, int]:
-        """Return what keeps a transfer of a rank from beginning: the transfer that is not posted, and by whom."""
+        """Return what prevents a transfer from beginning: the transfer that is not posted, and the rank to post it."""
         tensor = self._tensors.get(tensor_of(awaited), _Tensor())
         own, other = (tensor.send, tensor.receive)[:: 1 if awaited.kind in SENDS else -1]
         peer = self._plan.peer(awaited)
@@ -93,9 +92,9 @@ class Links:
             return awaited, rank
         if other is None or awaited.kind in SENDS:
             return awaited, peer
-        # Its sender has posted it behind another that this rank has no receive for.
+        # The sender has posted it after another transfer that this rank has not posted.
         first = self._channel(peer, rank).queue[0].send
-        assert first is not None, "only what is sent is in a channel"
+        assert first is not None, "a channel holds posted sends only"
         return counterpart(first.action), rank
 
     def _channel(self, source: int, destination: int) -> _Channel:
@@ -105,9 +104,9 @@ class Links:
         return found
 
     def _carry(self, channel: _Channel, tensor: _Tensor) -> tuple[Event, Event]:
-        """Carry the tensor that both sides have posted and that is next."""
+        """Compute the times of the next transfer of a channel, which both sides have posted."""
         send, receive = tensor.send, tensor.receive
-        assert send is not None and receive is not None, "posted by both sides"
+        assert send is not None and receive is not None, "a transfer begins when both sides have posted it"
         start, cause = send.time, send.cause
         if receive.time > start:
             start, cause = receive.time, receive.cause

@@ -1,13 +1,13 @@
-"""Memory: how many bytes a rank holds when, from its list and the times at which its actions run.
+"""Memory: how many bytes a rank holds at what time, from its list and the times at which its actions run.
 
     resident      weights, gradients, moments: all the time
-    slots         what receives write: all the time, as many as lower/slots.py assigns, each fit for the largest tensor
+    slots         receive buffers: all the time, as many as lower/slots.py assigns, each as large as the largest tensor
     activations   `ChunkBytes` of a micro-batch: saved from the start of F to the end of B or I, deferred from there to
                   the end of W, working while an action runs
-    outputs       of F, and the input's gradient of B or I: from its end until the send has been waited for; where the
-                  next chunk lies on the same rank, until that begins with it
+    outputs       of F, and the input's gradient of B or I: from its end until its send has been waited for, or until
+                  the next chunk on the same rank begins with it
 
-The times may be simulated or measured: what is held follows from the list either way.
+The times may be simulated or measured: what is held when follows from the list either way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def memory_curve(plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) ->
     Args:
         plan: the plan. rank: of the pipeline.
         timeline: of the rank: compute and waits.
-        costs: bytes; what they lack counts as none.
+        costs: bytes; missing ones count as 0.
     Cost: linear in the rank's actions, and slots.
     """
     held = slot_bytes(plan, rank) + (costs.resident[rank] if costs.resident else 0.0)
@@ -57,12 +57,12 @@ def slot_bytes(plan: Plan, rank: int) -> int:
 
 
 class _Holder:
-    """Walks a rank's list and notes by how much what is held changes when."""
+    """Walks a rank's list and records by how many bytes the memory changes at what time."""
 
     def __init__(self, plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) -> None:
         self.plan, self.rank, self.timeline, self.costs = plan, rank, timeline, costs
         self.change: defaultdict[float, float] = defaultdict(float)
-        # Bytes of outputs, by tensor, until they are let go.
+        # Bytes of outputs that are still held, by tensor.
         self.outputs: dict[tuple[bool, int, int], int] = {}
 
     def changes(self) -> dict[float, float]:
@@ -110,7 +110,7 @@ class _Holder:
             self._hold(self.outputs[tensor], time)
 
     def _let_go(self, tensor: tuple[bool, int, int], time: float) -> None:
-        """Let an output go if it was made here: an input that was received is in its slot."""
+        """Free an output that was computed here; a received input is in its slot and counted there."""
         self._hold(-self.outputs.pop(tensor, 0), time)
 
     def _hold(self, num_bytes: float, time: float) -> None:

@@ -1,18 +1,18 @@
-"""Simulate: a whole plan in time, with its communication and its memory. Dataflow, no clock that ticks.
+"""Simulate: compute the times of a whole plan, with its communication and memory. Dataflow, without a ticking clock.
 
-Everything that happens has one moment, the latest of what it waits for, so a rank is played until it meets something
-that has no time yet, and taken up again when that has happened. What can go on at once:
+The time of an event is the latest end of what it waits for. So a rank is played until it reaches an event whose time is
+not known yet, and continued when it is. These run at the same time:
 
-    compute      of each rank the list itself, in order; posting takes no time, WAIT stands still
+    compute      each rank's list, in order; posting takes no time, WAIT blocks
     transfers    one in-order channel for each ordered pair of ranks (links.py)
-    reductions   one in-order stream a rank. The k-th of n sub-actions of an action begins at (k+1)/n of its duration
-    meetings     TIE_REDUCE waits for the ranks that share the parameter, CLIP for all of them
+    reductions   one in-order stream per rank. The k-th of n sub-actions of an action begins at (k+1)/n of its duration
+    meetings     TIE_REDUCE blocks until all ranks that share the parameter have arrived, CLIP until all ranks have
 
-The decision a reader will question: data-parallel replicas and tensor-parallel ranks are not here. They do the same at
-the same time, so one of each is played, and how many there are is in the costs: `Costs` says how. A reduction begins
-when this rank begins it, since the others do so too.
+The decision a reader will question: data-parallel replicas and tensor-parallel ranks are not simulated one by one. They
+do the same at the same time, so one of each is played, and `Costs` says how their number enters the durations. A
+reduction begins when this rank begins it, since the other replicas begin it at the same time.
 
-Memory is in memory.py: it follows from these times and the lists.
+memory.py computes memory from these times and the lists.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tpengine.simulate.memory import memory_curve
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
-    """Play a plan.
+    """Return the timeline of a plan.
 
     Args:
-        plan: complete, and one that `verify` accepts: an input that is missing is not noticed here.
+        plan: complete and accepted by `verify`: a missing input is not noticed here.
         costs: None for `unit_costs`: a forward of all layers of a rank takes 1, a backward 2, and links are free.
-    Returns: every span of every rank, the critical path, and where the costs hold bytes the memory.
-    Raises: ValueError: a compute action has no duration, or the plan cannot finish; one line that says who waits for
-        whom.
+    Returns: every span of every rank, the critical path, and, if the costs include bytes, the memory.
+    Raises: ValueError: a compute action has no duration, or the plan cannot finish; one line that says which rank waits
+        for which.
     Cost: linear in the number of actions.
     """
     known = unit_costs(plan) if costs is None else costs
@@ -51,13 +51,13 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
 @dataclass(slots=True)
 class _Rank:
-    """How far a rank has come.
+    """How far a rank has been played.
 
     Attributes:
-        now: until when its compute stream is used, by `cause`.
-        awaits: what the action at the cursor stands still for.
-        done: the transfers and reductions that have happened.
-        last_reduction: the one that its stream has been given last.
+        now: the time up to which its compute stream is used; `cause` is the event that used it last.
+        awaits: what the action at the cursor is blocked on.
+        done: the transfers and reductions whose times are known.
+        last_reduction: the latest reduction on its stream.
     """
 
     rank: int
@@ -79,13 +79,13 @@ class _Rank:
         return self.cursor == len(self.actions)
 
     def stand_until(self, time: float, cause: Event | None) -> None:
-        """Stand still in the action at the cursor."""
+        """Record a wait in the action at the cursor until `time`."""
         if time > self.now:
             self.waits.append(Span(self.actions[self.cursor], self.now, time))
             self.now, self.cause = time, cause
 
     def timeline(self) -> RankTimeline:
-        # Transfers are found when their second side is, in another order than they begin in.
+        # A transfer is recorded when its second side is posted, so the order is not that of the starts.
         sends, receives = (sorted(lane, key=lambda span: span.start) for lane in (self.sends, self.receives))
         return RankTimeline(
             tuple(self.compute), tuple(sends), tuple(receives), tuple(self.reductions), tuple(self.waits)
@@ -93,16 +93,16 @@ class _Rank:
 
 
 class _Machine:
-    """Plays all ranks until nothing moves."""
+    """Plays all ranks until none can continue."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
         self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(plan.actions)]
         self.links = Links(plan, costs)
-        # By TIE_REDUCE or CLIP: its members, and those that have come.
+        # By TIE_REDUCE or CLIP: its members, and those that have arrived.
         self.members: dict[Action, tuple[int, ...]] = {Action(Kind.CLIP): tuple(range(plan.num_ranks))}
         for tie in plan.ties:
-            # Two of the tie's chunks may lie on one rank, which comes once.
+            # Two of the tie's chunks may be on one rank, which arrives once.
             self.members[Action(Kind.TIE_REDUCE, index=tie.index)] = tuple(dict.fromkeys(plan.tie_ranks(tie)))
         self.arrived: dict[Action, set[int]] = {}
         self.movable = list(reversed(range(plan.num_ranks)))
@@ -119,7 +119,7 @@ class _Machine:
             raise ValueError(f"a plan must finish: {self._explain(stuck)}: `verify` names the rule that is broken")
 
     def critical_path(self) -> tuple[tuple[int, Span], ...]:
-        """Return what the last end waited for, and what that waited for, back to the beginning; first to last."""
+        """Return the chain of causes from the last event back to the beginning, first to last."""
         path = []
         event = self.last
         while event is not None:
@@ -128,7 +128,7 @@ class _Machine:
         return tuple(reversed(path))
 
     def _play(self, state: _Rank, action: Action) -> bool:
-        """Play the action at a rank's cursor; False if the rank must stand still in it."""
+        """Play the action at a rank's cursor; return False if the rank is blocked in it."""
         kind = action.kind
         if kind in COMPUTE or kind is Kind.STEP:
             self._compute(state, action)
@@ -159,7 +159,7 @@ class _Machine:
         state.now, state.cause = event.span.end, event
 
     def _start_bucket(self, state: _Rank, action: Action, time: float, cause: Event | None) -> None:
-        """Give a reduction to its stream; a gather takes no time of its own, nothing waits for a FREE."""
+        """Put a reduction on its stream. A gather takes no time, and nothing waits for a FREE."""
         if action.kind is Kind.FREE:
             return
         before = state.last_reduction
@@ -183,7 +183,7 @@ class _Machine:
                 return False
             if last is None or event.span.end > last.span.end:
                 last = event
-        assert last is not None, "a WAIT lists something"
+        assert last is not None, "a WAIT lists at least one action"
         state.stand_until(last.span.end, last)
         return True
 
@@ -198,7 +198,7 @@ class _Machine:
                 self.movable.append(event.rank)
 
     def _meet(self, state: _Rank, action: Action) -> bool:
-        """Arrive; who comes last plays the action for all members."""
+        """Record that a rank has arrived; the last one plays the action for all members."""
         state.awaits = action
         if action not in self.members:
             raise ValueError(f"{action} needs a tie {action.index}: the plan has {len(self.plan.ties)} ties")
@@ -220,7 +220,7 @@ class _Machine:
         return True
 
     def _explain(self, rank: int) -> str:
-        """Return who waits for whom from this rank on, until one comes up again or waits for none that still plays."""
+        """Return the chain of waits from this rank on, until a rank occurs again or one does not wait."""
         seen: list[int] = []
         text = f"rank {rank}"
         while rank not in seen:
@@ -236,9 +236,9 @@ class _Machine:
         return text
 
     def _missing(self, state: _Rank) -> tuple[Action, int]:
-        """Return what a rank stands still for and the rank that has not begun it, which may be itself."""
+        """Return what a rank is blocked on, and the rank that has not begun it, which may be the rank itself."""
         awaited = state.awaits
-        assert awaited is not None, "a rank that has not ended stands still for something"
+        assert awaited is not None, "an unfinished rank is blocked on something"
         if awaited in self.members:
             return awaited, next(member for member in self.members[awaited] if member not in self.arrived[awaited])
         if awaited.kind not in TRANSFERS:

@@ -1,1 +1,1 @@
-"""What is measured of each operator, and its rivals."""
+"""What is measured of each operator, and against which rivals."""

@@ -1,7 +1,7 @@
-"""Attention's cases of `benchmarks.run kernels`: causal, in a window, of packed documents, and as a layer has it.
+"""Attention's cases of `benchmarks.run kernels`: causal, with a window, with packed documents, and as in a layer.
 
-What is right is computed for some queries at a time, or a sequence of 32768 would need 137 GB of scores in float64;
-between blocks gradients of keys and values are added up in float32 at least, as one matmul would.
+The reference is computed for some queries at a time, because a sequence of 32768 would need 137 GB of scores in
+float64. Between blocks gradients of keys and values are added in float32 at least, as one matmul would do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.kernels.cases.cases import (
     compiled,
 )
 
-# Of a sequence: what a window holds, and how long the documents are.
+# The window is the sequence's length divided by this; so is the length of the documents.
 _WINDOW_PART = 4
 _DOCUMENT_PARTS = (2, 4, 8, 8)
 _QUERY_BLOCK = 512
@@ -42,7 +42,7 @@ _BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
 }
 
-# Which of these keys these queries see, both as places in the sequence: bool, broadcast over the two.
+# Returns which of these keys these queries see, both as positions in the sequence: bool, broadcast over the two.
 Sees = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -111,7 +111,7 @@ def _case(
 
 
 def _qkv_case(shape: Shape, causal: Sees) -> Case:
-    """What a layer does between its projections, rotary embedding included."""
+    """Return the case of what a layer does between its projections, including rotary embedding."""
     from tpkernels.ops.attention import attention_qkv
     from tpkernels.ops.rope import rope_tables
 
@@ -121,7 +121,7 @@ def _qkv_case(shape: Shape, causal: Sees) -> Case:
 
     @functools.cache
     def full_width(dtype: torch.dtype) -> list[Tensor]:
-        """The rivals' tables, made once as a model makes them once for all layers: not in a timed call."""
+        """Return the rivals' tables, made once as a model makes them for all layers, outside the timed calls."""
         return [torch.cat((t, t), -1)[:, None].to(dtype) for t in (cos, sin)]
 
     def turned(t: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _qkv_case(shape: Shape, causal: Sees) -> Case:
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sees: Sees, first: int) -> Tensor:
-    """Queries [B, n, H, E] from place `first` on; softmax in float32 at least, as Hugging Face's eager attention."""
+    """Return attention of queries [B, n, H, E] from `first` on; softmax in float32 at least, as Hugging Face's."""
     groups = q.shape[2] // k.shape[2]
     i_query = torch.arange(first, first + q.shape[1], device=q.device)
     i_key = torch.arange(k.shape[1], device=q.device)
@@ -170,7 +170,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, sees: Sees, first: int) -> Tensor
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> Tensor:
-    """As _attended, whatever the length; nothing of a block is kept for backward."""
+    """Do the same as _attended for any length; nothing of a block is kept for backward."""
 
     def block(b_q: Tensor, wide_k: Tensor, wide_v: Tensor, first: int) -> Tensor:
         return _attended(b_q, wide_k.to(b_q.dtype), wide_v.to(b_q.dtype), sees, first)
@@ -183,7 +183,7 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> Tensor:
 
 
 def _by_backend() -> dict[str, Contestant]:
-    """torch's own causal attention by each of its backends on a GPU."""
+    """Return torch's own causal attention with each of its backends on a GPU."""
 
     def by_backend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
         knows_groups = backend != SDPBackend.EFFICIENT_ATTENTION
@@ -197,7 +197,7 @@ def _by_backend() -> dict[str, Contestant]:
 
 
 def _mask(shape: Shape, sees: Sees) -> Callable[[], Tensor]:
-    """Makes the mask of every pair when it is first asked for."""
+    """Return a function that makes the mask of every pair when it is first called."""
 
     @functools.cache
     def mask() -> Tensor:
@@ -208,7 +208,7 @@ def _mask(shape: Shape, sees: Sees) -> Callable[[], Tensor]:
 
 
 def _by_blocks_of_mask(shape: Shape, sees: Sees) -> dict[str, Contestant]:
-    """torch's attention compiled for the blocks that a mask leaves; on a CPU it has no backward."""
+    """Return torch's attention compiled for the blocks that a mask leaves; it has no backward on a CPU."""
     if shape.device == "cpu":
         return {}
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -239,13 +239,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, knows_groups: bool = True, **how: 
 
 
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Callable[[], Tensor]) -> Tensor:
-    """With copies for each group: the backend that takes a mask knows none."""
+    """Attend with copies for each group, because the backend that takes a mask has no groups."""
     return _sdpa(q, k, v, knows_groups=False, attn_mask=mask())
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Deterministic algorithms, without filling new tensors, which would be timed too."""
+    """Use deterministic algorithms, without filling new tensors, which would be timed too."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -1,9 +1,8 @@
-"""What `benchmarks.run kernels` measures: an operator, its rivals, what they are given, and the work it is.
+"""What `benchmarks.run kernels` measures: an operator, its rivals, its inputs, and its work.
 
-An operator's cases are made by a function of operators.py, attention.py or matmul.py
-for a model's per-rank shapes and a sequence. They import the operator, so that one that is missing costs the others
-nothing, and take from tpkernels nothing else before they are asked for the work: the tpkernels of another revision may
-be older than its formulas.
+Functions in operators.py, attention.py and matmul.py make an operator's cases for a model's per-rank shapes and a
+sequence. They import the operator, so that a missing one does not affect the others. They import nothing else from
+tpkernels until they are asked for the work: the tpkernels of another revision may be older than its formulas.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ RIVALS = (TORCH, COMPILED, LIGER, *SDPA, FLEX)
 
 @dataclass(frozen=True)
 class Shape:
-    """What an operator's cases are made for.
+    """The sizes for which an operator's cases are made.
 
     Attributes:
         model: one rank's shapes.
@@ -53,7 +52,7 @@ class Shape:
 
     @property
     def item_bytes(self) -> int:
-        """Of an element."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
 
@@ -66,12 +65,12 @@ class Draw:
     def normal(
         self, *sizes: int, scale: float = 1.0, requires_grad: bool = True, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Normal numbers, of ordinary size: other operands run at another speed."""
+        """Return normal numbers, of ordinary size: other operands run at another speed."""
         t = torch.randn(sizes, generator=self._generator, device=self._shape.device).mul_(scale)
         return t.to(dtype or self._shape.dtype).requires_grad_(requires_grad)
 
     def tokens(self, high: int, num_tokens: int) -> Tensor:
-        """Tokens 0 to high - 1, the first the most frequent: of 16000, it is 9 % of all, as in natural text."""
+        """Return tokens 0 to high - 1, the lower the more frequent: of 16000, token 0 is 9 %, as in natural text."""
         uniform = torch.rand(num_tokens, generator=self._generator, device=self._shape.device)
         return (uniform**4 * high).long().clamp_(max=high - 1)
 
@@ -82,11 +81,11 @@ class Contestant:
 
     Attributes:
         function: called with the inputs by name; returns one output or several.
-        overwrites: inputs that a call, or its backward, leaves changed: given back their values before the next.
-        overwrites_slopes: the same of the gradients that its backward is given.
-        is_checked: False where the reference cannot tell its results, as a mask of other random numbers.
+        overwrites: inputs that a call, or its backward, changes: they are restored before the next call.
+        overwrites_slopes: the same for the gradients given to its backward.
+        is_checked: False if the reference cannot check its results, such as a mask of other random numbers.
         context: entered around forward and backward alike, outside the measured time.
-        directions: what it is measured in.
+        directions: the directions in which it is measured.
     """
 
     function: Callable[..., Any]
@@ -103,14 +102,14 @@ class Case:
 
     Attributes:
         name: the public function, and what distinguishes the case: "attention_window".
-        inputs: makes the inputs by name.
+        inputs: returns the inputs by name.
         contestants: by name; `tpkernels` and others of RIVALS.
         work: of one direction, the operator's forward or backward.
-        ceiling: what bounds it, and so what its speed is a part of: a large copy's or a large matmul's.
-        sizes: what the row says of the shape.
-        reference: plain torch, in float64 the right result, and in the inputs' dtype the yardstick of errors.
+        ceiling: what limits its speed: the speed is reported relative to that of a large copy or a large matmul.
+        sizes: the fields of the row about the shape.
+        reference: plain torch: in float64 it gives the right result, in the inputs' dtype the allowed error.
         directions: what is measured.
-        also_torch: torch's own other way to compute it, whose errors are as good a yardstick.
+        also_torch: another way of torch to compute it, whose error is allowed too.
     """
 
     name: str
@@ -124,14 +123,14 @@ class Case:
     also_torch: Callable[..., Any] | None = None
 
     def total_work(self, direction: Direction) -> Work:
-        """Work of a direction; of both it is the sum."""
+        """Return the work of a direction; for both it is the sum."""
         if direction != "both":
             return self.work(direction)
         return self.work("forward") + self.work("backward")
 
 
 class MissingOperator(ValueError):
-    """An operator that was asked for is not there, or not to be measured so."""
+    """A requested operator does not exist, or cannot be measured in this way."""
 
 
 Cases = Callable[[Shape], Sequence[Case]]
@@ -154,7 +153,7 @@ CASES: Mapping[str, str] = MappingProxyType(
 
 
 def cases_of(op: str, shape: Shape) -> Sequence[Case]:
-    """Make an operator's cases for a shape; nothing is allocated yet.
+    """Return an operator's cases for a shape; nothing is allocated yet.
 
     Raises:
         MissingOperator: the operator, or a function of its module, is not in this tpkernels.
@@ -168,7 +167,7 @@ def cases_of(op: str, shape: Shape) -> Sequence[Case]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` by torch.compile for the shapes it is called with; nothing is imported before its first call."""
+    """Return `function` compiled by torch.compile for the shapes of its calls; nothing is imported before the first."""
     found: list[Callable[..., Any]] = []
 
     def call(**inputs: Tensor) -> Any:
@@ -182,13 +181,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def against_torch(
     ours: Callable[..., Any], plain: Callable[..., Any], liger: Contestant | None = None, **how: Any
 ) -> dict[str, Contestant]:
-    """Contestants: ours, plain torch as it is and compiled, and Liger's where it can run; `how` is ours."""
+    """Return the contestants ours, plain torch eager and compiled, and Liger's if it can run; `how` is for ours."""
     found = {OURS: Contestant(ours, **how), TORCH: Contestant(plain), COMPILED: Contestant(compiled(plain))}
     return found if liger is None else found | {LIGER: liger}
 
 
 def by_liger(shape: Shape, module: str, name: str, call: Callable[..., Any], **how: Any) -> Contestant | None:
-    """A contestant of Liger-Kernel; None where its kernels cannot run, or where Liger is not installed or lacks it.
+    """Return a contestant of Liger-Kernel; None if its kernels cannot run, or Liger is not installed or lacks it.
 
     Args:
         module, name: of an autograd function of liger_kernel.ops.

@@ -1,9 +1,8 @@
 """Cases of `benchmarks.run kernels`: the products of one rank's projections, each direction a case, against cuBLAS.
 
-A case of its own, because forward, dgrad and wgrad read their operands in three different orders, and one slow order
-would hide in the sum of two. torch's side is what one writes: torch.mm, which on a GPU is cuBLAS. On a CPU torch
-carries two libraries; ours takes the faster there (matmul/host.py), which adds up in another order, and is as good a
-yardstick.
+Each direction is a case, because forward, dgrad and wgrad read their operands in three different orders, and a slow one
+would be hidden in a sum. torch's side is what one would write: torch.mm, which on a GPU is cuBLAS. On a CPU torch has
+two libraries; ours uses the faster one there (matmul/host.py). It adds in another order, so its error is allowed too.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def matmul(shape: Shape) -> Sequence[Case]:
 
 
 def _accumulated(shape: Shape, wgrad_: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
-    """The largest weight gradient into a float32 buffer."""
+    """Return the case of adding the largest weight gradient to a float32 buffer."""
     tokens, (out, inner) = shape.seq, shape.model.projections["gate_up"]
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -97,7 +96,7 @@ def _accumulated(shape: Shape, wgrad_: Callable[[Tensor, Tensor, Tensor], Tensor
 def _swiglu(
     shape: Shape, matmul_swiglu: Callable[[Tensor, Tensor], Tensor], product: Callable[[Tensor, Tensor], Tensor]
 ) -> Case:
-    """Gate and up in one product; torch writes them out before SwiGLU."""
+    """Return the case of gate and up in one product; torch stores them before SwiGLU."""
     tokens, hidden, ffn = shape.seq, shape.model.hidden, shape.model.ffn
 
     def inputs(draw: Draw) -> dict[str, Tensor]:

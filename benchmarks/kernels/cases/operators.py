@@ -1,7 +1,7 @@
 """Cases of `benchmarks.run kernels`, operator by operator; attention's and matmuls' are in files of their own.
 
-Plain torch stands in each as one writes it: it is a contestant, compiled it is another, and in float64 it says what is
-right. Liger's functions take what `apply` does, so they are called by position.
+Each has plain torch as one would write it: it is a contestant, compiled it is another, and in float64 it is the
+reference. Liger's functions have the arguments of `apply`, so they are called by position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DROPOUT = 0.1
 
 
 def norm(shape: Shape) -> Sequence[Case]:
-    """RMSNorm, with and without the residual before it, and LayerNorm, on a sequence-sharded rank's rows."""
+    """Return RMSNorm, with and without adding a residual, and LayerNorm, on a sequence-sharded rank's rows."""
     from tpkernels.ops.norm.operator import add_rms_norm, layer_norm, rms_norm
 
     rows, columns = max(1, shape.seq // TP), shape.model.hidden
@@ -78,7 +78,7 @@ def norm(shape: Shape) -> Sequence[Case]:
 
 
 def rope(shape: Shape) -> Sequence[Case]:
-    """Queries and keys of one sequence rotated, as every layer does."""
+    """Return queries and keys of one sequence rotated, as in every layer."""
     from tpkernels.ops.rope import rope as rotate
 
     model, tokens = shape.model, shape.seq
@@ -96,14 +96,14 @@ def rope(shape: Shape) -> Sequence[Case]:
     made: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
 
     def full_width(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The rivals' tables, made once as a model makes them once for all layers: not in a timed call."""
+        """Return the rivals' tables, made once as a model makes them for all layers, outside the timed calls."""
         key = (cos.data_ptr(), cos.dtype, cos.device, dtype)
         if key not in made:
             made[key] = tuple(torch.cat((t, t), -1)[:, None].to(dtype) for t in (cos, sin))
         return made[key]
 
     def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """As Hugging Face's Llama, whose tables have the activations' dtype."""
+        """Rotate as Hugging Face's Llama, whose tables have the activations' dtype."""
         full_cos, full_sin = full_width(cos, sin, q.dtype)
         halves = (t.chunk(2, -1) for t in (q, k))
         turned = (torch.cat((-second, first), -1) for first, second in halves)
@@ -126,7 +126,7 @@ def rope(shape: Shape) -> Sequence[Case]:
 
 
 def activation(shape: Shape) -> Sequence[Case]:
-    """SwiGLU and GEGLU of gate and up side by side, as one matmul leaves them, and GELU."""
+    """Return SwiGLU and GEGLU of gate and up side by side, as one matmul writes them, and GELU."""
     from tpkernels.ops.activation import geglu, gelu, swiglu
 
     tokens, features = shape.seq, shape.model.ffn
@@ -158,7 +158,7 @@ def activation(shape: Shape) -> Sequence[Case]:
         return Case(name, inputs, against_torch(ours, plain, liger), work, "copy", sizes, plain)
 
     of_swiglu = by_liger(shape, "swiglu", "LigerFusedGateUpSiLUMulFunction", lambda apply, y: apply(y, False))
-    # Takes two tensors, and copies the halves.
+    # Liger's takes two tensors, and copies the halves.
     of_geglu = by_liger(shape, "geglu", "LigerGELUMulFunction", lambda apply, y: apply(*y.chunk(2, -1)))
     return (
         case("swiglu", swiglu, plain_swiglu, of_swiglu, True),
@@ -168,7 +168,7 @@ def activation(shape: Shape) -> Sequence[Case]:
 
 
 def dropout(shape: Shape) -> Sequence[Case]:
-    """Dropout of a sequence-sharded rank's rows. torch's masks are other random numbers: it runs unchecked."""
+    """Return dropout of a sequence-sharded rank's rows. torch's mask has other random numbers, so it is not checked."""
     from tpkernels.ops.dropout import DropoutStream, dropout_reference
     from tpkernels.ops.dropout import dropout as by_coordinates
 
@@ -197,7 +197,7 @@ def dropout(shape: Shape) -> Sequence[Case]:
 
 
 def embedding(shape: Shape) -> Sequence[Case]:
-    """The lookup in a rank's rows of the table, all tokens among them, some far more often than others."""
+    """Return the lookup in a rank's rows of the table, with all tokens, some of them much more frequent than others."""
     from tpkernels.ops.embedding import embedding as look_up
 
     tokens, model = shape.seq, shape.model
@@ -220,7 +220,7 @@ def embedding(shape: Shape) -> Sequence[Case]:
 
 
 class _Made(torch.autograd.Function):
-    """A tensor as if something had made it, in the memory of the leaf that it is."""
+    """Makes a leaf look like the output of an operator, in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -232,13 +232,13 @@ class _Made(torch.autograd.Function):
 
 
 def cross_entropy(shape: Shape) -> Sequence[Case]:
-    """Each token's loss, of a rank's columns as if they were the vocabulary."""
+    """Return each token's loss, with a rank's columns as if they were the vocabulary."""
     from tpkernels.ops.cross_entropy.operator import cross_entropy as losses_of
 
     tokens, vocabulary = shape.seq, shape.model.vocabulary
 
     def plain(logits: Tensor, labels: Tensor) -> Tensor:
-        """In float32 at least, as one trains."""
+        """Compute in float32 at least, as in training."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, labels, reduction="none")
 
@@ -252,15 +252,15 @@ def cross_entropy(shape: Shape) -> Sequence[Case]:
         return function(tokens, vocabulary, shape.item_bytes)
 
     def ours(logits: Tensor, labels: Tensor) -> Tensor:
-        """Of logits that something has made, as a model does: only a leaf's are copied before they are overwritten."""
+        """Take logits that an operator has made, as in a model: a leaf would be copied before it is overwritten."""
         return losses_of(_Made.apply(logits), labels)
 
     def liger(apply: Callable[..., Any], logits: Tensor, labels: Tensor) -> Any:
         losses = apply(logits, labels, None, -100, 0.0, 0.0, "none")[0]
         return losses.to(torch.promote_types(logits.dtype, torch.float32))
 
-    # Takes the gradient in its forward pass, so that neither half can be compared. It rounds losses to the logits'
-    # dtype: of 16 bits that is another result than torch's, and is not checked.
+    # Liger computes the gradient in its forward pass, so neither half can be compared. It rounds losses to the logits'
+    # dtype: in 16 bits that is another result than torch's, and is not checked.
     how = {"overwrites": ("logits",), "directions": ("both",), "is_checked": shape.dtype == torch.float32}
     of_liger = by_liger(shape, "cross_entropy", "LigerCrossEntropyFunction", liger, **how)
     contestants = against_torch(ours, plain, of_liger, overwrites=("logits",))
@@ -269,7 +269,7 @@ def cross_entropy(shape: Shape) -> Sequence[Case]:
 
 
 def linear_cross_entropy(shape: Shape) -> Sequence[Case]:
-    """The mean loss from the last layer's rows on. What counts besides time is memory: plain torch keeps the logits."""
+    """Return the mean loss from the last layer's rows on. Memory matters besides time: plain torch keeps the logits."""
     from tpkernels.ops.cross_entropy.linear import linear_cross_entropy as fused
 
     tokens, model = shape.seq, shape.model
@@ -282,7 +282,7 @@ def linear_cross_entropy(shape: Shape) -> Sequence[Case]:
         return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), labels)
 
     def liger(apply: Callable[..., Any], x: Tensor, weight: Tensor, labels: Tensor) -> Any:
-        """Its sums over chunks in float32, as ours: in 16 bits they are another result."""
+        """Sum over chunks in float32, as ours does: sums in 16 bits would be another result."""
         return apply(x, weight, labels, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)[0]
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -305,10 +305,10 @@ def linear_cross_entropy(shape: Shape) -> Sequence[Case]:
 
 
 def adamw(shape: Shape) -> Sequence[Case]:
-    """One step on a flat shard of seq * hidden / tp elements: a shard's length follows from no shape of the model.
+    """Return one step on a flat shard of seq * hidden / tp elements; no shape of the model determines the length.
 
-    In 16-bit dtypes with the parameters' copy, which torch's fused step, as training calls it, needs a pass of its own
-    for, and another for the gradient, since it takes one dtype alone.
+    16-bit dtypes include the parameters' copy. torch's fused step, as training calls it, needs a pass for the copy, and
+    another one for the gradient, since it takes only one dtype.
     """
     from torch.optim.adamw import adamw as by_torch
     from tpkernels.ops.adamw import adamw_

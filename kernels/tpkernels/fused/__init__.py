@@ -1,4 +1,4 @@
 """Matmuls that communicate: all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce.
 
-The operators are named like their modules, so this package names nothing; `tpkernels` does.
+The operators have the names of their modules, so this package exports no names; `tpkernels` exports them.
 """

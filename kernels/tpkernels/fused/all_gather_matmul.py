@@ -1,10 +1,10 @@
-"""all_gather_matmul: the column-parallel matmul, its token shards gathered on the way in.
+"""all_gather_matmul: the column-parallel matmul; it gathers its token shards while it multiplies.
 
     y_i[T, F_i/tp] = all_gather_tp(x[T/tp, D]) @ w_i[F_i/tp, D].T + b_i
     dx[T/tp, D]    = reduce_scatter_tp(sum_i dy_i @ w_i)
     dw_i           = dy_i.T @ all_gather_tp(x);  db_i = sum over T of dy_i
 
-Forward is `gather_matmul`, dx is its dual `matmul_scatter` (exchange_matmul.py); here are the specification, the
+Forward is `gather_matmul`, and dx is its dual `matmul_scatter` (exchange_matmul.py). Here are the specification, the
 registration with torch.library and the public function.
 """
 
@@ -27,7 +27,7 @@ _NAME = "all_gather_matmul"
 def all_gather_matmul_reference(
     shards: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The specification: all ranks' shards and one rank's weights -> that rank's outputs."""
+    """The specification: from all ranks' shards and one rank's weights, that rank's outputs."""
     full = torch.cat(list(shards))
     outputs = [full @ weight.T for weight in weights]
     return [y + bias for y, bias in zip(outputs, biases, strict=True)] if biases else outputs
@@ -102,7 +102,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     x, weights, biases, group, num_tokens, keep_gathered = inputs
     ctx.save_for_backward(output[-1] if keep_gathered else x, *weights)
     ctx.call = group, num_tokens, keep_gathered, len(biases)
-    # What nobody used has no gradient, instead of one of zeros.
+    # An output that was not used has gradient None instead of a tensor of zeros.
     ctx.set_materialize_grads(False)
 
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     terms = [dy for dy, _ in used], [w for _, w in used]
     dx, full = None, kept if keep_gathered else None
     if needs_dx and needs_dweights and full is None:
-        # The second gather is needed after dx, and hidden behind it.
+        # dw needs the second gather, after dx; dx hides it.
         dx, full = _dgrad_and_gather(*terms, kept, group, num_tokens)
     elif needs_dx:
         dx = _dgrad(*terms, dgathered, group)
@@ -149,17 +149,17 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     return_gathered: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Gather the token shards and multiply them by one or several weights.
+    """Gather the token shards and multiply them by one or more weights.
 
         y_i[T, F_i/tp] = all_gather_tp(x[T/tp, D]) @ w_i[F_i/tp, D].T + b_i[F_i/tp]
         dx[T/tp, D] = reduce_scatter_tp(sum_i dy_i @ w_i);  dw_i = dy_i.T @ all_gather_tp(x)
 
     Args:
         x: [T/tp, D] of float16, bfloat16, float32 or float64, this rank's rows: ceil(T/tp) of them, on the last ranks
-            fewer or none. float64 takes no kernel.
-        weights: w_i [F_i/tp, D], one gather for all of them.
-        comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
-        biases: b_i [F_i/tp], one a weight.
+            fewer or none. float64 uses no kernel.
+        weights: w_i [F_i/tp, D]; one gather serves all of them.
+        comm: the tp ranks. The caller keeps it alive until nothing is left to differentiate.
+        biases: b_i [F_i/tp], one per weight.
         num_tokens: T, equal on all ranks; default comm.size * x.shape[0].
         keep_gathered: keep the gathered x for dw; else gather it again in backward, T*D elements less memory.
         return_gathered: also return the gathered x, which is differentiable too. It is a copy that no rank writes to;
@@ -190,14 +190,14 @@ def all_gather_matmul(
 def gather_problem(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, comm: Communicator, num_tokens: int
 ) -> str:
-    """What is wrong with the arguments of a column-parallel matmul; empty if nothing is."""
+    """Return what is wrong with the arguments of a column-parallel matmul; empty if nothing is."""
     shapes = f"x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}"
     if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
         return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes}: give every weight x's last dim"
     if any(t.dtype != x.dtype or t.device != x.device for t in (*weights, *(biases or ()))):
         return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
     if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
-        return f"{_NAME} needs one bias [F/tp] a weight: biases {[tuple(b.shape) for b in biases]}, {shapes}"
+        return f"{_NAME} needs one bias [F/tp] per weight: biases {[tuple(b.shape) for b in biases]}, {shapes}"
     if problem := dtype_problem(_NAME, x):
         return problem
     rows = shard_rows(num_tokens, comm.size, comm.rank)

@@ -1,15 +1,16 @@
-"""The two forms every fused operator and its dual consist of: gather, then multiply; multiply, then reduce-scatter.
+"""The two forms of every fused operator and its dual: gather, then multiply; multiply, then reduce-scatter.
 
     gather_matmul    y_i[T, F_i]  = all_gather(x[T/tp, D]) @ m_i[D, F_i]
     matmul_scatter   y[T/tp, D]   = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D])
 
-Over an arena the products of a shard start when it has arrived, and those for a peer leave when they are computed; in
-between nobody waits for anybody. Over a device arena kernels do the same (on_device.py), where strategy.py expects them
-to be faster. Otherwise (one rank, several hosts) the collective comes before or after one product. The operators choose
-the matrices: w.T forwards, w in the duals.
+Over an arena, the products of a shard start when it has arrived, and those for a peer are sent when they are computed;
+in between no rank waits for another. Over a device arena kernels do the same (on_device.py), where strategy.py predicts
+that they are faster. Otherwise (one rank, several hosts) the collective runs before or after one product. The operators
+choose the matrices: w.T in forward, w in the duals.
 
-Splitting a product by rows may change its last bits, hence the arena's results differ from the collectives' by
-rounding, and are the same from run to run, whoever comes first: where it does, products are always split.
+Splitting a product by rows may change its last bits. So the arena's results differ from the collectives' by rounding.
+They are the same from run to run, in whatever order the ranks arrive: where splitting changes bits, products are always
+split.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from tpkernels.fused.strategy import Operation, choose
 from tpkernels.ops.matmul.host import Matrix, accumulate_product, product, rows_are_independent
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
-# What can be multiplied and summed whichever way an exchange takes. Kernels take all but float64.
+# Dtypes that can be multiplied and summed in every kind of exchange. Kernels take all but float64.
 DTYPES = (*KERNEL_DTYPES, torch.float64)
-# The same few sizes come in every layer.
+# The same few sizes occur in every layer.
 _chosen = functools.lru_cache(maxsize=1024)(choose)
 
 
 def dtype_problem(operation: str, x: Tensor) -> str:
-    """Why no product of x is made by an operation that all ranks take part in; empty if one is.
+    """Return why an operation of all ranks cannot multiply x; empty if it can.
 
-    To be asked before the call begins: a dtype that is refused in the middle of it would leave the group poisoned.
+    Ask before the call begins: refusing a dtype in the middle of the call would leave the group poisoned.
     """
     if x.dtype in DTYPES:
         return ""
@@ -55,7 +56,7 @@ def gather_matmul(
     keep: bool,
     biases: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Multiply the gathered rows by each matrix; one gather for all.
+    """Multiply the gathered rows by each matrix; one gather serves all.
 
         y_i[T, F_i] = all_gather(x[T/tp, D]) @ m_i[D, F_i] + b_i
 
@@ -63,16 +64,16 @@ def gather_matmul(
         x: this rank's rows, as shard_rows(num_tokens) says.
         matrices: m_i, any strides, or prepared.
         num_tokens: T.
-        operation: what for, in messages.
+        operation: the operation's name, for messages.
         keep: also return the gathered x.
-        biases: b_i [F_i], one a matrix, or none at all.
+        biases: b_i [F_i], one per matrix, or none at all.
 
     Returns:
         The products, and the gathered x (with one rank x itself) or None.
 
-    Order: own rows first, then those of rank+1, rank+2, ... as each arrives. With `keep` all at once, if all come
-    within 0.1 ms and the bits are the same (ops/matmul/host.py, rows_are_independent): the last rank to come, for whom
-    the others wait, then loses least. Extra memory: T*D elements with `keep`.
+    Order: own rows first, then those of rank+1, rank+2, ... as each arrives. With `keep`, all rows at once if all
+    arrive within 0.1 ms and the bits are the same (ops/matmul/host.py, rows_are_independent): that costs least on the
+    last rank to arrive, for which the others wait. Extra memory: T*D elements with `keep`.
     """
     columns = sum(matrix.shape[1] for matrix in matrices)
     kernels, strategy = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
@@ -126,9 +127,9 @@ def matmul_scatter(
 
     Args:
         terms: pairs (x_i, m_i), any strides, m_i may be prepared.
-        operation: what for, in messages.
+        operation: the operation's name, for messages.
         addend: added before the sum.
-        bias: added after it.
+        bias: added after the sum.
 
     Returns:
         A new tensor.
@@ -164,13 +165,13 @@ def scatter_and_gather(
     num_tokens: int,
     operation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Do `matmul_scatter`, and gather rows that have nothing to do with it; by kernels one is hidden behind the other.
+    """Do `matmul_scatter`, and gather other rows; with kernels each hides the other.
 
     Returns:
         The rows of the products, and all ranks' x[T, D].
     """
     columns = sum(m.shape[0] for _, m in terms)
-    # As forward chose that gathered these rows.
+    # The same choice as forward made when it gathered these rows.
     kernels, _ = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
     if kernels is None:
         return matmul_scatter(terms, comm, operation), comm.all_gather_rows(x, num_tokens, operation=operation)
@@ -192,7 +193,7 @@ def matmul_then_gather(
 
 
 def kernels_gather(x: Tensor, weight: Tensor, comm: Communicator, num_tokens: int) -> bool:
-    """Whether `gather_matmul` of x[T/tp, D] and m[D, F] is done by kernels."""
+    """Return whether kernels do `gather_matmul` of x[T/tp, D] and m[D, F]."""
     columns, inner = weight.shape[1], x.shape[1]
     return _by_kernels(x, comm, "gather", num_tokens, columns, inner, row_columns=inner)[0] is not None
 
@@ -207,8 +208,9 @@ def _by_kernels(
     *,
     row_columns: int,
 ) -> tuple[DeviceArena | None, str]:
-    """The arena if kernels exchange, and by which strategy; all ranks decide alike, by sizes that they share: F/tp too,
-    which must be equal on all ranks for "auto".
+    """Return the arena if kernels exchange, and the strategy. All ranks decide alike, from sizes that they share.
+
+    F/tp is one of these sizes, so it must be equal on all ranks for "auto".
 
     Raises:
         ValueError: a row of `row_columns` elements does not fit into the arena; on every rank.

@@ -1,16 +1,16 @@
-"""all-gather + matmul in Triton: this rank's shard is multiplied at once, the others' as they arrive.
+"""all-gather + matmul in Triton: this rank's shard is multiplied at once, the others' shards as they arrive.
 
     y[T, F] = all_gather(x[T/tp, D]) @ m[D, F] + bias
 
-Two ways for a shard to arrive:
+A shard can arrive in two ways:
 
     pull    `publish_kernel` copies x into this rank's block and tells the peers; the copy engine (copies.py) fetches
-            their blocks into `gathered`, raising a flag after each split; no processor moves data
+            their blocks into `gathered` and raises a flag after each split; no processor moves data
     push    for few tokens: the matmul's first items write x into a slot of each peer's block and raise its flag
 
-Either way `gather_matmul_kernel` computes tile after tile, this rank's rows first and read where they are, then those
-of rank+1, rank+2, ..., each tile once the flag of its split is up. What arrives under a flag is read through pointers
-(matmul/tiles.py says why), the matrix by TMA where there is any.
+In both, `gather_matmul_kernel` computes tile after tile: this rank's rows first, read where they are, then those of
+rank+1, rank+2, ..., each tile once the flag of its split is up. Data that arrives under a flag is read through pointers
+(matmul/tiles.py says why), the matrix by TMA if the target has it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tpkernels.symmetric.signals_kernel import (
     wait_for_copy,
 )
 
-# Elements that a program copies at a time: 16 bytes of bfloat16 a thread of 4 warps, 4 times.
+# Elements that a program copies at a time: 16 bytes of bfloat16 per thread of 4 warps, 4 times.
 _COPY_ELEMENTS = 4096
 
 
@@ -221,7 +221,7 @@ def gather_matmul_kernel(
 
 
 def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) -> None:
-    """Begin a call, copy x[rows, columns] into this rank's block, tell the peers."""
+    """Begin a call: copy x[rows, columns] into this rank's block, then tell the peers."""
     block_columns = min(power_of_2(x.shape[1]), 4096)
     block_rows = max(_COPY_ELEMENTS // block_columns, 1)
     programs = min(max(cdiv(x.shape[0], block_rows), 1), arena.processors or num_processors(x))
@@ -262,19 +262,19 @@ def launch_gather_matmul(
 
     Args:
         x: this rank's rows of the piece, without gaps.
-        others: begins with the other ranks' rows of the piece, shards shard_stride elements apart.
+        others: starts with the other ranks' rows of the piece; shards are shard_stride elements apart.
     """
     columns, depth = matrix.shape[1], matrix.shape[0]
     target = target_of(x)
     config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target)
-    assert split_rows % config.block_m == 0, f"{split_rows} rows a flag, {config.block_m} a tile"
+    assert split_rows % config.block_m == 0, f"{split_rows} rows per flag, {config.block_m} per tile"
     right = Operand.of(matrix, target)
-    # At least one, since every peer is notified, also of nothing.
+    # At least one, since every peer must be notified, even if there are no rows.
     num_splits = max(cdiv(piece, split_rows), 1)
     tiles = arena.world * cdiv(piece, config.block_m) * cdiv(columns, config.block_n)
     item = x.element_size()
     aligned = all(n % 16 == 0 for n in (x.data_ptr(), others.data_ptr(), depth * item, shard_stride * item))
-    # One processor is left to wait_kernel.
+    # One processor is left free for wait_kernel.
     processors = (arena.processors or num_processors(x)) - 1
     programs = max(min(processors * config.programs_per_processor(item, target), tiles), 1)
     block_columns = min(power_of_2(depth), 2048)

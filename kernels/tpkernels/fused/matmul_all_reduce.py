@@ -3,9 +3,9 @@
     y[T, D]     = all_reduce_tp(x[T, F/tp] @ w[D, F/tp].T) + b
     dx[T, F/tp] = dy[T, D] @ w;  dw = dy.T @ x;  db = sum over T of dy       dy equal on all ranks
 
-A reduce-scatter on the way out of the matmul, then a gather of the sums: each token's owner adds once, so that all
-ranks have the same bits. Backward needs no communication; its dual is a column-parallel matmul of replicated tokens,
-whose dx is all-reduced.
+The matmul ends in a reduce-scatter, then the sums are gathered: each token is added on one rank only, so all ranks have
+the same bits. Backward needs no communication; the dual is a column-parallel matmul of replicated tokens, whose dx is
+all-reduced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = "matmul_all_reduce"
 
 
 def matmul_all_reduce_reference(xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The specification: all ranks' x and w -> the output of every rank."""
+    """The specification: from all ranks' x and w, the output of every rank."""
     total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
     assert isinstance(total, Tensor), "there is at least one rank"
     return total if bias is None else total + bias
@@ -65,7 +65,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Te
         dx[T, F/tp] = dy @ w;  dw = dy.T @ x;  db = sum over T of dy
 
     Args:
-        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which takes no kernel), all tokens.
+        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which uses no kernel), all tokens.
         weight: w [D, F/tp].
         comm: the tp ranks.
         bias: b [D], equal on all ranks, added once.
@@ -77,7 +77,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Te
         ValueError: shapes or dtypes that do not fit; over an arena on every rank if they do not fit on one.
         PeerError: over an arena, a peer did not take part.
 
-    dy must be equal on all ranks, as it is where all of them go on in the same way with y.
+    dy must be equal on all ranks. It is if all ranks do the same with y.
 
     Cost: 2*T*D*F/tp flops; 2*(tp-1)/tp*T*D elements sent. Numerics: as matmul_reduce_scatter.
     Source: Shoeybi et al., arXiv 1909.08053, section 3.

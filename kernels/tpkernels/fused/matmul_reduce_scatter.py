@@ -1,12 +1,12 @@
-"""matmul_reduce_scatter: the row-parallel matmul, its partial sums scattered to the tokens' owners on the way out.
+"""matmul_reduce_scatter: the row-parallel matmul; it sends partial sums to the tokens' owners while it multiplies.
 
     y[T/tp, D]   = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T) + b
     dx[T, F/tp]  = all_gather_tp(dy[T/tp, D]) @ w
     dw           = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
-Forward is `matmul_scatter`, dx is its dual `gather_matmul` (exchange_matmul.py), which also leaves the gathered dy that
-dw needs. What nobody differentiates is not kept, nor multiplied (but where kernels gather: they multiply meanwhile);
-gathered is dy in every case, in the same way, so that ranks may differ in what they ask for. Here are the
+Forward is `matmul_scatter`, and dx is its dual `gather_matmul` (exchange_matmul.py), which also returns the gathered dy
+that dw needs. A gradient that is not needed is not kept, nor computed, except where kernels gather, because they
+multiply at the same time. dy is always gathered, in the same way, so ranks may need different gradients. Here are the
 specification, the registration with torch.library and the public function.
 """
 
@@ -29,7 +29,7 @@ _NAME = "matmul_reduce_scatter"
 def matmul_reduce_scatter_reference(
     xs: Sequence[Tensor], weights: Sequence[Tensor], rank: int, bias: Tensor | None = None
 ) -> Tensor:
-    """The specification: all ranks' x and w -> the output of `rank`."""
+    """The specification: from all ranks' x and w, the output of `rank`."""
     total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
     assert isinstance(total, Tensor), "there is at least one rank"
     y = total[shard_rows(len(total), len(xs), rank)]
@@ -50,7 +50,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter_dgrad", mutates_args=())
 def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool = True) -> list[Tensor]:
-    # The default is for graphs that inductor has in its cache on disk: they were compiled when it was always kept.
+    # The default is for graphs in inductor's cache on disk that were compiled when the gathered dy was always kept.
     comm = communicator_named(group)
     (dx,), full = gather_matmul(dy, [weight], comm, num_tokens, _NAME, keep=keep_gathered)
     if full is None:
@@ -66,7 +66,7 @@ def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bo
 
 @torch.library.custom_op("tpkernels::matmul_reduce_scatter_gather", mutates_args=())
 def _gather(dy: Tensor, group: str, num_tokens: int) -> Tensor:
-    # To the other ranks the same exchange as `_dgrad`'s, which may ask for the gradient of x: but not over kernels.
+    # For the other ranks this must be the same exchange as `_dgrad`'s, in case they need dx; not so over kernels.
     full = communicator_named(group).all_gather_rows(dy, num_tokens, operation=_NAME)
     return full.clone() if full is dy else full
 
@@ -95,7 +95,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     elif (needs_dw or needs_dbias) and not kernels_gather(dy, weight, communicator_named(group), x.shape[0]):
         full = _gather(dy, group, x.shape[0])
     elif needs_dw or needs_dbias:
-        # Kernels gather while they multiply, by a strategy that depends on the product: take part as the others do.
+        # Kernels gather while they multiply, by a strategy that depends on the product: so compute the product too.
         full = _dgrad(dy, weight, group, x.shape[0], True)[1]
     dw = full.T @ x if full is not None and needs_dw else None
     return dx, dw, full.sum(0) if full is not None and needs_dbias else None, None
@@ -111,9 +111,9 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
         dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
     Args:
-        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which takes no kernel), all tokens.
+        x: [T, F/tp] of float16, bfloat16, float32 or float64 (which uses no kernel), all tokens.
         weight: w [D, F/tp].
-        comm: the tp ranks. The caller keeps it alive for as long as anything is to be differentiated.
+        comm: the tp ranks. The caller keeps it alive until nothing is left to differentiate.
         bias: b [D], equal on all ranks, added once; its gradient is the same on all ranks.
 
     Returns:
@@ -137,7 +137,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
 
 
 def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """What is wrong with the arguments of a row-parallel matmul; empty if nothing is."""
+    """Return what is wrong with the arguments of a row-parallel matmul; empty if nothing is."""
     shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
         return f"{name} needs x[T, F/tp] and weight [D, F/tp]: {shapes}: give the weight x's last dim"
@@ -145,5 +145,5 @@ def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if any(t.dtype != x.dtype or t.device != x.device for t in others):
         return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
     if bias is not None and bias.shape != weight.shape[:1]:
-        return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes}: pass one number a row of the weight"
+        return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes}: pass one number per row of the weight"
     return dtype_problem(name, x)

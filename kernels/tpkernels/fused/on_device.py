@@ -1,11 +1,15 @@
-"""The exchanges of a device arena as one call each: what to launch, in which pieces, in which generation.
+"""Exchanges over a device arena, one function per call: what to launch, in which pieces, in which generation.
 
     gather          full[T, D]  = all_gather(x[T/tp, D])
     gather_matmul   y_i[T, F_i] = full @ m_i[D, F_i] + b_i
     matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
 
-exchange_matmul.py decides whether a call comes here. What is larger than a generation of the arena moves in pieces,
-each a call of its own. README.md beside this file draws what the kernels write and wait for, and explains one more
+Each call has three phases: launch what makes this rank's data visible to the peers; compute, in kernels that wait for
+the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. On a GPU the
+host waits in none of them.
+
+exchange_matmul.py decides whether a call comes here. Data larger than a generation of the arena is exchanged in pieces,
+each a call of its own. README.md beside this file shows what the kernels write and wait for, and explains one more
 exchange.
 """
 
@@ -32,7 +36,7 @@ from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
 @contextlib.contextmanager
 def _poison_if_left(arena: DeviceArena) -> Iterator[None]:
-    """Tell the others if this rank leaves a call before its end, out of memory, say: they would wait for it in vain."""
+    """Tell the others if this rank leaves a call before its end (out of memory, say): they would wait in vain."""
     try:
         yield
     except (PeerError, CallMismatch):
@@ -53,14 +57,14 @@ def gather_matmul(
     keep: bool,
     push: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Multiply the gathered rows by each matrix; one gather for all, hidden behind the widest matrix.
+    """Multiply the gathered rows by each matrix; one gather serves all, hidden behind the widest matrix.
 
     Args:
         x: this rank's rows, as shard_rows(num_tokens) says.
         keep: also return the gathered x.
-        push: by stores of the kernel instead of the copy engine.
+        push: the matmul's kernel stores x into the peers' memory, instead of copy engines fetching it.
 
-    Extra memory: T*D elements, to push none unless kept.
+    Extra memory: T*D elements; with push none unless kept.
     """
     x = x.contiguous()
     depth, item = x.shape[1], x.element_size()
@@ -72,7 +76,9 @@ def gather_matmul(
     order = sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[1])
     with _poison_if_left(arena):
         for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(room_bytes, depth * item)):
-            # Who waits must know what a flag stands for.
+            # Launch: this rank's rows become visible to the peers, and theirs are fetched. Pushing needs no launch of
+            # its own: the first items of the matmul do it. The call's number covers `kind`, because ranks that wait
+            # for a flag must agree on how many rows it stands for.
             kind = f"pushes, a flag for {split_rows} rows" if push else "pulls"
             generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
             own = x[first : first + piece]
@@ -84,6 +90,8 @@ def gather_matmul(
                 launch_publish(own, arena, generation, call)
                 _fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
                 others, shard_stride = gathered[first:], most * depth
+            # Compute: own rows first, then each peer's as its flag goes up. The widest matrix hides the exchange; when
+            # the next one starts, all rows are there.
             for nth, i in enumerate(order):
                 how = "there" if nth else ("push" if push else "pull")
                 launch_gather_matmul(
@@ -102,6 +110,7 @@ def gather_matmul(
                     call,
                     how,
                 )
+            # Keep: pushed rows are in the arena's slots, which the next call but one overwrites.
             if push and keep:
                 assert gathered is not None
                 for source in range(arena.world):
@@ -110,13 +119,14 @@ def gather_matmul(
                     offset_bytes = source * arena.slot_bytes
                     slot = arena.block(arena.rank, generation, shape, x.dtype, offset_bytes)
                     gathered[rows].copy_(own if source == arena.rank else slot)
+            # Wait: the stream waits for the copy engine, so that the next piece finds its copies done.
             arena.copies.join()
     _raise_where_it_is_known(arena)
     return outputs, gathered if keep else None
 
 
 def gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
-    """Concatenate the ranks' rows."""
+    """Return the rows of all ranks, concatenated."""
     full = _gather_in_pieces(x, arena, num_tokens, operation)
     arena.copies.join()
     _raise_where_it_is_known(arena)
@@ -124,13 +134,14 @@ def gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Te
 
 
 def start_gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
-    """Begin to concatenate the ranks' rows; the result is there after `finish_gather`.
+    """Begin to concatenate the ranks' rows; the result is complete after `finish_gather`.
 
-    One other call may run meanwhile; the one after it finishes the gather first. What does not fit into a generation
-    moves in pieces, of which only the last is not waited for here.
+    One other call may run in between; the call after that finishes the gather first. If the rows do not fit into a
+    generation they are exchanged in pieces, and only the last piece is not waited for here.
     """
     full = _gather_in_pieces(x, arena, num_tokens, operation)
-    # The next call uses what the last but one did: every peer must have ended that, which the begin of this one shows.
+    # The next call uses the generation of the call before this one. Every peer must have ended that call; a peer that
+    # has begun this one has.
     first_peer = (arena.rank + 1) % arena.world
     launch_wait(arena, first_peer, arena.world - 1, arena.generation, arena.newest_call)
     arena.calls_since_gather = 0
@@ -138,7 +149,7 @@ def start_gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str)
 
 
 def finish_gather(arena: DeviceArena) -> None:
-    """Have what was begun by `start_gather` be there, and every rank know that all have it."""
+    """Complete what `start_gather` began, and wait until every rank knows that all have done so."""
     if arena.calls_since_gather is None:
         return
     arena.calls_since_gather = None
@@ -149,12 +160,13 @@ def finish_gather(arena: DeviceArena) -> None:
 
 
 def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
-    """All rows; the copies of the last piece are under way."""
+    """Return all rows; the copies of the last piece are still under way."""
     x = x.contiguous()
     full = x.new_empty(num_tokens, x.shape[1])
     rows_that_fit = _rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
     with _poison_if_left(arena):
         for first, piece in shard_pieces(num_tokens, arena.world, rows_that_fit):
+            # Wait for the previous piece's copies before its generation comes up again.
             arena.copies.join()
             generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
             own = x[first : first + piece]
@@ -172,7 +184,7 @@ def matmul_scatter(
 ) -> Tensor:
     """Multiply, sum over the ranks, keep this rank's rows.
 
-    Extra memory: T*D elements for more than two terms, whose rest is multiplied first.
+    Extra memory: T*D elements for more than two terms: the others are multiplied first, into the addend.
     """
     for x, matrix in terms[MOST_TERMS:]:
         addend = launch_matmul(x, matrix, residual=addend)
@@ -186,7 +198,9 @@ def matmul_scatter(
     with _poison_if_left(arena):
         for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(arena.slot_bytes, columns * item)):
             generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
+            # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile.
             launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
+            # Wait on the stream until every rank has filled its slot here, then add the slots.
             launch_wait(arena, arena.rank, arena.world, generation, call, sent=True)
             launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation)
     _raise_where_it_is_known(arena)
@@ -194,15 +208,15 @@ def matmul_scatter(
 
 
 def fits(columns: int, item_bytes: int, arena: DeviceArena) -> bool:
-    """Whether rows fit into the arena, whichever way they move."""
+    """Return whether rows fit into the arena, for every kind of exchange."""
     return columns * item_bytes <= arena.slot_bytes
 
 
 def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
-    """Refuse rows that do not fit into the arena, whichever way they would move.
+    """Refuse rows that do not fit into the arena, whatever the exchange.
 
     Raises:
-        ValueError: on every rank, whose sizes are the same.
+        ValueError: on every rank alike, since sizes are the same.
     """
     row_bytes = columns * item_bytes
     if not fits(columns, item_bytes, arena):
@@ -215,7 +229,7 @@ def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
 def _begin(
     arena: DeviceArena, operation: str, kind: str, num_rows: int, columns: int, dtype: torch.dtype, first: int
 ) -> tuple[int, int]:
-    """Generation and number of the next call. A gather under way is of the generation of the next but one."""
+    """Return generation and number of the next call; finish a gather under way if this call would reuse its memory."""
     if arena.calls_since_gather == 1:
         finish_gather(arena)
     if arena.calls_since_gather is not None:
@@ -236,7 +250,7 @@ def _fetch(
     *,
     keep_own: bool,
 ) -> None:
-    """Have the copy engine bring every peer's rows of a piece to their place in `full`, that of rank+1 first."""
+    """Start the copy engine: every peer's rows of a piece go to their place in `full`, those of rank+1 first."""
     fetches = []
     for i in range(1, arena.world):
         peer = (arena.rank + i) % arena.world
@@ -259,9 +273,9 @@ def _fetch(
 
 
 def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: DeviceArena, split_bytes: int) -> int:
-    """Rows under one flag: whole tiles of at least split_bytes, no more splits than there are flags.
+    """Return the rows under one flag: whole tiles of at least split_bytes, and no more splits than flags.
 
-    A copy engine wants large ones; programs that push want many, to share.
+    A copy engine is faster with few large splits; programs that push share the work better with many.
     """
     most = cdiv(num_tokens, arena.world)
     target = target_of(x)
@@ -272,11 +286,11 @@ def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: D
 
 def _rows_that_fit(room_bytes: int, row_bytes: int) -> int:
     rows = room_bytes // max(row_bytes, 1)
-    assert rows, "check_fit comes first"
+    assert rows, "a row must fit: call check_fit first"
     return rows
 
 
 def _raise_where_it_is_known(arena: DeviceArena) -> None:
-    """Interpreted, a call has ended when it returns."""
+    """Raise errors of the peers if they are known already: an interpreted call has ended when it returns."""
     if not arena.control.is_cuda:
         arena.check()

@@ -1,11 +1,11 @@
-"""matmul + reduce-scatter in Triton: each tile leaves for its owner as soon as it is computed.
+"""matmul + reduce-scatter in Triton: each tile is sent to its owner as soon as it is computed.
 
     y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + bias
 
-`matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last, and stores them into its slot of the
-owner's block; the flag goes up behind the last tile of an owner's rows. A program waits for every
-rank's flag (wait_kernels.wait_kernel), then `sum_slots_kernel` adds the slots, in a balanced tree of ranks (tree.py),
-in float32: the same bits on every run. Many programs that wait would keep the peers' matmuls off a GPU that is shared.
+`matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last. It stores each tile into its slot of
+the owner's block, and raises the flag after the last tile of an owner's rows. One program waits for every rank's flag
+(wait_kernels.wait_kernel), then `sum_slots_kernel` adds the slots in float32, in a balanced tree of ranks (tree.py):
+the same bits on every run. Only one program waits, because many would keep co-located peers' matmuls off the GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tpkernels.symmetric.signals_kernel import (
     rank_of,
 )
 
-# Products that the kernel adds up.
+# The most products that the kernel adds.
 MOST_TERMS = 2
-# Elements that a program sums at a time: 16 bytes of bfloat16 a thread of 8 warps.
+# Elements that a program sums at a time: 16 bytes of bfloat16 per thread of 8 warps.
 _SUM_ELEMENTS = 2048
 
 
@@ -226,7 +226,7 @@ def launch_matmul_scatter(
     Args:
         terms: pairs (x_i, m_i), one or two.
     """
-    assert len(terms) <= MOST_TERMS, f"{len(terms)} terms, the kernel adds up {MOST_TERMS}"
+    assert len(terms) <= MOST_TERMS, f"the kernel adds at most {MOST_TERMS} products: got {len(terms)} terms"
     x, matrix = terms[0]
     columns, target = matrix.shape[1], target_of(x)
     config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target, num_terms=len(terms))
@@ -236,10 +236,10 @@ def launch_matmul_scatter(
     others = [one.argument(config.block_k, config.block_n) for one in rights]
     two = len(terms) == 2
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * max(cdiv(columns, config.block_n), 1)
-    # While a gather is under way, its wait_kernel needs a processor.
+    # While a gather is under way, its wait_kernel needs a processor of its own.
     processors = (arena.processors or num_processors(x)) - (arena.calls_since_gather is not None)
     programs = max(min(processors * config.programs_per_processor(x.element_size(), target), tiles), 1)
-    # Described operands are no tensors whose device could be seen.
+    # TMA descriptors are not tensors, so triton could not find the device from them.
     with torch.cuda.device_of(x):
         run(
             matmul_scatter_kernel,
@@ -283,7 +283,7 @@ def launch_matmul_scatter(
 
 
 def launch_sum_slots(y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int) -> None:
-    """y[rows, columns] = sum of what every rank has sent + bias."""
+    """Launch y[rows, columns] = sum of what every rank has sent + bias."""
     processors = arena.processors or num_processors(y)
     programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
     run(

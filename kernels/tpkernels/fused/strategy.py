@@ -1,11 +1,11 @@
-"""Which way a sharded matmul and its exchange are done: one after the other, fused, or pushed.
+"""How a sharded matmul and its exchange are done: one after the other, fused, or pushed.
 
     plain   a collective of the process group, and the fastest matmul there is
-    fused   gather: copy engines fetch while the matmul computes; scatter: tiles leave as they are computed
+    fused   gather: copy engines fetch while the matmul computes; scatter: tiles are sent as they are computed
     push    gather only: the matmul's first programs store the shard into the peers' memory; for few tokens
 
 The ranks of a group must choose alike, or they wait for each other in vain. So the choice is a function of sizes that
-all ranks share, and of one table of rates (work.py), never of a measurement.
+all ranks share and of one table of rates (work.py), and does not depend on any measurement.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from tpkernels.work import (
 )
 
 Operation = Literal["gather", "scatter"]
-# Matrix units compute 64 rows even of a shard that has fewer.
+# Matrix units compute at least 64 rows, also for a shard with fewer.
 _LEAST_ROWS = 64
 
 
 def choose(
     operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
 ) -> Strategy:
-    """The strategy that is predicted to take the least time; of equals the plainer one.
+    """Return the strategy that is predicted to take the least time; with equal times the plainer one.
 
     Args:
         operation: "gather", y[T, F] = all_gather(x[T/tp, D]) @ w.T, or "scatter",
             y[T/tp, D] = reduce_scatter(x[T, F] @ w.T).
         rows: T, of all ranks.
-        columns, inner: of the matmul that each rank computes: F and D to gather, D and F to scatter, F being a rank's
-            share; of several weights together.
+        columns, inner: of the matmul that each rank computes: F and D to gather, D and F to scatter, where F is one
+            rank's share; for several weights their sum.
         world: tp.
-        item_bytes: of an element.
-        rates: the same on every rank: where a group's GPUs differ, those of its first rank.
+        item_bytes: per element.
+        rates: the same on every rank: if a group's GPUs differ, those of its first rank.
 
     Returns:
         "plain" for a single rank, which has nothing to exchange; "push" only to gather.
 
-    Numerics: rates are those of bfloat16. A matmul of wider elements takes longer than predicted, and then all
-    strategies take nearly the same time.
+    Numerics: rates are those of bfloat16. Matmuls of wider elements take longer than predicted, and then all strategies
+    take nearly the same time.
     """
     return min(predicted(operation, rows, columns, inner, world, item_bytes, rates).items(), key=_seconds)[0]
 
@@ -58,10 +58,10 @@ def choose(
 def predicted(
     operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
 ) -> dict[Strategy, float]:
-    """Seconds of each strategy that there is; arguments as `choose`. The plainer come first.
+    """Return the predicted seconds of each possible strategy, the plainer first; arguments as for `choose`.
 
-    Fused is predicted too well where shards are small: for (rows, columns, inner) of (4096, 1792, 4096) on 8 H100s to
-    be 1.29 times as fast as plain, of which 1.08 have been published; for (16384, 3584, 8192) 1.34, published 1.38.
+    For small shards the prediction is too good for fused: for (rows, columns, inner) of (4096, 1792, 4096) on 8 H100s
+    it is 1.29 times as fast as plain, while 1.08 was published; for (16384, 3584, 8192) 1.34, published 1.38.
     """
     whole = _matmul(rows, columns, inner, item_bytes)
     if world == 1:
@@ -84,10 +84,10 @@ def predicted(
 
 
 def splits_of(rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates) -> int:
-    """Into how many splits a fused gather cuts a shard, each with a flag of its own: 1, 2, 4 or 8.
+    """Return into how many splits a fused gather cuts a shard, each with its own flag: 1, 2, 4 or 8.
 
-    Few make the matmul wait for the first one, many cost a copy each, so that shards of few rows are not cut. Arguments
-    as `choose`; of equals the fewest.
+    With few splits the matmul waits for the first one; each split costs a copy, so shards of few rows are not cut.
+    Arguments as for `choose`; with equal times the fewest splits.
     """
     if world == 1:
         return 1
@@ -100,7 +100,7 @@ def splits_of(rows: int, columns: int, inner: int, world: int, item_bytes: int, 
 
 
 def _matmul(rows: int, columns: int, inner: int, item_bytes: int, *, num_parts: int = 1) -> Work:
-    """A matmul whose rows are computed in so many parts, each of whole tiles."""
+    """Return the work of a matmul whose rows are computed in `num_parts` parts, each of whole tiles."""
     part_rows = -(-rows // num_parts)
     computed = num_parts * -(-part_rows // _LEAST_ROWS) * _LEAST_ROWS
     exact = matmul_work(rows, columns, inner, item_bytes)

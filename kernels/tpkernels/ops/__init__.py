@@ -1,1 +1,1 @@
-"""Operators that communicate with nobody; a kernel, its configuration and its definition in torch each."""
+"""Operators without communication; each has a kernel, its configuration and its definition in torch."""

@@ -6,11 +6,11 @@
     dgate = dh * up * act'(gate);  dup = dh * act(gate)         dy[T, 2F/tp] = (dgate, dup) side by side
     act = silu (SwiGLU), gelu, or gelu by tanh (GEGLU, GELU)
 
-Elements are on their own: a rank's columns need nothing of another's, as long as its gate and up are the same columns
-of the whole. Forward reads y and writes h; backward reads y and dh and writes dy, in one kernel.
+Elements are independent: a rank's columns need nothing of another rank's, as long as its gate and up are the same
+columns of the whole. Forward reads y and writes h; backward reads y and dh and writes dy, in one kernel.
 
-The decision a reader will question: only y is kept, and backward computes act and its slope from it again, where
-keeping act(gate) would save an exponential. The kernels wait for memory: what is kept costs more than what is computed.
+The decision a reader will question: only y is kept, and backward recomputes act and its slope from it, although keeping
+act(gate) would save an exponential. The kernels are bound by memory, so keeping more costs more than recomputing.
 
 Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian error linear
 units (GELUs)", arXiv 1606.08415.
@@ -27,7 +27,7 @@ from torch import Tensor
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
-# By `approximate` of torch's gelu.
+# Keys are the values of `approximate` of torch's gelu.
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -145,13 +145,16 @@ def _activation_backward_kernel(
 
 
 def _block(num_columns: int) -> dict[str, int]:
-    """1024 elements, 8 a thread: 16 bytes of bfloat16. Ranks' columns are multiples of 256. Not tuned on a GPU yet."""
+    """Return the block: 1024 elements, 8 per thread: 16 bytes of bfloat16. Not tuned on a GPU yet.
+
+    Ranks' columns are multiples of 256.
+    """
     columns = min(256, power_of_2(num_columns))
     return {"BLOCK_ROWS": min(64, 1024 // columns), "BLOCK_COLUMNS": columns, "num_warps": 4}
 
 
 def launch_activation(y: Tensor, kind: str, gated: bool) -> Tensor:
-    """The operator tpkernels::activation by its kernel."""
+    """Run the operator tpkernels::activation with its kernel."""
     y = y if y.stride(1) == 1 else y.contiguous()
     num_rows, num_columns = y.shape[0], y.shape[1] // (1 + gated)
     h = torch.empty(num_rows, num_columns, dtype=y.dtype, device=y.device)
@@ -172,7 +175,7 @@ def launch_activation(y: Tensor, kind: str, gated: bool) -> Tensor:
 
 
 def launch_activation_backward(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
-    """The operator tpkernels::activation_backward by its kernel."""
+    """Run the operator tpkernels::activation_backward with its kernel."""
     dh, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dh, y))
     num_rows, num_columns = dh.shape
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
@@ -220,7 +223,7 @@ def _backward_on_host(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
 
 
 def _wide(y: Tensor) -> Tensor:
-    """y to compute with, contiguous: torch's own exp differs by a rounding between vectors and single elements."""
+    """Return y in the dtype to compute in, contiguous: torch's exp rounds vectors and single elements differently."""
     return y.to(accumulation_dtype(y.dtype)).contiguous()
 
 
@@ -245,7 +248,7 @@ def activation_backward(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor
 
 @torch.library.custom_op("tpkernels::activation", mutates_args=())
 def activation_op(y: Tensor, kind: str, gated: bool) -> Tensor:
-    """h[T, F], new and contiguous, of y[T, 2F] if gated, else of y[T, F]; kind is silu, gelu or gelu_tanh."""
+    """Return h[T, F], new and contiguous, from y[T, 2F] if gated, else y[T, F]; kind is silu, gelu or gelu_tanh."""
     return activation_forward(y, kind, gated)
 
 
@@ -256,7 +259,7 @@ def _(y: Tensor, kind: str, gated: bool) -> Tensor:
 
 @torch.library.custom_op("tpkernels::activation_backward", mutates_args=())
 def activation_backward_op(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
-    """dy of y's shape, new and contiguous, of dh[T, F] and what `activation_op` was given."""
+    """Return dy in y's shape, new and contiguous, from dh[T, F] and the arguments of `activation_op`."""
     return activation_backward(dh, y, kind, gated)
 
 
@@ -314,8 +317,8 @@ def swiglu(y: Tensor) -> Tensor:
 
     Cost: forward reads y and writes h; backward reads y and dh, writes dy; keeps y alone. On a CPU a few passes in
     float32.
-    Numerics: computed in float32, or float64 for float64, and rounded once; deterministic. Large gates neither overflow
-    nor give NaN; infinities give what torch's silu gives.
+    Numerics: computed in float32, or float64 for float64, and rounded once; deterministic. Large gates cause neither
+    overflow nor NaN; infinities give what torch's silu gives.
     Source: Shazeer, arXiv 2002.05202.
     """
     return _applied(y, "silu", True)
@@ -336,7 +339,7 @@ def geglu(y: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gelu(y: Tensor, approximate: str = "none") -> Tensor:
-    """Multiply each element by the share of a standard normal distribution that lies below it.
+    """Multiply each element by the cumulative normal distribution at it.
 
         h = y * (1 + erf(y / sqrt(2))) / 2                                     "none"
         h = y * (1 + tanh(sqrt(2 / pi) * (y + 0.044715 * y^3))) / 2            "tanh"

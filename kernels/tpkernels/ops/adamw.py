@@ -5,12 +5,12 @@
     p = p * (1 - lr * weight_decay) - step_size * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
     step_size = lr / (1 - beta1^step);   parameter[n] = p, rounded
 
-A shard is any part of the flat parameters, as ZeRO or a bucket cuts them: nothing crosses elements.
+A shard is any range of the flat parameters, as ZeRO or a bucket cuts them: elements are independent.
 
-The decision a reader will question: what changes every step is passed as numbers, not as a tensor on the device. A
-float argument costs nothing and compiles nothing again; a tensor of seven numbers would be a copy to the device a step,
-for which the host waits unless the memory is pinned. The arguments are float64, which Triton passes only where it is
-told to, and rounded to the masters' dtype in the kernel: so float64 masters are updated with float64 numbers.
+The decision a reader will question: values that change every step are passed as numbers, not as a tensor on the device.
+A float argument costs nothing and causes no recompilation. A tensor of seven numbers would be a copy to the device per
+step, for which the host waits unless the memory is pinned. The arguments are float64, which Triton only passes if it is
+declared, and the kernel rounds them to the masters' dtype: so float64 masters are updated with float64 numbers.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101; the formula is torch's.
 """
@@ -27,7 +27,7 @@ from tpkernels.launch import by_triton, cdiv, jit, run, tl, widened
 
 
 class _Numbers(NamedTuple):
-    """What a step's update needs of its number and the settings, in the kernel's order."""
+    """What a step's update needs from its number and the settings, in the kernel's order."""
 
     decay: float
     new_of_first: float
@@ -63,7 +63,7 @@ def adamw_reference(
     eps: float,
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification, in master's dtype: the next (master, exp_avg, exp_avg_sq)."""
+    """The specification, in master's dtype: returns the next (master, exp_avg, exp_avg_sq)."""
     grad = grad.to(master.dtype)
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
@@ -144,10 +144,10 @@ def launch_adamw_(
     weight_decay: float,
     parameter: Tensor | None,
 ) -> None:
-    """The operator tpkernels::adamw_ by its kernel."""
+    """Run the operator tpkernels::adamw_ with its kernel."""
     num_elements = master.numel()
-    # 16 bytes a thread and load of float32; twice that would take another layout for 16 bits, and 140 registers. Not
-    # tuned on a GPU yet.
+    # 16 bytes of float32 per thread and load. Twice that would need another layout for 16-bit values, and 140
+    # registers. Not tuned on a GPU yet.
     block = 512
     run(
         _adamw_kernel,
@@ -179,11 +179,11 @@ def _on_host_(
 ) -> None:
     adamw(
         [master],
-        [grad.to(master.dtype).contiguous()],  # the fused adamw reads it as if it were
+        [grad.to(master.dtype).contiguous()],  # the fused adamw reads it as if it were of this dtype and layout
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(step - 1.0)],  # adamw counts the step itself
+        [torch.tensor(step - 1.0)],  # the fused adamw counts the step itself
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -211,7 +211,7 @@ def adamw_op_(
     weight_decay: float,
     parameter: Tensor | None,
 ) -> None:
-    """adamw_ with all its arguments."""
+    """Run adamw_ with all its arguments."""
     update = launch_adamw_ if by_triton(master) else _on_host_
     update(master, exp_avg, exp_avg_sq, grad, step, lr, beta1, beta2, eps, weight_decay, parameter)
 
@@ -240,27 +240,27 @@ def adamw_(
         m[n] = beta1 * m + (1 - beta1) * g;   v[n] = beta2 * v + (1 - beta2) * g^2
         p[n] = p * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
-    The engine takes it only where a measurement shows it faster than torch's fused AdamW.
+    The engine uses it only where a measurement shows that it is faster than torch's fused AdamW.
 
     Args:
         master: p, [n], float32 or float64, contiguous.
         exp_avg, exp_avg_sq: m and v, as master; zeros before the first step.
         grad: g, [n], any floating-point dtype, any stride.
-        step: the number of this step, 1 for the first.
+        step: the number of this step; the first is 1.
         lr: learning rate of this step.
         beta1, beta2: of the moments, 0 <= beta < 1.
         eps: added to the denominator.
-        weight_decay: the fraction of p taken away a step, times lr; 0 for none.
-        parameter: [n], any floating-point dtype, contiguous: is given p, rounded. None if the masters are all there is.
+        weight_decay: the fraction of p removed per step, times lr; 0 for none.
+        parameter: [n], any floating-point dtype, contiguous: gets p, rounded. None if there is no copy of the masters.
 
     Raises:
         ValueError: tensors that do not fit; a step below 1, a beta outside [0, 1).
 
-    Cost: of float32 masters reads 12 bytes and grad's, writes 12 bytes and parameter's, an element: 28 with both in
-    bfloat16. torch's fused AdamW moves 4 more for the copy and, as it takes one dtype alone, 8 to convert such a grad.
-    On a CPU that is what runs.
-    Numerics: in master's dtype, to which the step's numbers are rounded; parameter is rounded once. Deterministic, and
-    in the kernel an element's bits do not depend on where the shard is cut.
+    Cost: with float32 masters, per element, reads 12 bytes and grad's and writes 12 bytes and parameter's: 28 with both
+    in bfloat16. torch's fused AdamW moves 4 more for the copy and, since it takes only one dtype, 8 to convert such a
+    grad. A CPU runs torch's.
+    Numerics: in master's dtype, to which the step's numbers are rounded; parameter is rounded once. Deterministic; with
+    the kernel an element's bits do not depend on where the shard is cut.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     if step < 1 or not 0 <= beta1 < 1 or not 0 <= beta2 < 1:

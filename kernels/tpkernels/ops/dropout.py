@@ -3,13 +3,13 @@
     y[t, j] = x[t, j] / (1 - rate)  if word(t, j) >= rate * 2**32,  else 0
     word(t, j) = word j % 4 of Philox(key(seed, site), counter(t * ceil(row_length / 4) + j // 4, microbatch, step))
 
-t and j are the element's row (token) and column (feature) in the global matrix, so a rank that holds some tokens or
-some features drops what one process would have dropped, and backward draws the mask again or keeps it, as it is
-cheaper. Every row begins a new Philox call, which wastes up to three words a row: otherwise a row's place within its
-call would depend on its number, and no kernel could load four words for four neighbours.
+t and j are the element's row (token) and column (feature) in the global matrix. So a rank that holds some tokens or
+features drops what one process would drop. Backward draws the mask again or keeps it, whichever is cheaper. Every row
+begins a new Philox call, which wastes up to three words per row. Otherwise a row's position within its call would
+depend on the row's number, and no kernel could load four words for four neighbours.
 
-Here are the mask, the specification and the operator; its Triton kernel is in dropout_kernel.py, dropout of attention
-probabilities in host_attention.py.
+Here are the mask, the specification and the operator. dropout_kernel.py has the Triton kernel, host_attention.py the
+dropout of attention probabilities.
 
 Source: Srivastava et al., "Dropout", JMLR 15 (2014), section 10 (scaled while training, as usual since); Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
@@ -33,7 +33,7 @@ _MAX_STEPS, _MAX_MICROBATCHES = 1 << 40, 1 << 24
 
 
 class StreamNumbers(NamedTuple):
-    """A stream as plain numbers, as an operator's schema can hold them: the rate, the key, counter words 2 and 3."""
+    """A stream as plain numbers, which an operator's schema can hold: the rate, the key, counter words 2 and 3."""
 
     rate: float
     key0: int
@@ -44,12 +44,12 @@ class StreamNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class DropoutStream:
-    """What a mask is a function of besides an element's place.
+    """What a mask depends on besides an element's position.
 
     Args:
         rate: the fraction dropped, 0 <= rate < 1; exact to 2**-33.
         seed: any integer.
-        site: where in the model, unique there: "layer 3/attention".
+        site: where in the model; unique there: "layer 3/attention".
         step: 0 to 2**40 - 1.
         microbatch: 0 to 2**24 - 1.
 
@@ -76,7 +76,7 @@ class DropoutStream:
 
     @property
     def numbers(self) -> StreamNumbers:
-        """The stream as plain numbers."""
+        """Return the stream as plain numbers."""
         high_step, low_step = self.step >> 32, self.step & _MASK
         key = stream_key(self.seed, f"dropout/{self.site}")
         return StreamNumbers(self.rate, *key, self.microbatch | high_step << 24, low_step)
@@ -88,9 +88,9 @@ def keep_at(stream: DropoutStream, rows: Tensor, first_column: int, num_columns:
         keep[..., j] = word(rows[...], first_column + j) >= rate * 2**32
 
     Args:
-        stream: what the mask is a function of.
+        stream: what the mask depends on besides the position.
         rows: int64, any shape, each >= 0: global rows.
-        first_column, num_columns: global columns, at any place.
+        first_column, num_columns: global columns; the first can be any.
         row_length: columns of the global matrix.
 
     Returns:
@@ -117,7 +117,7 @@ def _check_columns(what: str, first_column: int, num_columns: int, row_length: i
 def keep_by_numbers(
     numbers: StreamNumbers, rows: Tensor, first_column: int, num_columns: int, row_length: int
 ) -> Tensor:
-    """`keep_at` without its checks."""
+    """Return the same as `keep_at`, without its checks."""
     rate, key0, key1, *counter = numbers
     skipped = first_column % 4
     groups = torch.arange(first_column // 4, -(-(first_column + num_columns) // 4), device=rows.device)
@@ -137,15 +137,15 @@ def keep_by_numbers(
 
 
 def _scale_kept(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """x / (1 - rate) where kept, in x's dtype; exactly 0 elsewhere, whatever x is there."""
+    """Return x / (1 - rate) where kept, in x's dtype; exactly 0 elsewhere, whatever x is there."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = torch.tensor(1 / (1 - rate), dtype=wide, device=x.device)
-    # contiguous() would leave a dim of size 1 the stride it had, which the fake tensor does not know.
+    # contiguous() would keep the stride of a dim of size 1, which the fake tensor does not know.
     return torch.where(keep, x.to(wide) * scale, 0).to(x.dtype).reshape(-1).view(x.shape)
 
 
 def dropout_reference(x: Tensor, stream: DropoutStream, first_row: int, first_column: int, row_length: int) -> Tensor:
-    """The specification: a block of a global matrix -> the block after dropout."""
+    """The specification: takes a block of a global matrix, returns the block after dropout."""
     rows = torch.arange(first_row, first_row + x.shape[0], device=x.device)
     return _scale_kept(x, keep_at(stream, rows, first_column, x.shape[1], row_length), stream.rate)
 
@@ -162,7 +162,7 @@ def _forward(
     first_column: int,
     row_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """y, and on the host path the mask for backward (by the kernel an empty tensor)."""
+    """Return y, and on the host path the mask for backward (with the kernel an empty tensor)."""
     if by_triton(x):
         y = launch_dropout(x, rate, (key0, key1), (counter2, counter3), first_row, first_column, row_length)
         return y, x.new_empty(0, dtype=torch.bool)
@@ -196,26 +196,26 @@ _forward.register_autograd(_backward, setup_context=_setup_context)
 def dropout(
     x: Tensor, stream: DropoutStream, first_row: int = 0, first_column: int = 0, row_length: int | None = None
 ) -> Tensor:
-    """Set random elements to 0 and scale the others, by a mask that no cut of the matrix changes.
+    """Set random elements to 0 and scale the others, with a mask that does not depend on how the matrix is cut.
 
         y[i, j]  = x[i, j] / (1 - rate) if keep(first_row + i, first_column + j) else 0
         dx[i, j] = dy[i, j] / (1 - rate) by the same mask
 
     Args:
-        x: [rows, columns], floating point, any strides, also without rows: a block of the global matrix.
-        stream: what the mask is a function of besides the place.
-        first_row, first_column: the block's place in the global matrix.
+        x: [rows, columns], floating point, any strides, possibly without rows: a block of the global matrix.
+        stream: what the mask depends on besides the position.
+        first_row, first_column: the block's position in the global matrix.
         row_length: columns of the global matrix; by default x's columns are all of them.
 
     Returns:
         [rows, columns] of x's dtype, new and contiguous; x itself if the rate is 0.
 
     Raises:
-        ValueError: x is no matrix of floating-point numbers, or does not lie inside the global one.
+        ValueError: x is not a matrix of floating-point numbers, or is not inside the global one.
 
     Cost: a Philox call per 4 elements: on a CPU 0.012 to 0.016 s per 10**6 elements (one core of an AMD EPYC with
-    AVX-512, torch 2.13), 0.010 of it the mask. There backward is given the mask, 1 byte an element, and takes 0.003 s;
-    elsewhere nothing is kept and the mask is drawn again; x whose columns do not lie side by side is copied before.
+    AVX-512, torch 2.13), 0.010 of it for the mask. There the mask is kept, 1 byte per element, and backward takes 0.003
+    s. Elsewhere nothing is kept and the mask is drawn again; x with gaps between columns is copied first.
     Numerics: one multiplication in float32 (float64 for float64) by 1 / (1 - rate) rounded to it, rounded to x's dtype:
     equal bits on every device. A dropped element is 0 even where x is infinite or NaN.
     Source: Srivastava et al., JMLR 15 (2014); Salmon et al., SC 2011.

@@ -1,7 +1,7 @@
 """Dropout in Triton: the kernel and its launch. The specification is dropout.py's `dropout_reference`.
 
-Four words of one Philox call meet four neighbouring elements of a row; a row begins a new call, so a program never
-needs its neighbours' words.
+The four words of one Philox call belong to four neighbouring elements of a row. A row begins a new call, so a program
+never needs its neighbours' words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpkernels.launch import cdiv, jit, power_of_2, run, signed, tl, widened
 
-# Elements of one program: 8 a thread of 4 warps, 16 bytes of float16. Not tuned: no GPU has timed it yet.
+# Elements of one program: 8 per thread of 4 warps, 16 bytes of float16. Not tuned: no GPU has timed it yet.
 _BLOCK_ELEMENTS = 1024
 
 
@@ -62,9 +62,9 @@ def launch_dropout(
 ) -> Tensor:
     """Return dropout of x[rows, columns], contiguous, by the kernel; arguments as the operator tpkernels::dropout.
 
-    Compiled once for each dtype, rate, alignment of the row stride and first_column % 4; not for each number of rows.
+    It is compiled once per dtype, rate, alignment of the row stride and first_column % 4; not per number of rows.
     """
-    # A column stride among the arguments would not be known to be 1, and each element be loaded alone.
+    # A column stride argument would not be known to be 1, and each element would be loaded separately.
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, num_columns = x.shape

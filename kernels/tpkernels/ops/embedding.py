@@ -3,19 +3,20 @@
     y[T, D] = weight[rows]                                         zeros where a row is not in the table
     dw[V, D]: dw[rows[t]] += dy[t] for every t                     in the order of the tokens
 
-Of a vocabulary-sharded table every rank has weight[V/tp, D] and all tokens' rows less its first row: those of other
-ranks lie outside [0, V/tp) and take no part, so y is partial(tp) and nothing is compacted, which would need the host.
+With a vocabulary-sharded table every rank has weight[V/tp, D] and all tokens' rows minus its first row. Rows of other
+ranks are outside [0, V/tp) and are ignored, so y is partial(tp). Nothing is compacted, because that would need the
+host.
 
-Backward sorts the rows, stably, so that a row's tokens stand side by side, a segment. The sorted order is cut into
-pieces of 32. A program adds up what one segment has in one piece, one token after another, and adds it to the table if
-that is all of it. What a piece has of a segment that goes on beyond it is a partial sum in one of the piece's two
-places: the first if it starts with the piece, else the second. Those places are again a sorted order, which the next
-level treats likewise; the last level is one piece. Text is skewed, and padding worse: so a row of T tokens takes
-log(T) levels of 32 additions, not T.
+Backward sorts the rows stably, so that a row's tokens are adjacent: a segment. The sorted order is cut into pieces of
+32. A program adds the part of one segment that is in one piece, token after token. If that is the whole segment, it
+adds the sum to the table. If the segment continues beyond the piece, the sum is partial, and goes to one of the piece's
+two places: the first if the segment starts with the piece, else the second. Those places are again a sorted order,
+which the next level treats in the same way; the last level is one piece. Text is skewed, and padding even more. With
+levels a row of T tokens takes log(T) times 32 additions, not T.
 
-The decision a reader will question: one program a token, most of which find that their token begins nothing and end.
-The alternative, a program a segment, needs their number on the host. And tokens are added by plain additions, never by
-tl.sum, whose order depends on the block and the target: so a sum has the same bits on every GPU.
+The decision a reader will question: there is one program per token, and most programs find that their token begins
+nothing, and end. One program per segment would need the number of segments on the host. And tokens are added one by
+one, never by tl.sum, whose order depends on the block and the target: so a sum has the same bits on every GPU.
 
 Source: sorting and partial sums as in torch's embedding_dense_backward (EmbeddingBackwardKernel.cu); sums that cross a
 piece's end as in Merrill and Garland, "Merge-based parallel sparse matrix-vector multiplication", SC 2016.
@@ -32,13 +33,13 @@ from torch import Tensor
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, as_operator, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
-# Additions one after another. The partial sums are at most 2 in 32 of the gradient's rows.
+# Sequential additions per piece. The partial sums are at most 2 in 32 of the gradient's rows.
 _PIECE = 32
 _MOST_ROWS = 2**31 - 2
 
 
 def embedding_reference(rows: Tensor, weight: Tensor) -> Tensor:
-    """The specification, in weight's dtype; of a table that has rows."""
+    """The specification, in weight's dtype, for a table with at least one row."""
     inside = (rows >= 0) & (rows < len(weight))
     return torch.where(inside[..., None], F.embedding(rows.clamp(0, len(weight) - 1), weight), 0)
 
@@ -139,12 +140,12 @@ def _add_segments_kernel(
 
 
 def _block(num_columns: int) -> dict[str, int]:
-    """Columns a program, for four warps: 16 bytes a thread in 16 bits. Not tuned on a GPU yet."""
+    """Return the columns per program, for four warps: 16 bytes per thread in 16 bits. Not tuned on a GPU yet."""
     return {"BLOCK_COLUMNS": min(1024, power_of_2(num_columns)), "num_warps": 4}
 
 
 def launch_embedding(rows: Tensor, weight: Tensor) -> Tensor:
-    """The operator tpkernels::embedding by its kernel."""
+    """Run the operator tpkernels::embedding with its kernel."""
     num_rows, num_columns = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     y = weight.new_empty(len(rows), num_columns)
@@ -155,9 +156,9 @@ def launch_embedding(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def launch_embedding_backward_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """The operator tpkernels::embedding_backward_ by its kernel, a launch a level."""
+    """Run the operator tpkernels::embedding_backward_ with its kernel, one launch per level."""
     num_rows, num_columns = buffer.shape
-    # Half the bytes to sort; other ranks' rows become -1 and num_rows.
+    # int32 halves the bytes to sort; rows of other ranks become -1 and num_rows.
     sorted_rows, order = rows.clamp(-1, num_rows).to(torch.int32).sort(stable=True)
     tokens: Tensor | None = order
     x = dy if dy.stride(1) == 1 else dy.contiguous()
@@ -222,7 +223,7 @@ def _add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 @torch.library.custom_op("tpkernels::embedding", mutates_args=())
 def embedding_op(rows: Tensor, weight: Tensor) -> Tensor:
-    """y of flat rows."""
+    """Return y for flat rows."""
     return _lookup(rows, weight)
 
 
@@ -233,7 +234,7 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("tpkernels::embedding_backward_", mutates_args=("buffer",))
 def embedding_backward_op_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """embedding_backward_ of flat rows."""
+    """Run embedding_backward_ for flat rows."""
     _add_rows_(buffer, rows, dy)
 
 
@@ -243,17 +244,17 @@ def _(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 
 def embedding_forward(rows: Tensor, weight: Tensor) -> Tensor:
-    """y[T, D] of rows[T]. For the forward of a Function; nothing is checked."""
+    """Return y[T, D] for rows[T]; for the forward of a Function, without checks."""
     return (embedding_op if as_operator(weight) else _lookup)(rows, weight)
 
 
 def add_rows_(buffer: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """embedding_backward_ of rows[T] and dy[T, D]. For the backward of a Function; nothing is checked."""
+    """Run embedding_backward_ for rows[T] and dy[T, D]; for the backward of a Function, without checks."""
     if as_operator(buffer):
         embedding_backward_op_(buffer, rows, dy)
         return
     _add_rows_(buffer, rows, dy)
-    # What a kernel wrote autograd has not seen.
+    # Autograd does not notice what a kernel writes.
     torch.autograd.graph.increment_version(buffer)
 
 
@@ -283,12 +284,12 @@ def check_rows_and_table(rows: Tensor, table: Tensor, name: str) -> None:
 
 
 def embedding(rows: Tensor, weight: Tensor) -> Tensor:
-    """Look up rows of a table; rows that it does not have are zeros.
+    """Look up rows of a table; a row that the table does not have gives zeros.
 
         y[T, D] = weight[rows[T]]
         dw[V, D]: dw[rows[t]] += dy[t]
 
-    On a vocabulary-sharded table, weight[V/tp, D] with rows less the shard's first, y is partial(tp).
+    With a vocabulary-sharded table weight[V/tp, D], and rows minus the shard's first row, y is partial(tp).
 
     Args:
         rows: [...] of int32 or int64, any strides, also outside [0, V).
@@ -300,8 +301,8 @@ def embedding(rows: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError: dtypes or shapes that do not fit.
 
-    Cost: forward reads and writes a row a token. Backward writes zeros to all of dw, then does as embedding_backward_,
-    which spares a caller with a gradient buffer the zeros and the addition.
+    Cost: forward reads and writes one row per token. Backward writes zeros to all of dw, then does embedding_backward_;
+    a caller with a gradient buffer saves the zeros and the addition.
     Numerics: forward is exact; backward as embedding_backward_.
     Source: see the module.
     """
@@ -314,7 +315,7 @@ def embedding(rows: Tensor, weight: Tensor) -> Tensor:
 def embedding_backward_(buffer: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
     """Accumulate the gradient of an embedding in place.
 
-        buffer[rows[t]] += dy[t] for every t                       rows outside [0, V) take no part
+        buffer[rows[t]] += dy[t] for every t                       rows outside [0, V) are ignored
 
     Args:
         buffer: [V, D], of dy's dtype or its accumulation dtype, any strides.
@@ -327,12 +328,12 @@ def embedding_backward_(buffer: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
     Raises:
         ValueError: dtypes or shapes that do not fit.
 
-    Cost: of tokens whose rows are inside, reads dy once and reads and writes each row of the buffer once; sorts T
-    numbers of 4 bytes; extra memory about 32 bytes and D/15 numbers of the accumulation dtype a token. Nothing waits
-    for the host. On a CPU torch's index_add_.
-    Numerics: a row's tokens are added in float32, or float64 for float64, then to the buffer, and rounded once;
-    deterministic and equal on every GPU: the order is that of the tokens, in a tree that T and the rows alone decide,
-    and the same however the vocabulary is cut: rows outside take places in the sorted order too.
+    Cost: for tokens whose rows are inside, reads dy once and reads and writes each row of the buffer once; sorts T
+    numbers of 4 bytes; extra memory about 32 bytes and D/15 numbers of the accumulation dtype per token. Nothing waits
+    for the host. A CPU uses torch's index_add_.
+    Numerics: a row's tokens are added in float32, or float64 for float64, then added to the buffer, and rounded once.
+    Deterministic and equal on every GPU: tokens are added in their order, in a tree that depends on T and the rows
+    only. The result is the same however the vocabulary is cut, because rows outside also have places in that order.
     Source: see the module.
     """
     check_rows_and_table(rows, buffer, "buffer")

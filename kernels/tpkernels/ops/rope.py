@@ -2,14 +2,15 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)          for each pair i of E/2, angle = position * theta^(-2i / E)
     x[T, H/tp, E] -> y[T, H/tp, E]                    pair i is (i, i + E/2), or (2i, 2i + 1) interleaved
-    dx[T, H/tp, E] = the rotation back of dy          the same kernel; nothing of x is kept
+    dx[T, H/tp, E] = dy rotated back                  the same kernel; nothing of x is kept
 
-Every head is rotated alike, so a rank's heads need nothing of another's. Tokens that a rank holds of a longer sequence,
-and packed documents, bring their positions. Forward and backward read x once and write y once; the tables are read once
-for a few heads together.
+Every head is rotated alike, so a rank's heads need nothing of another rank's. Parts of longer sequences, and packed
+documents, pass their positions. Forward and backward read x once and write y once; the tables are read once for several
+heads.
 
-The decision a reader will question: the result is a new tensor, though a rotation could be done in place. x is as a
-rule a view of the fused projection's output, and attention wants its operands without gaps: the copy is done anyway.
+The decision a reader will question: the result is a new tensor, although a rotation could be done in place. x is
+usually a view of the fused projection's output, and attention needs operands without gaps, so the copy is needed
+anyway.
 
 Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv 2104.09864, section 3.4.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from tpkernels.derivatives import refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
 
-# Heads of more elements leave too few registers a thread.
+# Heads with more elements leave too few registers per thread.
 _MOST_ELEMENTS = 1024
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -110,7 +111,7 @@ def _rope_kernel(
 
 
 def _block(num_heads: int, half: int, itemsize: int, interleaved: bool) -> dict[str, int]:
-    """16 bytes of x a thread: 8 pairs of bfloat16's halves, else 4. Not tuned on a GPU yet."""
+    """Return the block: 16 bytes of x per thread: 8 pairs of bfloat16's halves, else 4. Not tuned on a GPU yet."""
     columns = power_of_2(half)
     pairs = 512 if interleaved or itemsize > 2 else 1024
     return {
@@ -124,7 +125,7 @@ def _block(num_heads: int, half: int, itemsize: int, interleaved: bool) -> dict[
 def launch_rope(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> Tensor:
-    """The operator tpkernels::rope by its kernel."""
+    """Run the operator tpkernels::rope with its kernel."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_tokens, num_heads, num_elements = x.shape
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
@@ -153,7 +154,7 @@ def launch_rope(
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second element of each pair."""
+    """Return views of the first and of the second element of each pair."""
     if interleaved:
         return x[..., ::2], x[..., 1::2]
     half = x.shape[-1] // 2
@@ -182,7 +183,7 @@ def _on_host(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inte
 
 @torch.library.custom_op("tpkernels::rope", mutates_args=())
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool) -> Tensor:
-    """y[T, H, E], new and contiguous, of x[T, H, E] of any strides."""
+    """Return y[T, H, E], new and contiguous, for x[T, H, E] of any strides."""
     return (launch_rope if by_triton(x) else _on_host)(x, cos, sin, positions, interleaved, inverse)
 
 
@@ -220,11 +221,12 @@ def rope(
         dx = rope(dy, inverse=not inverse)
 
     Args:
-        x: [T, H, E], floating point, any strides: a view of a fused projection's output will do. E is even, 2 to 1024.
-        cos, sin: [P, E/2], as rope_tables makes them: float32, or float64 for float64 x; constants, without a gradient.
-        positions: [T], int32 or int64: each token's row of the tables. By default token t is at t mod P, which is right
-            for one sequence and for whole sequences of P tokens each, one after the other; more tokens than rows must
-            be such sequences.
+        x: [T, H, E], floating point, any strides: it can be a view of a fused projection's output. E is even, 2 to
+            1024.
+        cos, sin: [P, E/2], from rope_tables: float32, or float64 for float64 x; constants, without a gradient.
+        positions: [T], int32 or int64: each token's row of the tables. By default token t is at t mod P. That is right
+            for one sequence, and for consecutive sequences of P tokens each; more tokens than rows must be such
+            sequences.
         interleaved: pairs are neighbours (2i, 2i + 1), as in Meta's Llama and GPT-J; else i and i + E/2, as in Hugging
             Face's Llama. Weights are trained for one of the two.
         inverse: rotate back.
@@ -233,10 +235,10 @@ def rope(
         y of x's shape and dtype, new and contiguous.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; on a CPU also a position outside the tables. Elsewhere, where
-            looking would mean waiting, such a token is NaN.
+        ValueError: shapes or dtypes that do not fit; on a CPU also a position outside the tables. On a GPU such a token
+            is NaN, because checking would wait for the device.
 
-    Cost: reads x, writes y, as does backward; keeps nothing but the tables and positions. On a CPU several passes in
+    Cost: reads x, writes y, and so does backward; keeps only the tables and positions. On a CPU several passes in
     float32.
     Numerics: computed in float32, or float64 for float64, and rounded once; deterministic.
     Source: Su et al., arXiv 2104.09864, section 3.4.2.
@@ -258,7 +260,7 @@ def rope(
             )
     if positions is not None and (positions.shape != x.shape[:1] or positions.dtype not in _INTEGERS):
         raise ValueError(
-            f"rope's positions are one integer a token, [{x.shape[0]}] of int32 or int64: "
+            f"rope's positions are one integer per token, [{x.shape[0]}] of int32 or int64: "
             f"got {tuple(positions.shape)} {positions.dtype}: flatten or convert them"
         )
     if positions is None and len(x) > len(cos) and len(x) % len(cos):
@@ -273,19 +275,19 @@ def rope(
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's frequencies for sequences longer than those first trained on.
+    """Llama 3.1's frequencies for sequences longer than those that the model was first trained on.
 
         turns = original_length * frequency / (2 pi);   kept = (turns - low) / (high - low), cut to 0 ... 1
         frequency *= kept + (1 - kept) / factor
 
     Args:
-        factor: what slow frequencies are divided by.
-        low_frequency_factor: pairs of at most so many turns over original_length are slow.
-        high_frequency_factor: pairs of at least so many turns are left as they are.
-        original_length: tokens of the sequences first trained on.
+        factor: low frequencies are divided by it.
+        low_frequency_factor: pairs with at most this many turns over original_length are low.
+        high_frequency_factor: pairs with at least this many turns do not change.
+        original_length: tokens of the sequences that the model was first trained on.
 
     Raises:
-        ValueError: numbers that make no scaling.
+        ValueError: numbers that do not make a scaling.
 
     Source: Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783; the equation is that of Meta's llama-models.
     """
@@ -304,7 +306,7 @@ class Llama3Scaling:
             )
 
     def __call__(self, frequencies: Tensor) -> Tensor:
-        """The scaled frequencies, in radians a token."""
+        """Return the scaled frequencies, in radians per token."""
         turns = self.original_length * frequencies / (2 * math.pi)
         kept = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         kept = kept.clamp(0, 1)
@@ -320,7 +322,7 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Make the tables of `rope`.
+    """Return the tables of `rope`.
 
         angle[p, i] = p * theta^(-2i / E);   cos[P, E/2], sin[P, E/2] of it
 
@@ -330,16 +332,16 @@ def rope_tables(
         theta: the base; 500000 for Llama 3.
         scaling: changes the frequencies.
         dtype: float32, or float64 for float64 x.
-        device: where the tables go; by default torch's.
+        device: where the tables are returned; by default torch's.
 
     Returns:
         (cos, sin), each [P, E/2], contiguous.
 
     Raises:
-        ValueError: numbers that make no table.
+        ValueError: numbers that do not make a table.
 
     Cost: computed on the CPU, 3 * 8 * P * E/2 bytes there.
-    Numerics: in float64 and rounded once, so equal on every device. Angles in float32, as Hugging Face has them, would
+    Numerics: in float64 and rounded once, so equal on every device. Angles in float32, as in Hugging Face's code, would
     be wrong by 0.004 at position 10**5.
     Source: Su et al., arXiv 2104.09864, section 3.4.3.
     """
@@ -358,22 +360,22 @@ def rope_tables(
 
 
 def document_positions(cumulative_lengths: Tensor, num_tokens: int) -> Tensor:
-    """Number the tokens of packed documents: 0, 1, 2, ... within each.
+    """Return the position of each token in packed documents: 0, 1, 2, ... within each.
 
         positions[t] = t - (the last of cumulative_lengths that is at most t)
 
     Args:
-        cumulative_lengths: [num_documents + 1], int32 or int64: where each document starts, and last num_tokens. Its
-            values are not looked at here; documents may be empty.
+        cumulative_lengths: [num_documents + 1], int32 or int64: where each document starts, then num_tokens. Its
+            values are not checked here; documents may be empty.
         num_tokens: T.
 
     Returns:
         int32 [T] on the same device.
 
     Raises:
-        ValueError: cumulative_lengths is no such vector.
+        ValueError: cumulative_lengths is not such a vector.
 
-    Cost: a binary search a token; waits for nothing.
+    Cost: one binary search per token; does not wait for the device.
     """
     if cumulative_lengths.dim() != 1 or not len(cumulative_lengths) or cumulative_lengths.dtype not in _INTEGERS:
         raise ValueError(

@@ -1,14 +1,15 @@
-"""Symmetric memory of GPUs: between the GPUs of one host, and between virtual ranks of one process.
+"""Symmetric memory of GPUs: between the GPUs of one host, and between co-located ranks in one process.
 
-`CudaMemory` is torch's symmetric memory: every rank allocates on its GPU, and maps the others' memory, which its
-kernels and copy engines then address over the links. `VirtualMemory` stands for several ranks within one process on
-one device, which is how overlap is timed on a single GPU; on a CPU it is ordinary memory.
+`CudaMemory` is torch's symmetric memory: every rank allocates on its GPU and maps the others' memory. Kernels and copy
+engines then address that memory over the links. `VirtualMemory` is for several ranks in one process on one device: with
+it, overlap is timed on a single GPU; on a CPU it is ordinary memory.
 
-This is the only file that knows torch's interface for it, which is private and read here in torch 2.11 to 2.13.
+This is the only file that uses torch's interface for it. That interface is private; the code follows torch 2.11 to
+2.13.
 
-The decision a reader will question: memory comes from torch's allocator directly (`empty_strided_p2p`) and not from its
-`empty`, which draws from a pool. A rank whose pool has a freed segment left would meet nobody in the rendezvous that
-the other ranks then wait in, and addresses are those of segments, not of tensors within them.
+The decision a reader will question: memory comes directly from torch's allocator (`empty_strided_p2p`), not from its
+`empty`, which draws from a pool. If the pool of one rank still has a freed segment, that rank does not take part in the
+rendezvous that the other ranks then wait in. Also, addresses are those of segments, not of tensors within them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tpkernels.symmetric.signals_kernel import MAX_WORLD
 RECORD_WORDS = 8
 # The driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED.
 _NATIVE_ATOMICS = 3
-# By this variable torch lets several ranks of a group share a GPU; it knows "1" and "0".
+# With this variable torch lets several ranks of a group share a GPU; it accepts "1" and "0".
 _OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -43,19 +44,19 @@ class CudaMemory(CachedBlocks):
 
     Args:
         part: this rank's memory, [num_bytes] uint8.
-        handle: torch's, of a rendezvous over `part`; None for a group of one rank.
+        handle: torch's handle of a rendezvous over `part`; None for a group of one rank.
         rank: this rank.
 
     Attributes:
         device: this rank's GPU.
-        And those of SymmetricMemory.
+        rank, world, num_bytes, addresses: as in SymmetricMemory.
 
-    Use `CudaMemory.allocate`. It must be kept for as long as a block is used: torch's blocks over mapped memory do not
-    keep it alive.
+    Use `CudaMemory.allocate`. Keep the object as long as a block is used: torch's blocks over mapped memory do not keep
+    it alive.
     """
 
-    # Torch numbers the messages of a rendezvous by process, whatever the group: ranks that have made different numbers
-    # of them would wait for each other's messages in vain. What it counts, this counts.
+    # Torch numbers the messages of a rendezvous per process, whatever the group. Ranks that have made different numbers
+    # of them would wait for each other's messages in vain. This counts them as torch does.
     _num_rendezvous: ClassVar[int] = 0
 
     def __init__(self, part: Tensor, handle: Any | None, rank: int) -> None:
@@ -76,20 +77,20 @@ class CudaMemory(CachedBlocks):
 
     @classmethod
     def allocate(cls, group: ProcessGroup, num_bytes: int, device: torch.device) -> CudaMemory:
-        """Allocate on every rank's GPU, zeros, and map all ranks' parts; collective.
+        """Allocate zeros on every rank's GPU, and map all ranks' parts; collective.
 
         Args:
-            group: the ranks, at most 8, of one host. Several of them may share a GPU if
-                TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set for all; the group must then be gloo's, since NCCL
-                refuses two ranks on a GPU by itself.
+            group: the ranks, at most 8, of one host. They may be co-located (several on one GPU) if
+                TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set for all; then the group must be gloo's, since NCCL
+                refuses two ranks on one GPU.
             num_bytes: of each rank's part, equal on all ranks.
             device: this rank's GPU.
 
         Raises:
             MemoryRefused: on all ranks alike: no GPU or a torch without CUDA, more than 8 ranks, several hosts, GPUs
-                that cannot address each other, or not by atomic operations (over PCIe), or that the ranks number
-                differently, a GPU shared without leave, sizes that differ, memory that is not there, ranks that have
-                allocated with others before, more often than the rest; the message says which, and what helps.
+                that cannot address each other, or not with atomic operations (over PCIe), or that the ranks number
+                differently, a GPU shared without the variable, sizes that differ, not enough memory, a rank that has
+                allocated in other groups more often than the rest. The message says which, and what helps.
 
         Cost: a few small all-gathers and torch's rendezvous over the group's store; num_bytes of this GPU's memory,
             rounded up to its pages (2 MiB), and world * num_bytes of address space.
@@ -101,7 +102,7 @@ class CudaMemory(CachedBlocks):
         everyone = [_Facts(*facts) for facts in exchange(group, _facts_of(device, num_bytes), numbers)]
         problem = refusal(everyone)
         if problem:
-            # All ranks have seen the same, and all come to this.
+            # All ranks have the same facts, so all raise here.
             raise MemoryRefused(problem)
         indices = [facts.device_index for facts in everyone]
         raise_together(group, _peer_problem(indices[rank], indices), numbers)
@@ -110,7 +111,7 @@ class CudaMemory(CachedBlocks):
             part = _zeros(num_bytes, torch.device("cuda", indices[rank]), world)
         except RuntimeError as error:
             problem = f"a GPU's memory of {num_bytes} bytes was refused: {_first_line(error)}: ask for less"
-        # Nobody goes on before every rank's memory is there and zero.
+        # No rank continues before every rank's memory exists and is zero.
         raise_together(group, problem, numbers)
         assert part is not None
         if world > 1:
@@ -126,15 +127,15 @@ class CudaMemory(CachedBlocks):
 
 
 class VirtualMemory(CachedBlocks):
-    """Symmetric memory between virtual ranks of one process, on one device.
+    """Symmetric memory between co-located ranks in one process, on one device.
 
     Args:
         parts: every rank's memory, [num_bytes] uint8 each.
-        rank: this virtual rank.
+        rank: this co-located rank.
 
     Attributes:
-        device: where all of it lies.
-        And those of SymmetricMemory.
+        device: the device of all parts.
+        rank, world, num_bytes, addresses: as in SymmetricMemory.
 
     Use `VirtualMemory.allocate`.
     """
@@ -151,7 +152,7 @@ class VirtualMemory(CachedBlocks):
 
     @classmethod
     def allocate(cls, world: int, num_bytes: int, device: torch.device | str) -> list[VirtualMemory]:
-        """Allocate for virtual ranks, zeros, one ordinary allocation each.
+        """Allocate zeros for co-located ranks, one ordinary allocation for each.
 
         Args:
             world: how many ranks, 1 to 8.
@@ -159,7 +160,7 @@ class VirtualMemory(CachedBlocks):
             device: a GPU, or a CPU.
 
         Returns:
-            The memory as each rank sees it, by rank. It lives for as long as one of them or a block does.
+            The memory as each rank sees it, by rank. It lives as long as one of these objects or a block does.
 
         Raises:
             ValueError: `world` is not 1 to 8.
@@ -168,23 +169,23 @@ class VirtualMemory(CachedBlocks):
             raise ValueError(f"symmetric memory is for 1 to {MAX_WORLD} ranks: got {world}: use fewer")
         parts = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
         if parts[0].is_cuda:
-            # Virtual ranks work on streams of their own.
+            # Co-located ranks work on streams of their own, so the zeros must be there.
             torch.cuda.synchronize(parts[0].device)
         return [cls(parts, rank) for rank in range(world)]
 
 
 def host_record() -> Tensor:
-    """Make a record that kernels write and the host reads without waiting for a device: [8] int32, zeros.
+    """Return a record that kernels write and the host reads without waiting for a device: [8] int32, zeros.
 
     Returns:
-        Pinned memory where there is a GPU: its kernels write it at the address that `data_ptr()` gives (host and
-        devices share one address space). Ordinary memory elsewhere, for interpreted kernels.
+        Pinned memory if there is a GPU: its kernels write it at the address that `data_ptr()` gives (host and devices
+        share one address space). Otherwise ordinary memory, for interpreted kernels.
     """
     return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 
 class _Facts(NamedTuple):
-    """What each rank tells all others before anything is allocated; numbers only."""
+    """What each rank tells the others before anything is allocated; numbers only."""
 
     host: int
     device_index: int
@@ -195,7 +196,7 @@ class _Facts(NamedTuple):
 
 
 def refusal(everyone: Sequence[_Facts]) -> str:
-    """Why the ranks of a group cannot have symmetric memory, as far as all of them can tell; empty if they can.
+    """Return why a group cannot have symmetric memory, as far as all ranks can tell; empty if it can.
 
     Args:
         everyone: by rank: the host's number, the GPU's index in its process and its own number, whether GPUs may be
@@ -209,7 +210,7 @@ def refusal(everyone: Sequence[_Facts]) -> str:
         return f"the ranks are on {hosts} hosts: use a group of one host's ranks"
     if any(facts.num_bytes != first.num_bytes for facts in everyone) or first.num_bytes < 1:
         return (
-            f"every rank must ask for as much memory, at least a byte: got {[facts.num_bytes for facts in everyone]} "
+            f"every rank must ask for the same memory, at least 1 byte: got {[facts.num_bytes for facts in everyone]} "
             "bytes by rank: use the same on all"
         )
     if any(facts.overlaps != first.overlaps for facts in everyone):
@@ -237,7 +238,7 @@ def refusal(everyone: Sequence[_Facts]) -> str:
 
 
 def _problem_here(device: torch.device) -> str:
-    """Why this rank cannot have memory that other GPUs address; empty if nothing is known."""
+    """Return why this rank cannot have memory that other GPUs address; empty if nothing is known."""
     if device.type != "cuda":
         return f"symmetric memory of GPUs needs a GPU: got device {device}: pass a cuda device"
     if not torch.backends.cuda.is_built():
@@ -262,7 +263,7 @@ def _facts_of(device: torch.device, num_bytes: int) -> _Facts:
 
 
 def _peer_problem(index: int, indices: Sequence[int]) -> str:
-    """Which of the other ranks' GPUs this one cannot address as kernels need it; empty if none."""
+    """Return the first other rank's GPU that this one cannot address as kernels need it; empty if there is none."""
     visible = torch.cuda.device_count()
     for peer in sorted(set(indices) - {index}):
         if peer >= visible:
@@ -284,16 +285,16 @@ def _peer_problem(index: int, indices: Sequence[int]) -> str:
 
 @functools.cache
 def _say_that_atomics_are_not_checked() -> None:
-    """Once a process, by the first GPU's."""
+    """Print, once per process, that atomic operations between GPUs are not checked."""
     print(
-        "tpkernels: nobody tells whether these GPUs have atomic operations on each other's memory, by which kernels "
-        "signal: not checked: if exchanges end with PeerTimeout, use parallel.tp_comm plain, or no arena",
+        "tpkernels: this torch cannot tell whether these GPUs have atomic operations on each other's memory, by which "
+        "kernels signal: not checked: if exchanges end with PeerTimeout, use parallel.tp_comm plain, or no arena",
         file=sys.stderr,
     )
 
 
 def _has_native_atomics(index: int, peer: int) -> bool | None:
-    """Whether the link between two GPUs carries atomic operations, which PCIe does not; None where nobody can tell."""
+    """Return whether the link between two GPUs supports atomic operations, as PCIe does not; None if unknown."""
     if torch.version.hip:
         return None
     try:
@@ -311,7 +312,7 @@ def _has_native_atomics(index: int, peer: int) -> bool | None:
 
 
 def _zeros(num_bytes: int, device: torch.device, world: int) -> Tensor:
-    """Memory of this rank that others can map, zero when this returns."""
+    """Return memory of this rank that others can map; it is zero when this returns."""
     if world == 1:
         part = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     else:
@@ -330,10 +331,10 @@ def _rendezvous(part: Tensor, group: ProcessGroup) -> Any:
 
 
 def _over(part: Tensor, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor over part of an allocation that shares its storage, and no version counter."""
+    """Return a tensor over part of an allocation that shares its storage but not its version counter."""
     count = torch.Size(shape).numel()
     assert offset_bytes % dtype.itemsize == 0, f"{dtype} cannot begin at byte {offset_bytes}"
-    # Beyond its end the storage would be made larger, elsewhere.
+    # A view beyond the end would enlarge the storage, and so move it.
     end_bytes = offset_bytes + count * dtype.itemsize
     assert end_bytes <= part.numel(), f"{tuple(shape)} of {dtype} at byte {offset_bytes} ends after {part.numel()}"
     flat = torch.empty(0, dtype=dtype, device=part.device)

@@ -1,9 +1,9 @@
-"""Memory that processes of one host share: allocated for certain, opened by peers, leaving no name behind. No torch.
+"""Memory that processes of one host share: every page is allocated, peers open it, and no name is left. No torch.
 
-The traps this file exists for: a mapping larger than its file system can back succeeds and dies of SIGBUS at the first
-write, so every page is allocated before it is mapped (posix_fallocate) and a refusal is an error that says what is
-missing. A memfd has no limit of its own, and allocating more than the machine has would wake the out-of-memory killer,
-so what is free is looked at first. And a name under /dev/shm outlives a killed run, so nothing here has a name: peers
+Three problems that this file solves. A mapping larger than its file system can back succeeds and dies of SIGBUS at the
+first write: so every page is allocated before it is mapped (posix_fallocate), and a refusal is an error that says what
+is missing. A memfd has no limit of its own, and allocating more than the machine has would start the out-of-memory
+killer: so free memory is checked first. A name under /dev/shm outlives a killed run: so nothing here has a name; peers
 open the memory through /proc/<pid>/fd.
 """
 
@@ -17,23 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-# Where memory without a name comes from if the kernel, or a sandbox, refuses memfd_create.
+# Where memory without a name is created if the kernel, or a sandbox, refuses memfd_create.
 _TMPFS = "/dev/shm"
 _ROOT = Path("/")
 
 
 class MemoryRefused(RuntimeError):
-    """The machine does not give the shared memory that was asked for; the message says how much and why."""
+    """The machine does not give the requested shared memory; the message says how much and why."""
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes of memory that can still be allocated here, by the machine and by its control groups; 0 where unknown.
+    """Return the bytes that can still be allocated, by the machine and its control groups; 0 if unknown.
 
-    A job's limit may stand at its group or at any group above it: the least of what they leave counts. Without /proc
-    nothing could be shared anyhow, and allocating blindly may take the machine down.
+    A job's limit may be set on its group or on any group above it: the smallest remainder counts. Without /proc nothing
+    could be shared anyway, and allocating without knowing may bring the machine down.
 
     Args:
-        root: below it are proc and what is mounted, for tests.
+        root: directory that contains proc and the mounts; tests give another.
     """
     try:
         found = [_field(root / "proc/meminfo", "MemAvailable:") * 1024]
@@ -41,7 +41,7 @@ def available_bytes(root: Path = _ROOT) -> int:
         return 0
     for directory, files in _control_groups(root):
         try:
-            # Pages of files that nobody has read lately count as used and are given up when memory is asked for.
+            # Cached pages of files not read lately count as used, but are released when memory is needed.
             in_use = int((directory / files.used).read_text()) - _field(directory / "memory.stat", files.cache)
             found.append(int((directory / files.limit).read_text()) - in_use)
         except (OSError, ValueError):  # no memory controller, or "max"
@@ -62,7 +62,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """This process's group and those above it, as far as they are mounted, in both versions' hierarchies."""
+    """Yield this process's group and those above it, as far as they are mounted, in both versions' hierarchies."""
     try:
         # "number:controllers:path"; version 2 has no controllers.
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -74,7 +74,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         if not is_version_2 and "memory" not in controllers.split(","):
             continue
         for shown, place in mounts[is_version_2]:
-            # In a container without a namespace of control groups the path is the host's, the mount a part of it.
+            # In a container without a namespace of control groups the path is the host's, and the mount is part of it.
             below = PurePosixPath(path)
             relative = below.relative_to(shown) if below.is_relative_to(shown) else PurePosixPath()
             if ".." in relative.parts:  # a group outside of the namespace
@@ -84,13 +84,13 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _mounts_of_control_groups(mountinfo: str) -> dict[bool, list[tuple[str, str]]]:
-    """(path of the group at the top, where it is mounted) of hierarchies that may limit memory; True: version 2's."""
+    """Return (path of the top group, where it is mounted) of hierarchies that may limit memory; True: version 2's."""
     mounts: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
     for line in mountinfo.splitlines():
         mount, _, kind = line.partition(" - ")
-        # One blank between fields: a field may be empty, as the source is of what was mounted without one.
+        # Fields are separated by one blank; a field may be empty (the source of a mount made without one).
         of_mount, of_kind = mount.split(" "), kind.split(" ")
-        if len(of_mount) < 5 or len(of_kind) < 3:  # no line that a kernel writes
+        if len(of_mount) < 5 or len(of_kind) < 3:  # not a line that a kernel writes
             continue
         shown, place = of_mount[3:5]
         file_system, _, options = of_kind[:3]
@@ -100,7 +100,7 @@ def _mounts_of_control_groups(mountinfo: str) -> dict[bool, list[tuple[str, str]
 
 
 def _field(path: Path, name: str) -> int:
-    """The number after `name` in a file of lines "name number ..."; 0 without such a line."""
+    """Return the number after `name` in a file of lines "name number ..."; 0 without such a line."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words[:1] == [name]:
@@ -109,11 +109,11 @@ def _field(path: Path, name: str) -> int:
 
 
 def allocate(num_bytes: int, num_copies: int = 1, free_bytes: int | None = None) -> int:
-    """Allocate shared memory and return its file descriptor; every page of it exists.
+    """Allocate shared memory and return its file descriptor; every page of it is allocated.
 
     Args:
         num_bytes: size.
-        num_copies: how many processes of this host allocate as much at the same time.
+        num_copies: how many processes of this host allocate the same amount at the same time.
         free_bytes: what was free before any of them began; default what is free now.
 
     Raises:
@@ -134,11 +134,11 @@ def allocate(num_bytes: int, num_copies: int = 1, free_bytes: int | None = None)
 
 
 def _seal(fd: int) -> None:
-    """Fix the size: a peer that made the memory smaller would have every rank die of SIGBUS."""
+    """Fix the size: if a peer made the memory smaller, every rank would die of SIGBUS."""
     try:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except (OSError, AttributeError):  # no memfd, whose files alone have seals
+    except (OSError, AttributeError):  # not a memfd; only these have seals
         pass
 
 
@@ -154,7 +154,7 @@ def _open_without_name(what: str) -> int:
 
 
 def open_of_peer(pid: int, fd: int) -> int:
-    """Open the memory that process `pid` of this host holds as its descriptor `fd`; needs the same user.
+    """Open the memory that process `pid` of this host holds as descriptor `fd`; the user must be the same.
 
     Raises:
         MemoryRefused: the process is gone, is another user's, or is hidden by a sandbox.
@@ -166,7 +166,7 @@ def open_of_peer(pid: int, fd: int) -> int:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Map the memory with its pages present; the mapping outlives the descriptor."""
+    """Map the memory with its pages present; the mapping stays after the descriptor is closed."""
     return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 

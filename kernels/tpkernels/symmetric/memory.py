@@ -1,13 +1,13 @@
-"""Symmetric memory: as many bytes on every rank of a group, which all of them can address.
+"""Symmetric memory: the same number of bytes on every rank of a group, which all of them can address.
 
-`SymmetricMemory` is what the fused operators know of it: blocks of any rank's memory as tensors, and the table of
+`SymmetricMemory` is the interface that fused operators use: blocks of any rank's memory as tensors, and the table of
 addresses that a kernel receives instead of a process group. `HostMemory` is the backend for processes of one host:
-memory without a name (host_memory.py), mapped by every rank. The backends for GPUs are in cuda_memory.py; what all of
-them share is here too: blocks that are made once, and refusals that every rank raises.
+memory without a name (host_memory.py), mapped by every rank. The backends for GPUs are in cuda_memory.py. What they
+share is here too: blocks that are created once, and refusals that every rank raises.
 
-The decision a reader will question: blocks are tensors of their own, made over the mapping one by one. Slices of one
-tensor would share autograd's version counter, and writing one block would break the backward pass of another. For the
-same reason no operator returns or keeps a block: what a peer writes is noticed by nobody.
+The decision a reader will question: each block is a separate tensor over the mapping. Slices of one tensor would share
+autograd's version counter, so writing one block would break the backward pass of another. For the same reason no
+operator returns or keeps a block: autograd does not notice what a peer writes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tpkernels.symmetric.host_memory import MemoryRefused, allocate, available_b
 from tpkernels.symmetric.processes import host_identity
 from tpkernels.symmetric.signals import words_refused
 
-# Data begins on lines of their own, aligned for the widest vector loads.
+# Data begins on its own cache lines, aligned for the widest vector loads.
 ALIGNMENT_BYTES = 64
 _MOST_BLOCKS = 4096
 _TOKEN_BYTES = 8
-# No machine has as much, and sums of several such numbers are an int64 still.
+# More than any machine has, and the sum of several such numbers still fits into int64.
 _MOST_BYTES = 1 << 60
 
 
@@ -40,9 +40,9 @@ class SymmetricMemory(Protocol):
     """Memory of a group's ranks, addressable by each of them.
 
     Attributes:
-        rank, world: this rank's place in the group and the number of ranks.
+        rank, world: this rank's number in the group, and the number of ranks.
         num_bytes: of each rank's part.
-        addresses: where each rank's part begins, as seen from here.
+        addresses: where each rank's part begins, in this process's address space.
     """
 
     @property
@@ -59,7 +59,7 @@ class SymmetricMemory(Protocol):
 
 
 class CachedBlocks:
-    """What the backends share: a block is made once, by `_over`, and is the same tensor each time."""
+    """What the backends share: a block is created once, by `_over`, and is the same tensor each time."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[object, ...], Tensor] = {}
@@ -73,20 +73,20 @@ class CachedBlocks:
             shape, dtype: of the tensor; it must end within the memory.
 
         Returns:
-            A tensor over the memory itself, the same one each time. It is for the caller's eyes only, until it signals.
+            A tensor over the memory itself, the same one each time. Only the caller sees its changes until it signals.
         """
         key = (owner, offset_bytes, tuple(shape), dtype)
         block = self._blocks.get(key)
         if block is None:
-            if len(self._blocks) >= _MOST_BLOCKS:  # lengths that change with every call
+            if len(self._blocks) >= _MOST_BLOCKS:  # lengths change with every call
                 self._blocks.clear()
-            # A block made in inference mode could not be written outside of it.
+            # A block created in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 block = self._blocks[key] = self._over(owner, offset_bytes, shape, dtype)
         return block
 
     def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a block."""
+        """Create a block."""
         raise NotImplementedError
 
 
@@ -96,14 +96,14 @@ class HostMemory(CachedBlocks):
     Args:
         mappings: every rank's memory as mapped here, by rank.
         rank: this rank.
-        pids: every rank's process.
+        pids: the process id of every rank.
 
     Attributes:
         pids: as given.
-        And those of SymmetricMemory.
+        rank, world, num_bytes, addresses: as in SymmetricMemory.
 
-    Use `HostMemory.allocate`. When the last tensor over it is gone, so is the mapping; the last process that holds it
-    frees the memory, however it ends.
+    Use `HostMemory.allocate`. The mapping goes with the last tensor over it; the memory is freed with the last process
+    that has it, however that process ends.
     """
 
     def __init__(self, mappings: Sequence[mmap.mmap], rank: int, pids: Sequence[int]) -> None:
@@ -119,7 +119,7 @@ class HostMemory(CachedBlocks):
 
     def _over(self, owner: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
-        if not count:  # frombuffer refuses it
+        if not count:  # frombuffer refuses 0 elements
             return torch.empty(*shape, dtype=dtype)
         return torch.frombuffer(self._views[owner], dtype=dtype, count=count, offset=offset_bytes).view(*shape)
 
@@ -128,17 +128,16 @@ class HostMemory(CachedBlocks):
         """Allocate on every rank and map all ranks' parts; collective.
 
         Args:
-            group: the ranks; its backend must move CPU tensors (gloo).
+            group: the ranks; its backend must be able to exchange CPU tensors (gloo).
             num_bytes: of each rank's part, equal on all ranks.
 
         Raises:
             MemoryRefused: on all ranks alike: ranks on several hosts, memory that does not fit or is forbidden, a
                 machine that cannot signal; the message says which.
+            ValueError: the size is not a whole number of bytes; the ranks ask for different sizes.
 
-            ValueError: the size is no number of bytes; the ranks ask for different sizes.
-
-        Cost: a few small all-gathers; world * num_bytes of address space a rank, num_bytes of memory, and until it is
-            gone a file descriptor for each rank (Python's mmap keeps one).
+        Cost: a few small all-gathers; per rank world * num_bytes of address space, num_bytes of memory, and a file
+            descriptor for each rank until the memory is freed (Python's mmap keeps one).
         """
         check_num_bytes("the size of shared memory", num_bytes)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -146,7 +145,7 @@ class HostMemory(CachedBlocks):
         hosts = {host for host, _ in everyone}
         if len(hosts) > 1:
             raise MemoryRefused(f"the ranks are on {len(hosts)} hosts")
-        # Measured before any rank allocates, so that all decide alike however their allocations fall in time.
+        # Measured before any rank allocates, so that all ranks decide alike, whichever allocates first.
         free_bytes = min(free for _, free in everyone)
         fd, problem = -1, words_refused()
         if not problem:
@@ -168,14 +167,14 @@ class HostMemory(CachedBlocks):
             raise_together(group, problem)
             if len({entry[3] for entry in entries}) > 1:
                 raise ValueError(
-                    f"every rank must ask for as much memory: got {[entry[3] for entry in entries]} bytes by rank: use "
-                    "the same on all"
+                    f"every rank must ask for the same memory: got {[entry[3] for entry in entries]} bytes by rank: "
+                    "use the same on all"
                 )
             try:
                 for pid, peer_fd, _, _ in entries:
                     opened.append(open_of_peer(pid, peer_fd))
                     mappings.append(map_shared(opened[-1], num_bytes))
-                # A process number that means another process here would open another file, or none.
+                # If the ranks have different namespaces of process ids, a pid means another process here, or none.
                 if any(
                     mapping[-_TOKEN_BYTES:] != entry[2].to_bytes(_TOKEN_BYTES, "little")
                     for mapping, entry in zip(mappings, entries, strict=True)
@@ -183,7 +182,7 @@ class HostMemory(CachedBlocks):
                     problem = "process numbers do not mean the same on all ranks"
             except (MemoryRefused, OSError, ValueError) as error:
                 problem = str(error)
-            # Every rank has opened what it needs when all have answered: the descriptors may go.
+            # When all ranks have answered, each has opened what it needs, and the descriptors can be closed.
             raise_together(group, problem)
         finally:
             for descriptor in [*opened, *([fd] if fd >= 0 else [])]:
@@ -208,21 +207,21 @@ def check_num_bytes(name: str, num_bytes: int) -> None:
 
 
 def device_for_numbers(group: ProcessGroup) -> torch.device:
-    """Where tensors must be for the group to move them: a CPU where it can, else this process's GPU."""
+    """Return where tensors must be for the group to exchange them: a CPU if it can, else this process's GPU."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def exchange(group: ProcessGroup, values: Sequence[int], device: torch.device | str = "cpu") -> list[list[int]]:
-    """Tell all ranks some numbers; collective.
+    """Return some numbers of each rank on all ranks; collective.
 
     Args:
-        values: int64, equally many on every rank.
-        device: of a kind whose tensors the group moves.
+        values: int64, the same number of them on every rank.
+        device: of a kind whose tensors the group can exchange.
 
     Returns:
-        Every rank's numbers, by rank. No rank has them before all have come here.
+        Every rank's numbers, by rank. No rank has them before all ranks have called.
     """
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -231,11 +230,11 @@ def exchange(group: ProcessGroup, values: Sequence[int], device: torch.device | 
 
 
 def raise_together(group: ProcessGroup, problem: str, device: torch.device | str = "cpu") -> None:
-    """Raise MemoryRefused on all ranks if one of them has a problem: the lowest rank's; collective.
+    """Raise MemoryRefused on all ranks if one of them has a problem, with the lowest rank's text; collective.
 
     Args:
         problem: what is wrong on this rank; empty if nothing is.
-        device: as `exchange`.
+        device: as for `exchange`.
     """
     lengths = exchange(group, [len(problem.encode())], device)
     longest = max(length[0] for length in lengths)

@@ -1,4 +1,4 @@
-"""Processes of this host: which share it, whether one still lives, what a forked one must not touch. No torch."""
+"""Processes of this host: which ranks share it, whether one is alive, what a forked one must not use. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 
 def host_identity() -> int:
-    """A 56-bit number that is equal for two processes only if their process numbers mean the same.
+    """Return a 56-bit number that is equal for two processes only if their process ids mean the same.
 
-    It stands for a running kernel and a namespace of process numbers in it: containers may share a host's name, and
-    do not see each other's processes.
+    It identifies a running kernel and a namespace of process ids in it: containers may have the same host name, and do
+    not see each other's processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -25,18 +25,19 @@ def host_identity() -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether the process `pid` of this host still runs; a host without /proc cannot tell, and answers yes."""
+    """Return whether the process `pid` of this host is running; without /proc that is unknown, and it returns True."""
     try:
-        # The state follows the name, which is in brackets and may hold anything. A zombie waits for its parent only.
+        # The state comes after the name, which is in brackets and may contain anything. A zombie has ended.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return not Path("/proc/self/stat").exists()
 
 
 class _Closed:
-    """In the place of what a forked child inherits and must not use: whatever it is asked for, it raises.
+    """Replaces what a forked child inherits and must not use: every use raises.
 
-    It keeps what was there: that would otherwise end in the child, where its threads and mappings are not.
+    It keeps the original object alive, because its destructor would run in the child, which lacks its threads and
+    mappings.
     """
 
     def __init__(self, what: str, kept: object) -> None:
@@ -58,19 +59,19 @@ class _Closed:
         self._refuse()
 
 
-# Objects by identity, each with its name in messages and its attributes that a forked child must not use.
+# Objects by identity, each with its name for messages and the attributes that a forked child must not use.
 _OWNERS: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def close_to_children(owner: object, what: str, *attributes: str) -> None:
     """Make attributes of an object, or methods, raise RuntimeError in processes that are forked from this one.
 
-    Memory that ranks share is not mapped there, and the threads of a process group do not run: a use would die of
-    SIGSEGV, or wait for ever. A child that only inherits the object is not disturbed.
+    Memory that ranks share is not mapped in a forked process, and the threads of a process group do not run there: a
+    use would die of SIGSEGV, or wait for ever. A child that only inherits the object is not affected.
 
     Args:
-        owner: held weakly.
-        what: it is, for the message.
+        owner: the object, held weakly.
+        what: the object's name, for the message.
         attributes: their names.
 
     Cost: nothing until a process is forked by Python (os.fork, multiprocessing).

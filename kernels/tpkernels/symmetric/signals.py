@@ -3,24 +3,24 @@
 A rank's control area is a few cache lines of int32 words in its part of the symmetric memory:
 
     line s < R      the flag that rank s raises here: the epoch of its newest call whose data this rank may read
-    line R          poison: who gave up, waiting for whom, in what, expected and seen epoch
+    line R          poison: which rank gave up, waiting for which, in what, expected and seen epoch
     line R + 1      reset: number of resets begun, epoch at that time, number ended
-    lines R+2, R+3  what the owner's call of each generation is: operation, sizes, dtype
+    lines R+2, R+3  the owner's call of each generation: operation, sizes, dtype
 
-The patterns, of which every use is one:
+Every use is one of these patterns:
 
- 1. Publish. Data written by this rank, then `notify(peer, epoch)`: a peer whose `wait(me, epoch)` has returned reads
-    all of it. The flag is stored after a fence, so no data can be seen later than it.
- 2. Own memory again. A call writes to generation epoch mod 2. Having waited for every peer in call e-1, this rank knows
-    that each has ended call e-2, so that nobody reads that generation any more. Hence every call notifies and awaits
-    every peer, empty shards too.
- 3. Compare epochs by (seen - expected) >= 0 in int32 arithmetic: nothing is ever set back, and they may wrap around.
- 4. Give up together. A rank that waits in vain, or fails in the middle of a call, poisons its area; the others look at
-    every area while they wait and before each call, and raise the same error. Until all ranks have called `reset`
-    the group refuses every call.
+ 1. Publish. A rank writes data, then calls `notify(peer, epoch)`. A peer whose `wait(me, epoch)` has returned can read
+    all of it: the flag is stored after a fence, so the data is visible before the flag.
+ 2. Reuse own memory. A call writes to generation epoch mod 2. When this rank has waited for every peer in call e-1,
+    each of them has ended call e-2, so no rank reads that generation any more. For this, every call notifies and waits
+    for every peer, also with empty shards.
+ 3. Compare epochs by (seen - expected) >= 0 in int32 arithmetic: flags are never reset, and epochs may wrap around.
+ 4. Give up together. A rank that waits in vain, or fails in the middle of a call, poisons its area. The others check
+    every area while they wait and before each call, and raise the same error. The group refuses every call until all
+    ranks have called `reset`.
 
-A wait polls, then yields the core, then sleeps: a rank that spins would take the core from the very peer it waits for
-(13.1 k against 3.6 k tokens/s with four ranks on two cores).
+A wait polls, then yields the core, then sleeps: a rank that only polls would take the core from the peer that it waits
+for (13.1 k against 3.6 k tokens/s with four ranks on two cores).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PeerError(RuntimeError):
     """A call that needs every rank of a group cannot end; the group is poisoned until all ranks reset it.
 
     Attributes:
-        what: who waited for whom, in what; the message also says where and what to do.
+        what: which rank waited for which, in what; the message adds where and what to do.
     """
 
     def __init__(self, message: str, what: str) -> None:
@@ -59,42 +59,42 @@ class PeerError(RuntimeError):
 
 
 class PeerTimeout(PeerError):
-    """A peer did not signal within the bound."""
+    """A peer did not signal within the time limit."""
 
 
 class PeerGone(PeerError):
-    """The process of a peer has ended."""
+    """A peer's process has ended."""
 
 
 class GroupPoisoned(PeerError):
-    """Another rank gave up; the message says which, and for whom it waited."""
+    """Another rank gave up; the message says which, and which rank it waited for."""
 
 
 def wrapped(epoch: int) -> int:
-    """The int32 that `epoch` is stored as."""
+    """Return the int32 that `epoch` is stored as."""
     return ((epoch + 2**31) & _MASK) - 2**31
 
 
 def reached(seen: int, expected: int) -> bool:
-    """Whether epoch `seen` is `expected` or later, in int32 arithmetic."""
+    """Return whether epoch `seen` is `expected` or later, in int32 arithmetic."""
     return (seen - expected) & _MASK < 2**31
 
 
 class Words(Protocol):
-    """int32 words that several processes see."""
+    """int32 words that several processes share."""
 
     def load(self, index: int) -> int:
-        """Read a word; what its writer wrote before it is visible afterwards (acquire)."""
+        """Read a word; what its writer wrote before is visible afterwards (acquire)."""
 
     def store(self, index: int, value: int) -> None:
         """Write a word after everything this process wrote before it (release)."""
 
 
 class OrderedWords:
-    """Words on x86-64, whose stores become visible in order and whose loads are never taken early.
+    """Words on x86-64, where stores become visible in order and loads are not reordered.
 
-    Streaming stores, which copies of large blocks may use, are the exception: a locked instruction, here that of an
-    uncontended lock, waits for them.
+    Streaming stores, which copies of large blocks may use, are an exception: a locked instruction, here that of a lock
+    without contention, waits for them.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -117,7 +117,7 @@ class AtomicWords:
 
     def __init__(self, memory: memoryview) -> None:
         library = _libatomic()
-        assert library is not None, "ask words_refused() first"
+        assert library is not None, "words_refused() must be empty"
         self._load, self._store = getattr(library, "__atomic_load_4"), getattr(library, "__atomic_store_4")
         self._load.restype = ctypes.c_int32
         self._memory = (ctypes.c_int32 * (memory.nbytes // _WORD_BYTES)).from_buffer(memory)
@@ -144,19 +144,19 @@ def _stores_are_ordered() -> bool:
 
 
 def words_refused() -> str:
-    """Why this machine cannot signal through shared memory; empty if it can."""
+    """Return why this machine cannot signal through shared memory; empty if it can."""
     if _stores_are_ordered() or _libatomic() is not None:
         return ""
     return f"signals on {platform.machine()} need libatomic, which is not installed"
 
 
 def words_over(memory: memoryview) -> Words:
-    """The words of `memory`, accessed as this machine needs it."""
+    """Return the words of `memory`, accessed as this machine needs it."""
     return OrderedWords(memory) if _stores_are_ordered() else AtomicWords(memory)
 
 
 def waits_for_peer(frame: FrameType | None) -> bool:
-    """Whether a thread, by its innermost frame, is in a wait for a peer: it then does nothing, but uses a core."""
+    """Return whether a thread, by its innermost frame, waits for a peer: it uses a core but makes no progress."""
     while frame is not None:
         if frame.f_code is Signals._poll.__code__:
             return True
@@ -165,13 +165,13 @@ def waits_for_peer(frame: FrameType | None) -> bool:
 
 
 def control_bytes(world: int) -> int:
-    """Size of one rank's control area."""
+    """Return the size of one rank's control area."""
     return (world + 4) * LINE_WORDS * _WORD_BYTES
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why a rank gave up: who, waiting for whom, in which operation, at which epoch."""
+    """Why a rank gave up: which rank, waiting for which, in which operation, at which epoch."""
 
     TIMED_OUT = 1
     GONE = 2
@@ -189,21 +189,21 @@ class _Verdict:
 
 
 class Signals:
-    """The flags of one rank of a group and its view of the others'.
+    """The flags of one rank of a group, and its view of the others'.
 
     Args:
         areas: every rank's control area as mapped here, by rank.
         rank: this rank.
-        pids: every rank's process, all on this host.
-        members: what each rank is called in messages: its number among all processes.
-        name: the group, for messages.
+        pids: the process id of every rank, all on this host.
+        members: the ranks' names in messages: their numbers among all processes.
+        name: the group's name, for messages.
         operations: names of the operations by number, for messages.
-        timeout_seconds: how long a wait may take.
+        timeout_seconds: the longest time of a wait.
         remedy: what helps after an error, for messages.
 
     Attributes:
         timeout_seconds: as given; may be changed.
-        clock: what it is measured by; a test may let time pass by a clock of its own.
+        clock: measures the timeout; a test may use a clock of its own.
     """
 
     def __init__(
@@ -228,13 +228,13 @@ class Signals:
         self._call_word = (world + 2) * LINE_WORDS
 
     def announce(self, generation: int, call: Sequence[int]) -> None:
-        """Write what this rank's call is; published by the next `notify`."""
+        """Write this rank's call; the next `notify` publishes it."""
         word = self._call_word + generation * LINE_WORDS
         for offset, value in enumerate(call):
             self._own.store(word + offset, value)
 
     def announced(self, peer: int, generation: int, length: int) -> tuple[int, ...]:
-        """Read what a peer's call is, after waiting for it."""
+        """Read a peer's call, after waiting for it."""
         word = self._call_word + generation * LINE_WORDS
         return tuple(self._areas[peer].load(word + offset) for offset in range(length))
 
@@ -243,7 +243,7 @@ class Signals:
         self._areas[peer].store(self._rank * LINE_WORDS, epoch)
 
     def has_notified(self, peer: int, epoch: int) -> bool:
-        """Whether `peer` has notified this rank of call `epoch`; what it wrote before may then be read."""
+        """Return whether `peer` has notified this rank of call `epoch`; if so, what it wrote before can be read."""
         return reached(self._own.load(peer * LINE_WORDS), epoch)
 
     def wait(self, peer: int, epoch: int, operation: int) -> None:
@@ -276,7 +276,7 @@ class Signals:
                 raise self._error(GroupPoisoned, self._describe(verdict))
 
     def fail(self, operation: int, epoch: int) -> None:
-        """Poison the group since this rank leaves call `epoch` before its end."""
+        """Poison the group because this rank leaves call `epoch` before its end."""
         if not self._own.load(self._poison_word):
             self._give_up(_Verdict(_Verdict.FAILED, self._rank, self._rank, operation, epoch, epoch))
 
@@ -284,15 +284,15 @@ class Signals:
         """Make a poisoned group usable again; collective.
 
         Args:
-            epoch: of this rank's newest call.
+            epoch: of this rank's latest call.
 
         Returns:
-            The epoch of the newest call of any rank: all go on after it.
+            The epoch of the latest call of any rank: all ranks continue after it.
 
         Raises:
-            PeerTimeout, PeerGone: a rank did not come; the group stays poisoned.
+            PeerTimeout, PeerGone: a rank did not take part; the group stays poisoned.
         """
-        # Attempts that failed count on no rank, or on all: one more than any rank has ended.
+        # One more than any rank has ended. A failed attempt is counted by no rank, or by all.
         number = 1 + max(area.load(self._reset_word + 2) for area in self._areas)
         self._own.store(self._reset_word + 1, epoch)
         self._own.store(self._reset_word, number)
@@ -307,7 +307,7 @@ class Signals:
             newest = theirs if reached(theirs, newest) else newest
         verdict = self._own.load(self._poison_word)
         self._own.store(self._poison_word, 0)
-        # Nobody goes on before every area is clear.
+        # No rank continues before every area is clear.
         self._own.store(self._reset_word + 2, number)
         try:
             self._meet(self._reset_word + 2, number)
@@ -332,7 +332,7 @@ class Signals:
     def _poll(
         self, arrived: Callable[[], bool], peer: int, give_up: Callable[[int], PeerError], *, heed_poison: bool
     ) -> None:
-        # How often a rank looks is not what it waits for: the bound has a clock of its own.
+        # The time limit has its own clock, because the number of polls says nothing about time.
         begin, began_waiting = time.monotonic(), self.clock()
         next_look = begin + _LOOK_SECONDS
         while not arrived():
@@ -341,7 +341,7 @@ class Signals:
                 next_look = now + _LOOK_SECONDS
                 if heed_poison:
                     self.raise_if_poisoned()
-                # What it had to say it said before it ended.
+                # It may have signalled before it ended, so look once more.
                 if not lives(self._pids[peer]) and not arrived():
                     raise give_up(_Verdict.GONE)
                 if is_over and not arrived():

@@ -1,8 +1,8 @@
 """Signals between ranks inside kernels: flags that only grow, bounded waits, poison, claims of tiles. Device functions.
 
-What signals.py is for processes, for programs of a kernel. A rank's control area is the beginning of its symmetric
-memory; a kernel is given nothing but a pointer to its own, and finds rank, addresses of the peers' memory and limits
-there. Its lines, of 16 int32 words each:
+This is signals.py for programs of a kernel instead of processes. A rank's control area is the beginning of its
+symmetric memory. A kernel only gets a pointer to its own control area, and finds rank, addresses of the peers' memory
+and limits there. Its lines, of 16 int32 words each:
 
     ARRIVED + 8*s + j   flag: split j of what rank s sends in a call has arrived at this rank
     FETCHED + 8*s + j   flag: this rank's copy engine has fetched split j of rank s's block
@@ -14,26 +14,26 @@ there. Its lines, of 16 int32 words each:
     CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
     TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
 
-A flag is an epoch and, by the epoch's parity, the number of the call (a hash of operation, sizes and dtype). The
-patterns, of which every use is one:
+A flag is an epoch and, by the epoch's parity, the number of the call (a hash of operation, sizes and dtype). Every use
+is one of these patterns:
 
- 1. Publish. `notify` puts a barrier of the program's threads before the release: triton puts none there, and other
-    threads' stores could be seen after the flag. What a peer reads whose `wait` has returned was written before.
-    Data under a flag is written by `tl.store`: an asynchronous store may be overtaken by the flag.
- 2. Many programs, one flag. Each program counts its tile in `count_done` once its stores are out; the one that counts
-    the last notifies. Count and flag are both acquire and release, so the flag is later than every program's stores.
- 3. Own memory again. A call of generation g overwrites what a call of the same generation wrote. If another call lies
-    between, every peer has been heard in it and has therefore ended the former. If not (a CUDA graph of an odd number
-    of calls, replayed), `begin` is a barrier of the group.
- 4. Claims. Programs draw numbers of tiles from a counter until there are none. The one that draws the last number of
-    all, when every other has ended its tiles, sets counters back and the epoch forward: `is_last_claim`.
- 5. Give up together. A wait of too many polls writes what it waited for into every rank's poison line, and all waits
-    end; whoever sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
+ 1. Publish. `notify` puts a barrier of the program's threads before the release: triton does not, so other threads'
+    stores could become visible after the flag. A peer whose `wait` has returned reads what was written before. Data
+    under a flag is written by `tl.store`: the flag may overtake an asynchronous store.
+ 2. Many programs, one flag. Each program counts its tile in `count_done` after its stores; the program that counts the
+    last tile notifies. Count and flag are both acquire and release, so the flag comes after every program's stores.
+ 3. Reuse own memory. A call of generation g overwrites what an earlier call of that generation wrote. If another call
+    came in between, every peer has begun that one and so has ended the earlier one. If not (a CUDA graph with an odd
+    number of calls, replayed), `begin` is a barrier of the group.
+ 4. Claims. Programs draw numbers of tiles from a counter until there are none. The program that draws the very last
+    number, when all others have ended their tiles, resets the counters and advances the epoch: `is_last_claim`.
+ 5. Give up together. A wait with too many polls writes what it waited for into every rank's poison line, and all waits
+    end. A program that sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
  6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
-    one resident program a rank suffices, whatever else runs on the device.
+    one resident program per rank suffices, whatever else runs on the device.
 
-All launches of a group come one after another but for the copy engine's: counters of a launch are shared. A caller
-that changes streams between calls is followed (DeviceArena.follow); replays of a CUDA graph are the caller's to order.
+All launches of a group run one after another, except the copy engine's, because they share counters. If a caller
+changes streams between calls, DeviceArena.follow orders them; the caller must order replays of a CUDA graph.
 
 Epochs are int32, compared by (seen - expected) >= 0, and may wrap around.
 """
@@ -58,7 +58,7 @@ STATE = POISON + 1
 CLAIMS = STATE + 1
 DONE = CLAIMS + 1
 TABLE = DONE + MAX_WORLD
-# int64 addresses take two words.
+# An int64 address takes two words.
 NUM_LINES = TABLE + -(-2 * (MAX_WORLD + 1) // LINE_WORDS)
 
 # Words of POISON and of the host's record.
@@ -96,7 +96,7 @@ def _yield_core() -> None:
 _rest: Any = _yield_core if INTERPRETED else _nothing
 
 
-# Interpreted, polls take as long as the machine is busy, so that a limit stands for ticks of the host's clock there.
+# Interpreted, the time of a poll depends on the load of the machine, so there a limit is in ticks of the host's clock.
 TICKS_PER_SECOND = 20_000
 
 
@@ -176,7 +176,7 @@ def control_of(p_control: tl.tensor, rank: tl.tensor) -> tl.tensor:
     return memory_of(p_control, rank).to(tl.pointer_type(tl.int32))
 
 
-# Below a tensor comes first in a sum: interpreted, constexpr + tensor is a constexpr that no store takes.
+# Sums below start with the tensor: interpreted, constexpr + tensor is a constexpr, which no store accepts.
 @jit
 def arrived_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
     """The line at which a rank waits for a split of what `source` sends."""

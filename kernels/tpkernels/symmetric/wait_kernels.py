@@ -1,4 +1,4 @@
-"""Kernels of one program that wait on a stream, so that what is launched after them finds what it needs.
+"""Kernels of one program that wait on a stream, so that later launches find what they need.
 
 `wait_kernel` waits until ranks have published or sent, `meet_kernel` until all ranks have ended the calls before.
 """
@@ -15,7 +15,7 @@ from tpkernels.symmetric.signals_kernel import arrived_line, control_at, epoch_o
 
 
 class ControlArea(Protocol):
-    """Where signals lie: `control` at `address`, of `world` ranks."""
+    """Where signals are: `control` at `address`, of `world` ranks."""
 
     @property
     def address(self) -> int: ...

@@ -1,7 +1,7 @@
-"""Rungs: pure, interpreter, GPU. The overlap benchmark of virtual ranks: its rows, its table, what it refuses.
+"""Rungs: pure, interpreter, GPU. The overlap benchmark of co-located ranks: its rows, its table, what it refuses.
 
 Sizes are tiny and no time is asserted. Only a GPU shows that it runs: that no rank holds what another needs, and that
-the fused kernels are right between virtual ranks.
+the fused kernels are right between co-located ranks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_a_call_that_was_given_up_is_a_red_check_of_its_case_alone(interpreters:
         CASES[i] for i in (0, 3, 5, 6)
     ]
     for row in red:
-        assert row["check"].startswith("failed: rank 0: group of virtual ranks is poisoned: rank 1 waited in ")
+        assert row["check"].startswith("failed: rank 0: group of co-located ranks is poisoned: rank 1 waited in ")
         assert not [name for name in row if name.endswith(("_seconds", "_ratio", "_per_second"))]
     assert text_of(rows).count("check failed") == 4
 
@@ -119,7 +119,7 @@ def test_a_call_that_was_given_up_is_a_red_check_of_its_case_alone(interpreters:
 def text_of(rows: list[dict[str, Any]]) -> str:
     console = Console(width=overlap_gpu._TABLE_COLUMNS)
     with console.capture() as captured:
-        console.print(overlap_table("two virtual ranks", rows))
+        console.print(overlap_table("two co-located ranks", rows))
     return captured.get()
 
 

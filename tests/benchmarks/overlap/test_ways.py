@@ -1,7 +1,7 @@
-"""Rungs: pure, interpreter. The ways in which virtual ranks compute: what they launch, and that it is right.
+"""Rungs: pure, interpreter. The ways in which co-located ranks compute: what they launch, and that it is right.
 
 Interpreted, the ways that wait for nobody compute in one process, and are compared with what is right; what the others
-launch is looked at. Only a GPU shows that those are right between virtual ranks (test_gpu.py).
+launch is looked at. Only a GPU shows that those are right between co-located ranks (test_gpu.py).
 """
 
 from __future__ import annotations

@@ -182,7 +182,10 @@ def test_names_of_schedules_are_read() -> None:
         ("pipeline --schedules zb-h1", "torch has the schedules gpipe, 1f1b, interleaved, zbv: got 'zb-h1'"),
         ("pipeline --schedules nosuch", "schedule must be one of"),
         ("pipeline --micro-batches 7 --schedules interleaved", "7 micro-batches, pp 2: use --micro-batches 8"),
-        ("pipeline --predict --predicted-micro-batches 8", "a prediction is of another step than the profile"),
+        (
+            "pipeline --predict --predicted-micro-batches 8",
+            "a prediction needs another number of micro-batches than the profile",
+        ),
         ("pipeline --pp 16 --schedules 1f1b", "every pipeline stage needs a layer"),
         ("pipeline --rounds 0", "--rounds must be at least 1"),
         ("pipeline --preset nosuch", "--preset must be one of"),

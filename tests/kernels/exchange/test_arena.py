@@ -233,7 +233,7 @@ def test_an_arena_larger_than_the_machine(ranks: RankPool, world: int) -> None:
 
 
 def refusal_of_unequal_sizes() -> str:
-    with pytest.raises(ValueError, match=r"as much memory: got \[\d+, \d+\] bytes") as error:
+    with pytest.raises(ValueError, match=r"the same memory: got \[\d+, \d+\] bytes") as error:
         Arena.open(dist.group.WORLD, (1 + dist.get_rank()) * 64 * KILOBYTE)
     return str(error.value)
 

@@ -329,7 +329,7 @@ BAD: dict[str, Callable[[Communicator], object]] = {
     "holds 1 of 1 tokens": lambda comm: all_gather_matmul(torch.ones(2, 3), [torch.ones(4, 3)], comm, num_tokens=1),
     "give the weight x's last dim": lambda comm: matmul_reduce_scatter(torch.ones(2, 3), torch.ones(4, 5), comm),
     "scatter.*one dtype": lambda comm: matmul_reduce_scatter(torch.ones(2, 3), torch.ones(4, 3).double(), comm),
-    "pass one number a row": lambda comm: matmul_all_reduce(
+    "pass one number per row": lambda comm: matmul_all_reduce(
         torch.ones(2, 3), torch.ones(4, 3), comm, bias=torch.ones(3)
     ),
     "gather_matmul needs x": lambda comm: all_gather_matmul(torch.ones(()), [torch.ones(4, 3)], comm),

@@ -1,4 +1,4 @@
-"""Rungs: pure, gloo ranks, GPU. Symmetric memory of GPUs: what it refuses, and its blocks over virtual ranks.
+"""Rungs: pure, gloo ranks, GPU. Symmetric memory of GPUs: what it refuses, and its blocks over co-located ranks.
 
 What only a GPU checks: that torch maps the peers' memory and that what a rank writes there its owner reads, here by two
 ranks on one GPU. That a second GPU is reached, only two show.
@@ -64,7 +64,7 @@ def test_a_gpu_for_each_rank_of_a_host_will_do(world: int) -> None:
         (9, {}, r"at most 8 ranks: the group has 9: use a smaller group"),
         (4, {"host": [1, 1, 2, 2]}, r"on 2 hosts: use a group of one host's ranks"),
         (2, {"num_bytes": [PAGE, 2 * PAGE]}, r"got \[4096, 8192\] bytes by rank: use the same on all"),
-        (2, {"num_bytes": [0, 0]}, r"at least a byte: got \[0, 0\]"),
+        (2, {"num_bytes": [0, 0]}, r"at least 1 byte: got \[0, 0\]"),
         (2, {"overlaps": [1, 0]}, rf"{OVERLAPS}=1 must be set for all ranks or for none: it is for \[0\] of 2"),
         (3, {"num_rendezvous": [1, 1, 0]}, r"have \[1, 1, 0\] times by rank: make the groups in an order"),
         # One GPU.

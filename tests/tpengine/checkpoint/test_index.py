@@ -191,10 +191,14 @@ def renamed(body: Any, name: str) -> Any:
 
 FIRST, SECOND = ("tensors", "w", "pieces", 0), ("tensors", "w", "pieces", 1)
 WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "overlap": ((*SECOND, "offset"), [1, 0], "do not make it up"),
-    "the same piece twice": (SECOND, {"offset": [0, 0], "shape": [2, 3], "file": A, "key": "x"}, "do not make it up"),
-    "a hole": ((*SECOND, "shape"), [1, 3], "do not make it up"),
-    "no pieces": (("tensors", "w", "pieces"), [], "do not make it up"),
+    "overlap": ((*SECOND, "offset"), [1, 0], "do not cover it exactly once"),
+    "the same piece twice": (
+        SECOND,
+        {"offset": [0, 0], "shape": [2, 3], "file": A, "key": "x"},
+        "do not cover it exactly once",
+    ),
+    "a hole": ((*SECOND, "shape"), [1, 3], "do not cover it exactly once"),
+    "no pieces": (("tensors", "w", "pieces"), [], "do not cover it exactly once"),
     "a scalar twice": (("tensors", "s", "pieces"), [{"offset": [], "shape": [], "file": A, "key": "s"}] * 2, "make it"),
     "outside by offset": ((*SECOND, "offset"), [3, 0], "has a piece of (2, 3) at (3, 0)"),
     "outside by shape": ((*SECOND, "shape"), [2, 4], "has a piece of (2, 4) at (2, 0)"),
@@ -353,9 +357,9 @@ def test_what_ranks_have_written_is_one_checkpoint() -> None:
     ("written", "message"),
     [
         ([written_by(0), written_by(1, dtype="BF16")], r"rank 1 has w as \('BF16', \[4, 3\]\), another as \('F32'"),
-        ([written_by(0)], "pieces of tensor 'w' do not make it up"),
-        ([written_by(0), written_by(0)], "pieces of tensor 'w' do not make it up"),
-        ([written_by(0), {**written_by(1), "files": {}}], "'rank-1.safetensors', which is no file"),
+        ([written_by(0)], "pieces of tensor 'w' do not cover it exactly once"),
+        ([written_by(0), written_by(0)], "pieces of tensor 'w' do not cover it exactly once"),
+        ([written_by(0), {**written_by(1), "files": {}}], "'rank-1.safetensors', which is not a file"),
         ([written_by(0), {**written_by(1), "files": {"../x": {}}}], "is not a plain name"),
     ],
 )

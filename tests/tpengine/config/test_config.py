@@ -157,7 +157,7 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
         {"reduction": "exact", "tp": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 12, "seq_len": 120},
         3,
         [
-            "with train.reduction exact tp must divide the number of virtual ranks, 4,",
+            "with train.reduction exact tp must divide the number of shards, 4,",
             "num_heads 12, num_kv_heads 12, ffn_size 384 and 8 * 120 tokens",
             "tp 3: use tp 2 or 4, or train.reduction fast",
         ],
@@ -165,12 +165,12 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"reduction": "exact", "tp": 16, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 16},
         16,
-        ["tp must divide the number of virtual ranks, 8,", "tp 16: use tp 8, or train.reduction fast"],
+        ["tp must divide the number of shards, 8,", "tp 16: use tp 8, or train.reduction fast"],
     ),
     (
         {"reduction": "exact", "tp": 3, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "seq_len": 126},
         3,
-        ["tp must divide the number of virtual ranks, 1,", "num_kv_heads 3", "tp 3: use tp 1, or train.reduction fast"],
+        ["tp must divide the number of shards, 1,", "num_kv_heads 3", "tp 3: use tp 1, or train.reduction fast"],
     ),
     (
         {"reduction": "exact", "dp": 3},

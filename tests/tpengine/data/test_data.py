@@ -103,7 +103,7 @@ def test_a_failing_disk_is_one_line_and_leaves_the_old_file(
         patch.setattr(os, call, fail)
         write_tokens(path, np.array([2, 2]), 3)
     assert str(error.value) == (
-        f"a token file must be writable: {path}: No space left on device: mend that or choose another file"
+        f"a token file must be writable: {path}: No space left on device: correct that or choose another file"
     )
     assert open_tokens(path).tokens[:].tolist() == [1, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
@@ -117,7 +117,7 @@ def test_a_source_that_fails_is_not_taken_for_the_output(tmp_path: Path) -> None
     with pytest.raises(ValueError) as error:
         write_tokens(tmp_path / "t", source, 256)
     assert str(error.value) == (
-        f"the text must be readable: {tmp_path / 'b'}: No such file or directory: mend that or leave it out"
+        f"the text must be readable: {tmp_path / 'b'}: No such file or directory: correct that or leave it out"
     )
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 

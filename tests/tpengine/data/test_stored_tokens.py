@@ -75,7 +75,7 @@ def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPat
 
     tokens = stored(path)
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(ValueError, match=r"must be readable: .*some\.tokens: Input/output error: mend that"):
+    with pytest.raises(ValueError, match=r"must be readable: .*some\.tokens: Input/output error: correct that"):
         tokens[:1]
 
 

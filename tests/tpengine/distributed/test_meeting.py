@@ -73,8 +73,10 @@ def test_a_rank_of_another_run_leaves_and_disturbs_nobody() -> None:
     ranks.come(2, "", world_size=4)
     ranks.end()
     assert ranks.goes_on == {0: True, 1: True}
-    for said, why in zip(sorted(ranks.refused), ("it has 2 ranks, this one 4", "rank 1 has been here"), strict=True):
-        assert said.startswith("the port at which the ranks meet must be this run's alone: nowhere:1 is another run's")
+    for said, why in zip(
+        sorted(ranks.refused), ("it has 2 ranks, this one 4", "its rank 1 was here first"), strict=True
+    ):
+        assert said.startswith("the port at which the ranks meet must be for this run only: nowhere:1 is another run's")
         assert why in said and "\n" not in said
 
 

@@ -129,7 +129,7 @@ rank 1: 1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0] t0 CLIP STEP
         (
             " 0F0 ",
             "  0F0 ",
-            "line 6: one space stands between actions and none elsewhere: got ' 0F0 0SEND_F0 .* STEP'",
+            "line 6: actions are separated by exactly one space: got ' 0F0 0SEND_F0 .* STEP'",
         ),
         ("0B0[r0]", "0B0[r0", "line 6: brackets must be balanced and not nested: got '.*0B0.r0 w.'"),
         ("0B0[r0]", "0B0[t0]", "line 6: B takes sub-actions REDUCE, GATHER, FREE only: got t0, in '0B0.t0.'"),
@@ -145,7 +145,7 @@ rank 1: 1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0] t0 CLIP STEP
             "line 5: .* in this order: got 'b",
         ),
         ("\nrank 1", "\n\nrank 1", "line 7: a plan's text is its head, chunks, .*: got ''"),
-        ("STEP\n", "STEP\r\n", "line 6: one space stands between actions"),
+        ("STEP\n", "STEP\r\n", "line 6: actions are separated by exactly one space"),
         (TEXT, TEXT[:-1], "line 7: each line ends in a newline, the last one too: got 'rank 1: 1RECV_F0"),
         (TEXT, TEXT + "\n", "line 8: a plan's text is its head, .*: got ''"),
     ],

@@ -1,5 +1,5 @@
-"""`tpengine certify`: is training in one layout, bit for bit, training in another?
+"""`tpengine certify`: does training in one layout give the same bits as training in another?
 
-evidence.py compares what witness.py saw on each rank; distance.py measures fast mode against exact instead; command.py
-is the command. Only witness.py needs torch, and only the ranks import it.
+witness.py records what each rank computes, and evidence.py compares two runs. distance.py measures fast mode against
+exact mode instead. command.py is the command. Only witness.py needs torch, and only the ranks import it.
 """

@@ -1,4 +1,4 @@
-"""`tpengine certify`: starts its own processes, compares, says what it found. No torch.
+"""`tpengine certify`: start its own processes, compare them, print what was found. No torch.
 
 Exit code 0 if the layouts gave the same bits (with --fast: every distance is within its bound), 1 if not.
 """
@@ -26,12 +26,12 @@ from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
 from tpengine.plan import SCHEDULES, make_schedule
 
-# More would not tell more, and each takes about 0.3 GB.
+# More processes would not show more, and each takes about 0.3 GB.
 _MOST_PROCESSES = 64
-# In float64, of three runs, and once more on its way: 4 GB.
+# Three runs in float64, and one more copy in transit: 4 GB.
 _MOST_COMPARED = 50_000_000
 _TABLE_WIDTH = 120
-# Leaves every weight as it is: what differs between steps is then their data and their dropout.
+# Leaves every weight unchanged: then steps differ only by their data and their dropout.
 _NO_LEARNING = 1e-30
 _WITNESS = "tpengine.commands.certify.witness:Witness"
 _GRADIENTS = "tpengine.commands.certify.witness:Gradients"
@@ -39,7 +39,7 @@ _GRADIENTS = "tpengine.commands.certify.witness:Gradients"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes."""
+    """Sizes of the axes tp, pp and dp."""
 
     tp: int = 1
     pp: int = 1
@@ -76,10 +76,10 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
 
     Args:
         options: what to compare.
-        witness, gradients: what each rank makes; others only where a test breaks the engine on purpose.
+        witness, gradients: what each rank constructs; tests give others to break the engine on purpose.
 
     Raises:
-        ValueError: a layout that cannot be, or two that are one.
+        ValueError: a layout that is not possible, or two equal layouts.
         RanksFailed: a rank raised or died.
     """
     _check(options)
@@ -87,10 +87,10 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
 
 
 def parse_layout(text: str) -> Layout:
-    """Read "tp=4,pp=1,dp=1": each axis at most once; those not named have size 1.
+    """Parse "tp=4,pp=1,dp=1": each axis at most once; an axis that is not named has size 1.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the text is not of that form.
     """
     found = re.findall(r"(tp|pp|dp)=([1-9]\d*)", text)
     sizes = {axis: int(size) for axis, size in found}
@@ -109,7 +109,7 @@ def _check(options: Options) -> None:
             near = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
             raise ValueError(f"{flag} must be one of {', '.join(choices)}: got {value!r}: use {near}")
     if options.schedule not in SCHEDULES:
-        # A file is read for the layout that it is of; what is neither name nor file is refused there as well.
+        # A schedule file is read for its own layout; a value that is neither a name nor a file is refused there too.
         num_micro_batches = PRESETS[options.preset]().train.num_micro_batches // options.layout.dp
         make_schedule(options.schedule, options.layout.pp, num_micro_batches)
     if not 0 <= options.seed < 2**63:
@@ -139,10 +139,10 @@ def _check(options: Options) -> None:
 
 
 def config_of(options: Options, layout: Layout, **train: Any) -> Config:
-    """What a layout trains: the preset on the same global batch, checked.
+    """Return the configuration that a layout trains: the preset with the same global batch, checked.
 
     Args:
-        train: settings of the section over the options', which set exact mode.
+        train: settings of the train section that replace those of the options, which set exact mode.
 
     Raises:
         ValueError: sizes that do not divide; see config.validate.
@@ -168,7 +168,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
             layout.tp,
             layout.pp,
             layout.dp,
-            # A file is of one number of ranks and micro-batches: the other layout takes the default.
+            # A schedule file fits one number of ranks and micro-batches: the other layout takes the default.
             schedule=options.schedule if options.schedule in SCHEDULES or layout == options.layout else "1f1b",
             tp_comm=cast(Literal["fused", "plain"], options.tp_comm),
         ),
@@ -186,7 +186,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
 
 @contextlib.contextmanager
 def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
-    """One line on standard error, gone at the end: what is done, of `num_steps`."""
+    """Show one progress line on standard error, removed at the end, with the part of `num_steps` that is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=num_steps)
@@ -216,7 +216,7 @@ def _compare_bits(options: Options, witness: str) -> int:
 
 
 def verdict(left: Evidence, right: Evidence, left_layout: Layout, right_layout: Layout) -> str:
-    """Say what two runs, or two ranks of one, first saw differently in a step, and what made it; empty if nothing."""
+    """Return the first difference between two runs, or two ranks of one, in a step, and what made it; empty if none."""
     found = [
         (left.first_difference(right), left_layout, right_layout),
         (left.disagreement, left_layout, left_layout),
@@ -273,7 +273,7 @@ def _compare_fast(options: Options, gradients: str) -> int:
                 print(f"not certified: step {step + 1}: ranks that hold the same part of {error} hold other bits of it")
                 return 1
     found = distances.of_tensors()
-    # Where nobody looks, a table is as wide as it needs to be.
+    # If the output is not a terminal, the table may be as wide as it needs to be.
     Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(found, options.dtype))
     worst = max(found, key=lambda distance: distance.share)
     beyond = sum(not distance.holds for distance in found)

@@ -1,4 +1,4 @@
-"""How far fast mode is from exact, tensor by tensor, in roundings of the dtype. No torch.
+"""How far fast mode is from exact mode, per tensor, in roundings of the dtype. No torch.
 
     distance(a, b) = |a - b| / (u |b|)      Euclidean norms; u = half the gap between 1 and the next number of the dtype
 
@@ -6,11 +6,11 @@ The bound is measured, not guessed: exact mode runs once more in float64 from th
 
     distance(fast, exact) <= 3 * distance(exact, float64)
 
-which holds if fast mode is at most twice as inexact as exact mode, by the triangle inequality. TTrace (arXiv
-2506.09280, section 5) estimates how far rounding can carry a tensor by perturbing the inputs by u, and so also has a
-factor between what one perturbation does and what many roundings do; here the roundings themselves are seen, those of
-the very tensor and data that are compared. What the bound cannot see is an error smaller than itself: some 1e-6 of a
-tensor in float32, some per cent in bfloat16 (`Distance.noticed_from`). That is what exact mode is for.
+By the triangle inequality it holds if fast mode is at most twice as inexact as exact mode. TTrace (arXiv 2506.09280,
+section 5) estimates how far rounding can move a tensor by perturbing the inputs by u; it too needs a factor between the
+effect of one perturbation and that of many roundings. Here the roundings themselves are measured, on the very tensor
+and data that are compared. The bound cannot detect an error smaller than itself: about 1e-6 of a tensor in float32,
+some per cent in bfloat16 (`Distance.noticed_from`). Exact mode can.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Tensors = dict[str, NDArray[np.float64]]
 
 
 class ReplicasDiffer(Exception):
-    """Ranks that hold the same block hold other values; the message names the tensor."""
+    """Ranks that hold the same block hold different values; the message names the tensor."""
 
 
 def assembled(parts: Iterable[Part]) -> Tensors:
-    """Put blocks together to global tensors.
+    """Assemble blocks into global tensors.
 
     Raises:
-        ReplicasDiffer: several ranks hold a block, and not the same bits; fast mode promises those too.
+        ReplicasDiffer: several ranks hold a block with different bits; fast mode, too, promises equal bits.
     """
     whole: Tensors = {}
     for part in parts:
@@ -69,7 +69,7 @@ def assembled(parts: Iterable[Part]) -> Tensors:
 
 @dataclass(frozen=True)
 class Distance:
-    """One tensor, over all steps.
+    """The distances of one tensor, over all steps.
 
     Attributes:
         name: of the tensor.
@@ -85,29 +85,29 @@ class Distance:
 
     @property
     def bound(self) -> float:
-        """What `of_fast` may be at most."""
+        """Return the largest `of_fast` that is allowed."""
         return FACTOR * self.of_exact
 
     @property
     def noticed_from(self) -> float:
-        """The relative error of the whole tensor from which on the bound is surely broken."""
+        """Return the relative error of the whole tensor above which the bound is surely exceeded."""
         return (self.bound + self.of_fast) * self.roundoff
 
     @property
     def holds(self) -> bool:
-        """Whether it is; a NaN never is."""
+        """Return whether the bound holds; with a NaN it does not."""
         return self.of_fast <= self.bound
 
     @property
     def share(self) -> float:
-        """Of the bound; 0 where nothing differs."""
+        """Return `of_fast` as a share of the bound; 0 where nothing differs."""
         if self.of_fast == 0:
             return 0.0
         return self.of_fast / self.bound if self.bound else float("inf")
 
 
 class Distances:
-    """Sums of squares over steps.
+    """Sums of squares over steps, for the distances of all tensors.
 
     Args:
         dtype: whose roundings are the unit: float32 or bfloat16.
@@ -118,23 +118,23 @@ class Distances:
         self._squares: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
 
     def add(self, fast: Tensors, exact: Tensors, wide: Tensors) -> None:
-        """Take in one step: the same tensors of fast mode, of exact mode, and of exact mode in float64."""
+        """Add one step: the same tensors of fast mode, of exact mode, and of exact mode in float64."""
         assert fast.keys() == exact.keys() == wide.keys(), sorted(fast.keys() ^ exact.keys())
         for name, reference in wide.items():
-            # Vocabulary padding depends on tp; it has no gradient.
+            # The padding of the vocabulary depends on tp; it has no gradient, so it is cut off.
             rows = slice(0, min(len(t[name]) for t in (fast, exact, wide)))
             f, e, w = fast[name][rows], exact[name][rows], reference[rows]
             self._squares[name] += [_square(f - e), _square(e), _square(e - w), _square(w)]
 
     def of_tensors(self) -> list[Distance]:
-        """The distances, in the tensors' order."""
+        """Return the distances, in the tensors' order."""
         found = []
         for name, (fast, exact, wrong, wide) in self._squares.items():
             found.append(Distance(name, self._roundings(fast, exact), self._roundings(wrong, wide), self._roundoff))
         return found
 
     def _roundings(self, difference: float, size: float) -> float:
-        """Of a tensor that is zero everywhere, any difference is infinite."""
+        """Return a difference in roundings; infinite for any difference from a tensor that is zero everywhere."""
         if size == 0:
             return float("inf") if difference else 0.0
         return float(np.sqrt(difference / size)) / self._roundoff

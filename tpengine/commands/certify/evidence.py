@@ -1,9 +1,10 @@
-"""What the ranks of a run saw, as digests in causal order, and the first thing that two runs saw differently. No torch.
+"""What the ranks of a run computed, as digests in causal order, and the first difference between two runs. No torch.
 
-Every observation has a place that says what it is of, and not who made it: a layer's output for a block of tokens, the
-gradient that a virtual rank added up over a block of micro-batches, a shard of a weight. So runs in different layouts
-have the same places. Places are ordered by cause: forwards of a step come before its backwards, backwards run from the
-output head down, and sums, the gradient norm and the update follow. The first place that differs names the culprit.
+Every observation has a place. It says what was observed, not which rank made it: a layer's output for a block of
+tokens, the gradient that one shard of exact mode added up over a block of micro-batches, a shard of a weight. So runs
+in different layouts have the same places. Places are ordered by cause: the forwards of a step come before its
+backwards, backwards run from the output head down, and sums, the gradient norm and the update follow. So the first
+place that differs is nearest to the cause.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """What is observed; places compare by cause.
+    """What is observed; places are ordered by cause.
 
     Attributes:
         step: 0-based.
         phase: of the step.
-        microbatch: counted over all replicas; -1 for what belongs to all.
-        depth: within the phase: from the embedding up, in backward from the head down.
+        microbatch: counted over all replicas; -1 for what belongs to all micro-batches.
+        depth: position within the phase: from the embedding up, in backward from the head down.
         name: of the tensor.
-        shard: the virtual rank it belongs to; -1 for what is whole.
+        shard: the shard of exact mode that it belongs to; -1 for what is whole.
     """
 
     step: int
@@ -55,12 +56,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw.
+    """What one rank computed at one place.
 
     Attributes:
-        place: of what.
+        place: what was observed.
         digest: SHA-256 of its bytes, in hex.
-        action: of the plan, that had made it.
+        action: the action of the plan that made it.
     """
 
     place: Place
@@ -79,7 +80,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Difference:
-    """One place that was seen differently, or by one side only (None)."""
+    """One place at which two runs differ, or that only one side has (the other is None)."""
 
     place: Place
     left: Seen | None
@@ -87,14 +88,14 @@ class Difference:
 
 
 class Evidence:
-    """Everything that the ranks of one run saw in one step.
+    """Everything that the ranks of one run computed in one step.
 
     Args:
         by_rank: observations of each rank.
 
     Attributes:
-        seen: by place; of ranks that saw the same place, the first.
-        disagreement: the first place that two ranks of this run saw differently, or None.
+        seen: by place; if several ranks observed a place, the first of them.
+        disagreement: the first place at which two ranks of this run differ, or None.
     """
 
     def __init__(self, by_rank: Sequence[Iterable[Observation]]) -> None:
@@ -109,7 +110,7 @@ class Evidence:
         self.disagreement = min(conflicts, key=lambda conflict: conflict.place, default=None)
 
     def first_difference(self, other: Evidence) -> Difference | None:
-        """The first place, by cause, that the two runs saw differently."""
+        """Return the first place, by cause, at which the two runs differ."""
         for place in sorted(self.seen.keys() | other.seen.keys()):
             left, right = self.seen.get(place), other.seen.get(place)
             if left is None or right is None or left.digest != right.digest:
@@ -117,7 +118,7 @@ class Evidence:
         return None
 
     def groups(self) -> Mapping[str, str]:
-        """One SHA-256 for each group of tensors: of the names, shards and digests of its tensors, in their order."""
+        """Return one SHA-256 per group of tensors: of the names, shards and digests of its tensors, in order."""
         members: dict[str, list[Place]] = defaultdict(list)
         for place in self.seen:
             if place.phase >= Phase.SUM and (group := group_of(place.name)):
@@ -135,7 +136,7 @@ GRADIENT, WEIGHT, OPTIMIZER = "summed gradient of ", "weight ", "optimizer's "
 
 
 def group_of(name: str) -> str | None:
-    """The group of a tensor by its name; None for what belongs to none."""
+    """Return the group of a tensor, by its name; None if it belongs to none."""
     for prefix, group in ((WEIGHT, "weights"), (GRADIENT, "gradients"), (OPTIMIZER, "optimizer")):
         if name.startswith(prefix):
             return group

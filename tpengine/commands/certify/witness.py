@@ -1,7 +1,7 @@
-"""On each rank: a trainer, and what is seen of it while it runs.
+"""On each rank: a trainer, and digests of what it computes while it runs.
 
-Nothing here computes what is trained: outputs and gradients are hashed where they come by, through module and tensor
-hooks, around the handlers of the plan's actions, and where ExactGradients ends a block.
+Nothing here takes part in training. Outputs and gradients are hashed where they appear: in module and tensor hooks,
+around the handlers of the plan's actions, and where ExactGradients ends a block.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
 from tpengine.training.trainer import Trainer
 
-# More than there are places within a layer.
+# More than there are places within one layer.
 _PLACES = 8
-# Backward meets a layer's in this order: gradients of outputs, each before those of the parameters that it gives.
+# Order of a layer's places in backward: the gradient of an output comes before those of the parameters that follow.
 _BACKWARD = ("", "mlp", "mlp.", "post_attention_layernorm.", "self_attn", "self_attn.", "input_layernorm.")
 
 
 class Witness:
-    """One rank of an exact run that is watched.
+    """One rank of an exact run whose tensors are observed.
 
     Args:
         config: validated, train.reduction exact.
@@ -53,7 +53,7 @@ class Witness:
         self._watch_modules()
 
     def step(self, step: int) -> tuple[list[Observation], float]:
-        """Run a step; return what was seen, and its loss."""
+        """Run a step; return the observations and the loss."""
         self._step, self._observations = step, []
         result = self.trainer.train_step(step)
         for depth, name in enumerate(("loss", "grad_norm", "lr")):
@@ -136,7 +136,7 @@ class Witness:
         held = self.trainer.model.parts.held
         for leaf, gradient in gradients.items():
             name, rank, head = leaf_parts(leaf)
-            # A last stage's copy of tied embeddings is the head.
+            # The last stage's copy of tied embeddings is used as the head.
             head = head or (name == EMBEDDING and not self.trainer.model.is_first)
             use = " as output head" if head else ""
             if self._block_length > 1:
@@ -176,7 +176,7 @@ class Witness:
         return (self.trainer.config.model.num_layers + 1) * _PLACES
 
     def _depth_down(self, name: str) -> int:
-        """Where backward comes to the output of a module, or to a parameter, by its name."""
+        """Return at which depth backward reaches the output of a module, or a parameter, by its name."""
         path = name.split(".", 2)
         if path[0] != "layers":
             return self._depth_of_head() + len(path) if path[0] == "embed_tokens" else 0
@@ -187,7 +187,7 @@ class Witness:
 
 
 class _Watched:
-    """A trainer's gradients, told of when all their sums are there."""
+    """A trainer's gradients, which reports when all their sums are complete."""
 
     def __init__(self, gradients: StepGradients, see: Any) -> None:
         self._gradients, self._see = gradients, see
@@ -218,11 +218,11 @@ class Values:
 
 
 class Gradients:
-    """One rank of a run, fast or exact, whose gradients and losses are wanted.
+    """One rank of a run, fast or exact, that returns its gradients and losses.
 
     Args:
         config: validated.
-        weights_in: dtype that the initial weights are rounded to: that of the run which this one is a reference for.
+        weights_in: dtype that the initial weights are rounded to: that of the run for which this one is the reference.
     """
 
     def __init__(self, config: Config, weights_in: str) -> None:
@@ -230,13 +230,13 @@ class Gradients:
         dtype = getattr(torch, weights_in)
         with torch.no_grad():
             for parameter in self.trainer.model.held.values():
-                # Rounded twice, as a weight is whose master is wider.
+                # Rounded twice, as a weight is whose master has a wider dtype.
                 parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
         self.trainer.gradients = _Watched(self.trainer.gradients, self._keep)
         self._kept: list[Values] = []
 
     def step(self, step: int) -> list[Values]:
-        """Run a step; return this rank's blocks of its gradients, before clipping, and of its losses."""
+        """Run a step; return this rank's blocks of the gradients before clipping, and of the losses."""
         self.trainer.train_step(step)
         if not self.trainer.model.is_last:
             return self._kept
@@ -252,11 +252,11 @@ class Gradients:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, in hex."""
+    """Return the SHA-256 of a tensor's bytes, in hex."""
     flat = tensor.detach().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _shard(piece: Piece) -> int:
-    """The virtual rank that holds the piece first; -1 for what all hold."""
+    """Return the first shard of exact mode that holds the piece; -1 for a piece that all hold."""
     return -1 if piece.spec.shard_dim is None else piece.holder

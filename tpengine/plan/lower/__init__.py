@@ -1,12 +1,12 @@
-"""Lowering: from compute lists to the complete plan, in passes that each add one thing to each rank's list.
+"""Lowering: passes that turn compute lists into the complete plan. Each adds one thing to each rank's list.
 
-    transfers.py     boundary tensors cross to the next rank the moment they exist; receives are posted then
+    transfers.py     tensors are sent to the next rank as soon as they exist; receives are posted at the same time
     reductions.py    gradient buckets start inside the last backward that fills them
-    waits.py         what was started is waited for as late as its use allows
+    waits.py         each asynchronous action is waited for as late as its use allows
     ending.py        ties, clipping, the optimizer's step
 
-Which buckets there are is the caller's choice; slack.py tells how much time each chunk leaves them. Which buffer a
-receive writes follows from the finished list (slots.py).
+The caller chooses the buckets; slack.py tells how much time each chunk leaves for reducing them. slots.py derives from
+the finished list which buffer each receive writes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def lower(
     Args:
         schedule: compute actions, from a generator.
         chunks: the model's pieces in model order, on the ranks that the schedule gives them.
-        buckets: reductions; those that are complete in the same backward in the order in which it completes them.
+        buckets: reductions. Buckets that the same backward completes are listed in the order in which it does.
         ties: parameters shared between ranks, in the order in which every member sums them.
         num_microbatches: micro-batches of one data-parallel replica.
         num_layers: layers of the whole model.
         training: False leaves out reductions, ties, clipping and the step.
     Returns: the plan.
     Raises: ValueError: the compute lists cannot finish, or schedule and chunks do not agree.
-    Cost: linear in the number of actions, times the logarithm of a rank's.
+    Cost: O(n log n) in the number n of actions.
     """
     _check_chunks(schedule, chunks)
     lists = add_transfers(schedule)

@@ -12,8 +12,7 @@ def add_ending(actions: Sequence[Action], rank: int, ranks: Sequence[int], ties:
     """Sum the ties with a member on this rank, then clip by the norm of all gradients, then step.
 
     Args: actions: one rank's list, complete otherwise. rank: its number. ranks: the rank of each chunk. ties: of all
-        ranks, in the order in which every member sums them: one order for all of them is what keeps them from waiting
-        in a circle.
+        ranks; every rank sums its ties in this order, so that no two ranks wait for each other.
     Returns: the list with its ending.
     """
     own = [tie for tie in ties if rank in {ranks[chunk] for chunk in tie.chunks}]

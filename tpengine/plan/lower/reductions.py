@@ -10,11 +10,10 @@ from tpengine.plan.plan import Bucket
 
 
 def add_reductions(actions: Sequence[Action], buckets: Sequence[Bucket]) -> tuple[Action, ...]:
-    """Put one REDUCE a bucket into the last B or W of its chunks, as a sub-action.
+    """Put one REDUCE per bucket into the last B or W of its chunks, as a sub-action.
 
-    As a sub-action, and not behind the action: a bucket that is full early in the last backward is summed over the
-    replicas while that backward still fills the others. Weight halves count, not input halves: where they are apart,
-    weight gradients are added in W.
+    A sub-action, not an action behind the backward: a bucket that is full early in the last backward is then reduced
+    while that backward still fills the other buckets. W counts, not I: in a split backward W adds weight gradients.
 
     Args: actions: one rank's list. buckets: that rank's; those of one action start in the order of this list.
     Returns: the list with its buckets.

@@ -1,4 +1,4 @@
-"""Slack: how much of the step is left when a chunk's gradients are complete, which is what hides their reduction."""
+"""Slack: the time between a chunk's last backward and the end of the step, in which its reductions can be hidden."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tpengine.plan.schedules import Schedule
 
 
 def slack(schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None = None) -> tuple[float, ...]:
-    """Tell how long before the end of all compute each chunk's last backward ends.
+    """Return how long before the end of all compute each chunk's last backward ends.
 
         slack[c] = makespan - end of the last B or W of chunk c;   on 1f1b slack[r] = r * t_B
 
-    A chunk with slack has time to sum its gradients in few large buckets, which use the links best. One without has to
-    hide them inside its last backward: small buckets, in the order in which it fills them.
+    A chunk with slack can reduce its gradients in few large buckets, which use the links best. A chunk without slack
+    has to hide its reductions inside its last backward: small buckets, in the order in which it fills them.
 
     Args:
         schedule: compute actions, with backwards.
         durations: as for `clock`; None for its units.
-    Returns: one time a chunk, in model order, in the unit of the durations, 0 or more. Reductions and transfers are
-        taken to need no time.
+    Returns: one time per chunk, in model order, in the unit of the durations, 0 or more. Reductions and transfers are
+        assumed to take no time.
     Raises: ValueError: as `clock`, or a chunk has no backward.
     """
     timeline = clock(schedule.compute, durations)
@@ -33,5 +33,5 @@ def slack(schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None
     }
     without = [chunk for chunk in range(len(schedule.ranks)) if chunk not in ends]
     if without:
-        raise ValueError(f"slack is of chunks with a backward: {schedule.name} has none of chunks {without}")
+        raise ValueError(f"slack needs a backward of every chunk: {schedule.name} has none of chunks {without}")
     return tuple(timeline.makespan - ends[chunk] for chunk in range(len(schedule.ranks)))

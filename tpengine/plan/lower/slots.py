@@ -1,8 +1,9 @@
-"""Receive slots: which buffer each receive of a rank writes, fixed before the step from the list alone.
+"""Receive slots: which buffer each receive of a rank writes. The list alone decides it, before the step.
 
-Two receives may share a slot when the first tensor is dead before the second receive is posted. Intervals of list
-positions, coloured greedily in the order of their beginnings, need as many slots as are live at once, the fewest
-possible: p-r activations on rank r of 1F1B, plus one where a transfer comes early, not one per micro-batch.
+Two receives may share a slot when the first tensor is dead before the second receive is posted. Live ranges are
+intervals of list positions. Colouring them greedily in the order of their starts needs as many slots as are live at
+once, which is the fewest possible: p-r activations on rank r of 1F1B, plus one where a receive is posted early, instead
+of one per micro-batch.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ReceiveSlots:
 def receive_slots(actions: Sequence[Action]) -> ReceiveSlots:
     """Assign a slot to every receive of one rank's list.
 
-    What a receive brings lives from its posting to the last compute action of its chunk and micro-batch: the
-    end of B, of the later of I and W, or of F where nothing runs backward.
+    A received tensor lives from its posting to the last compute action of its chunk and micro-batch: B, the later of I
+    and W, or F in a forward-only plan.
 
     Args: actions: the rank's complete list.
     Returns: slots numbered from 0, separately for activations and gradients.
@@ -55,7 +56,7 @@ def receive_slots(actions: Sequence[Action]) -> ReceiveSlots:
 def _colour(
     actions: Sequence[Action], kind: Kind, last_use: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Give each receive of one kind the lowest slot that is free: as many slots as are live at once, no more."""
+    """Give each receive of one kind the lowest free slot, so that no more slots exist than are live at once."""
     slots: dict[tuple[int, int], int] = {}
     free: list[int] = []
     # (last position, slot), the earliest end first.
@@ -65,7 +66,7 @@ def _colour(
             continue
         while busy and busy[0][0] < position:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        # Every slot there is stands in one of the two, so the next new one has their number.
+        # No slot is free, so all of them are in `busy`; the new one gets the next number.
         slot = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (last_use.get(action.piece, len(actions)), slot))
         slots[action.piece] = slot

@@ -1,4 +1,4 @@
-"""Waits: what was started asynchronously is waited for as late as its use allows, each on its own."""
+"""Waits: each asynchronous action is waited for as late as its use allows, each one separately."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tpengine.plan.actions import INPUT_GRADIENT, SENDS, Action, Kind
 
 
 def add_waits(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Insert WAIT actions, so that communication runs beside everything between its post and its use.
+    """Insert WAIT actions, so that communication overlaps everything between its post and its use.
 
-    A receive is waited for right before the compute action that reads it, a send right before the next one in the same
-    direction from the same chunk, and that of an activation no later than the backward of its micro-batch, which lets
-    go of it: so a chunk has one send a direction under way. Everything still under way after the last action is waited
-    for there, in one wait.
+    A receive is waited for right before the compute action that reads it. A send is waited for right before the next
+    send in the same direction from the same chunk, so a chunk has one send per direction under way; the send of an
+    activation at the latest before the backward of its micro-batch, which frees the activation. Everything still under
+    way after the last action is waited for there, in one wait.
 
     Args: actions: one rank's list, with transfers and reductions.
-    Returns: the list with its waits; those due at one place are one action, in the order in which they were posted.
+    Returns: the list with its waits; waits due at one place are one action, in the order of posting.
     """
     lowered: list[Action] = []
-    # When each was posted.
+    # Actions posted and not yet waited for, with the number of their posting.
     under_way: dict[Action, int] = {}
     place = itertools.count()
     latest: dict[tuple[Kind, int], Action] = {}

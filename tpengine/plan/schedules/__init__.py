@@ -1,7 +1,7 @@
-"""Schedules: in which order each pipeline rank computes. Compute actions only, a generator a file.
+"""Schedules: in which order each pipeline rank computes. Compute actions only, one generator per file.
 
-In all of them each chunk's actions of one kind run in the order of the micro-batches: gradients accumulate in the same
-order, hence to the same bits, whatever the schedule. A file of the user's (file.py) may order otherwise.
+In all of them each chunk runs its actions of one kind in the order of the micro-batches, so gradients are added in the
+same order and have the same bits with every schedule. A user's own file (file.py) may use another order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Form:
     """A kind of schedule that a user can name.
 
     Args:
-        generate: (ranks p, micro-batches m, chunks of a rank v) -> schedule.
-        num_chunks: v, where the form fixes it; None where it is the user's choice.
+        generate: (ranks p, micro-batches m, chunks per rank v) -> schedule.
+        num_chunks: v if the form fixes it; None if the user chooses it.
     """
 
     generate: Callable[[int, int, int], Schedule]
@@ -50,9 +50,9 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
     """Generate the schedule of that name, or read it from a file.
 
     Args:
-        name: one of `SCHEDULES`, or the path of a file (file.py): what has a "/" in it or ends in ".txt".
+        name: one of `SCHEDULES`, or the path of a file (file.py): a name with a "/" in it or ending in ".txt".
         num_ranks, num_microbatches: p and m.
-        num_chunks: chunks of a rank v, where the form leaves it open; others, and files, ignore it.
+        num_chunks: chunks per rank v, where the form leaves it open; other forms and files ignore it.
     Returns: the schedule; it is not verified here.
     Raises: ValueError: an unknown name, a size below 1, a file that cannot be read or is wrong.
     """

@@ -1,13 +1,13 @@
-"""A schedule that a user wrote: a text file with the compute actions of every rank, read without trusting it.
+"""A schedule that a user wrote: a text file with the compute actions of every rank, checked completely when read.
 
     # two ranks, two micro-batches, chunk 0 on rank 0
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
 
-One line a rank, in order; `#` begins a comment, blank lines do not count. F, B, I and W only, since communication is
-added to all schedules alike (lower/). Who computes a chunk holds it. What is checked here is what makes a schedule of
-the lists: that they have every action once, F before B or I before W, and can finish. The order of weight gradients is
-the user's choice.
+There is one line per rank, in order; `#` begins a comment, and blank lines are skipped. Only F, B, I and W are allowed,
+because lower/ adds communication to all schedules alike. The rank that computes a chunk holds it. The checks here make
+sure that the lists are a schedule: every action once, F before B or I before W, and no deadlock. The order of weight
+gradients is the user's choice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tpengine.plan.actions import COMPUTE, TRANSFERS, Action, Kind, format_actio
 from tpengine.plan.clock import clock
 from tpengine.plan.schedules.schedule import Schedule
 
-# Far above real ones: zbv of 64 ranks and 512 micro-batches has 1.4 MB.
+# Far above real schedules: zbv with 64 ranks and 512 micro-batches has 1.4 MB.
 _MAX_BYTES = 64_000_000
-# Digits are bounded, so that no number is too large to be converted.
+# The number of digits is bounded, so that every number can be converted.
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _RANK = re.compile(rf"\s*rank {_NUMBER}:(.*)", re.DOTALL)
 _COMPUTE = re.compile(f"{_NUMBER}([{''.join(sorted(COMPUTE))}]){_NUMBER}")
@@ -38,13 +38,13 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
 
     Args:
         path: the file; UTF-8, 64 MB at most.
-        num_ranks, num_microbatches: p and m of the run, which the file's must be.
+        num_ranks, num_microbatches: p and m of the run; the file must have the same.
     Returns: the schedule, named after the file.
     Raises: ValueError: the file cannot be read, or breaks a rule; one line with file, line, rule, values and remedy.
     """
     source = f"schedule file {str(path)!r}"
     lists = _parse(_read_text(path, source), source)
-    # Before anything else is said of them: with the wrong file, that is the mistake.
+    # Checked first: if the wrong file was named, this is the error that tells so.
     for what, found, wanted in (
         ("pipeline ranks", len(lists.ranks), num_ranks),
         ("micro-batches", lists.num_microbatches, num_microbatches),
@@ -59,16 +59,16 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
 
 
 def parse_schedule(text: str, name: str = "file") -> Schedule:
-    """Return the schedule that a text in the form above describes; the inverse of `format_schedule`.
+    """Return the schedule that a text in the format of this file describes; the inverse of `format_schedule`.
 
-    Args: text: the file's text. name: the schedule's name, which the text does not tell.
+    Args: text: the file's text. name: the schedule's name, which is not in the text.
     Raises: ValueError: one line with line, rule, values and remedy.
     """
     return _schedule(_parse(text, "schedule text"), name)
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Return the schedule as text that `parse_schedule` gives back, with a comment that says what it is."""
+    """Return the schedule as text that `parse_schedule` parses back, with a comment that names it and its sizes."""
     sizes = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches, {len(schedule.ranks)} chunks"
     lines = [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(schedule.compute)]
     return "\n".join([f"# {schedule.name}: {sizes}", *lines, ""])
@@ -76,7 +76,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 @dataclass
 class _Rank:
-    """What a rank's line says, and where it stands."""
+    """A rank's actions, and the number of its line."""
 
     line: int
     actions: list[Action] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _Rank:
 
 @dataclass
 class _Lists:
-    """All ranks' lines; each action is named once, and each chunk by one rank."""
+    """All ranks' lines. Each action occurs once, and each chunk on one rank."""
 
     source: str
     ranks: list[_Rank] = field(default_factory=list)
@@ -102,10 +102,10 @@ class _Lists:
 def _read_text(path: str | Path, source: str) -> str:
     try:
         status = os.stat(path)
-    # ValueError: no file can have that name.
+    # os.stat raises ValueError for a name that no file can have.
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} cannot be read: {_reason(error)}: name a text file that exists") from None
-    # Neither a directory, nor a pipe or a device, which might not end.
+    # A directory cannot be read; a pipe or a device might never end.
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{source} must be a regular file: got {stat.filemode(status.st_mode)}: name a text file")
     if status.st_size > _MAX_BYTES:
@@ -133,7 +133,7 @@ def _parse(text: str, source: str) -> _Lists:
     for line, content in _lines(text):
         match = _RANK.fullmatch(content)
         if match is None:
-            lists.fail(line, f"a line reads like `rank 0: 0F0 0B0`: got {_short(content)}: write one such line a rank")
+            lists.fail(line, f"a line reads like `rank 0: 0F0 0B0`: got {_short(content)}: write one line per rank")
         if int(match[1]) != len(lists.ranks):
             expected = f"rank {len(lists.ranks)}"
             lists.fail(line, f"ranks are listed in order from 0: got rank {match[1]}: write {expected} here")
@@ -143,12 +143,12 @@ def _parse(text: str, source: str) -> _Lists:
         if not lists.ranks[-1].actions:
             lists.fail(line, f"every rank computes: rank {match[1]} has no action: give it a chunk, or use fewer ranks")
     if not lists.ranks:
-        lists.fail(1, "a schedule has a line `rank 0: 0F0 0B0` a rank: got none: write one for each pipeline rank")
+        lists.fail(1, "a schedule has one line like `rank 0: 0F0 0B0` per rank: got none: write one for each rank")
     return lists
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Give the lines that count with their numbers, as editors count them."""
+    """Yield the lines that are not empty, with their numbers as an editor counts them."""
     for line, content in enumerate(text.split("\n"), start=1):
         content = content.partition("#")[0]
         if content.strip():
@@ -165,11 +165,11 @@ def _add(lists: _Lists, word: str) -> None:
     holder = lists.rank_of_chunk.setdefault(chunk, rank)
     if holder != rank:
         lists.fail(
-            at.line, f"one rank computes a chunk: {word} on rank {rank}, chunk {chunk} is on rank {holder}: move it"
+            at.line, f"one rank computes a chunk: {word} on rank {rank}, but chunk {chunk} is on rank {holder}: move it"
         )
     kinds = lists.found.setdefault(action.piece, set())
     if action.kind in kinds:
-        lists.fail(at.line, f"a chunk computes a micro-batch once each way: {word} twice: remove one")
+        lists.fail(at.line, f"each kind of action occurs once per chunk and micro-batch: {word} twice: remove one")
     kinds.add(action.kind)
     at.actions.append(action)
 
@@ -177,10 +177,10 @@ def _add(lists: _Lists, word: str) -> None:
 def _wrong_word(word: str) -> str:
     got = f"got {_short(word)}"
     if "[" in word or "]" in word:
-        return f"a schedule has no sub-actions, lowering adds them: {got}: leave out what stands in brackets"
+        return f"a schedule has no sub-actions, lowering adds them: {got}: remove the brackets and what is in them"
     if _TRANSFER.fullmatch(word):
         return f"a schedule has no sends and receives, lowering adds them: {got}: remove it"
-    return f"an action is chunk, F, B, I or W, micro-batch, like 2F0: {got}: write one so, or remove it"
+    return f"an action is a chunk, F, B, I or W, and a micro-batch, like 2F0: {got}: write it like that, or remove it"
 
 
 def _short(text: str) -> str:
@@ -221,7 +221,7 @@ def _check_complete(lists: _Lists) -> None:
 
 
 def _check_order(lists: _Lists) -> None:
-    """Refuse an action listed before one whose result it takes on its own rank; of other ranks the clock knows."""
+    """Refuse an action listed before one on the same rank that it depends on; the clock checks other ranks."""
     rule = "of a chunk and micro-batch F is listed before B or I, and I before W"
     listed: dict[tuple[int, int], set[Kind]] = {}
     for at in lists.ranks:

@@ -1,4 +1,4 @@
-"""What a generator of schedules returns: which rank holds each chunk, and in which order each rank computes."""
+"""What a schedule generator returns: which rank holds each chunk, and in which order each rank computes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ComputeLists = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Compute actions of every pipeline rank; communication is added afterwards and for all schedules alike (lower/).
+    """Compute actions of every pipeline rank. lower/ adds communication, in the same way for all schedules.
 
     Args:
-        name: for people.
+        name: for messages and drawings.
         ranks: the rank of each chunk, in model order.
-        compute: one list of compute actions a rank.
+        compute: one list of compute actions per rank.
     """
 
     name: str
@@ -36,14 +36,14 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Tell whether a weight half runs apart from its input half (W), which layers with a gradient sink can do."""
+        """Return whether weight halves (W) run apart from input halves: only layers with a gradient sink can."""
         return any(action.kind is Kind.W for actions in self.compute for action in actions)
 
     @property
     def keeps_order(self) -> bool:
-        """Tell whether each chunk's weight gradients are added in the order of the micro-batches.
+        """Return whether each chunk's weight gradients are added in the order of the micro-batches.
 
-        Only then are all sums those of one process, which `train.reduction exact` promises.
+        Only then are all sums those of one process, which `train.reduction exact` requires.
         """
         latest: Counter[int] = Counter()
         for actions in self.compute:
@@ -62,12 +62,12 @@ def chunks_of_rank(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def looping(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Place chunks on ranks 0 to p-1, again and again: chunk c on rank c mod p."""
+    """Return the ranks of chunks placed round-robin: chunk c on rank c mod p."""
     return tuple(range(num_ranks)) * num_chunks
 
 
 def vee(num_ranks: int) -> tuple[int, ...]:
-    """Place two chunks a rank, down and up again: rank 0 holds the first and the last."""
+    """Return the ranks of two chunks per rank, down and up again: rank 0 holds the first and the last."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 

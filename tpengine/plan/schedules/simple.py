@@ -1,4 +1,4 @@
-"""Schedules of one chunk a rank with a whole backward: GPipe and 1F1B; and forward only, of any placement."""
+"""Schedules with one chunk per rank and a whole backward: GPipe and 1F1B; and forward only, with any placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """List p-r-1 warm-up forwards on rank r, then forward and backward in turn, then the backwards left.
+    """List p-r-1 warm-up forwards on rank r, then forward and backward in turn, then the remaining backwards.
 
     Rank r holds at most p-r micro-batches' activations; idle (p-1)/(m+p-1) as GPipe.
 
@@ -39,8 +39,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
     """List all forwards and nothing else, for evaluation and sampling.
 
-    A rank with several chunks takes the deepest that has an input: so what is under way is bounded by the number of
-    chunks, however many micro-batches there are. Chunk by chunk, all micro-batches would lie between two chunks.
+    A rank with several chunks runs the last chunk that has an input. So the number of micro-batches under way is
+    bounded by the number of chunks. Chunk by chunk, all micro-batches would wait between two chunks.
 
     Args: ranks: the rank of each chunk, in model order. num_microbatches: m, at least 1.
     Returns: the schedule.
@@ -50,7 +50,7 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
     check_sizes(num_ranks, num_microbatches)
     lists: list[list[Action]] = [[] for _ in range(num_ranks)]
     done = [0] * len(ranks)
-    # In steps of one forward a rank; what a step makes is there for the next one.
+    # Each round is one forward per rank; the next round can use its results.
     while done[-1] < num_microbatches:
         available = [num_microbatches, *done[:-1]]
         deepest = {rank: chunk for chunk, rank in enumerate(ranks) if done[chunk] < available[chunk]}

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward cut in two, so that weight halves fill what would be idle at the end."""
+"""ZB-H1: 1F1B with the backward cut in two, so that weight halves fill the idle time at the end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tpengine.plan.schedules.schedule import Schedule, check_sizes, looping, run
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """List 1F1B with input halves in the place of backwards; on rank r the weight half lags r micro-batches behind.
 
-    A gradient goes up the pipeline after the input half alone, so rank 0 has it sooner than in 1F1B; the r weight
-    halves that rank r has put off are its work while the ranks before it drain. Rank r holds its p-r warm-up
-    micro-batches and the r whose weight half is put off: min(p, m) on every rank, what 1F1B holds on rank 0.
+    A gradient goes up the pipeline after the input half alone, so rank 0 has it sooner than in 1F1B. Rank r postpones r
+    weight halves and runs them while the ranks before it drain. Rank r holds its p-r warm-up micro-batches and the r
+    with a postponed weight half: min(p, m) on every rank, as 1F1B holds on rank 0.
 
-    With F, I and W of length 1 each it takes max(3 m + p-1, 2 m + 2 p-1) for every p and m, which is 3 m + p-1 from
-    m = p on: idle (p-1)/(3 m + p-1). No order of these actions is faster: the last rank's first input is there after
-    p-1 and 3 m of work follow, rank 0's first gradient is there after 2 p-1 and 2 m of work follow. Never slower than
-    1F1B, which takes 3 (m + p-1).
+    If F, I and W take 1 each, it takes max(3 m + p-1, 2 m + 2 p-1) for every p and m, which is 3 m + p-1 from m = p on:
+    idle (p-1)/(3 m + p-1). No order of these actions is faster: the last rank gets its first input after p-1 and then
+    has 3 m of work; rank 0 gets its first gradient after 2 p-1 and then has 2 m of work. It is never slower than 1F1B,
+    which takes 3 (m + p-1).
 
     Args: num_ranks: pipeline stages p. num_microbatches: m, at least 1; fewer than p is legal.
-    Returns: the schedule, one chunk a rank.
+    Returns: the schedule, one chunk per rank.
     Raises: ValueError: an argument below 1.
     Source: Zero Bubble Pipeline Parallelism (Qi et al. 2023), section 2.3, handcrafted schedule ZB-H1.
     """

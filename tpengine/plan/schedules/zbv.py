@@ -1,7 +1,7 @@
-"""ZB-V: two chunks a rank in the shape of a V, the backward cut in two: idle only while the pipeline fills.
+"""ZB-V: two chunks per rank in the shape of a V, the backward cut in two: idle only while the pipeline fills.
 
-Forwards and input halves follow a closed pattern. Weight halves, which nobody else waits for, are put where a rank
-would wait when the pattern is played with actions of one length.
+Forwards and input halves follow a closed pattern. No rank waits for a weight half, so weight halves are put where their
+own rank would wait, found by simulating the pattern with actions of equal length.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tpengine.plan.schedules.schedule import ComputeLists, Schedule, check_sizes
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """List micro-batches down the ranks and up again, gradients the same way back, weight halves in the gaps.
+    """List micro-batches down the ranks and up again, gradients back the same way, weight halves in the gaps.
 
-    Rank 0 holds the first chunk and the last, so a micro-batch's backward starts where its forward did, and every
-    rank holds the same: min(p, m) micro-batches' activations at most, exactly p from m = p on.
+    Rank 0 holds the first and the last chunk, so a micro-batch's backward starts where its forward did. Every rank
+    holds the same: at most min(p, m) micro-batches' activations, exactly p from m = p on.
 
-    With F, I and W of a chunk of length 1/2 each it takes the largest of
+    If F, I and W of a chunk take 1/2 each, it takes the largest of
 
-        3 m + (p-1)/2       the work of a rank after the first micro-batch has come down: idle (p-1)/(6 m + p-1)
+        3 m + (p-1)/2       the work of a rank after the first micro-batch has arrived: idle (p-1)/(6 m + p-1)
         2 m + (3 p-1)/2     larger where p/2 < m < p
-        m + (4 p-1)/2       larger where m < p/2: the way of one micro-batch, then the I and W of rank 0
+        m + (4 p-1)/2       larger where m < p/2: the path of one micro-batch, then the I and W of rank 0
 
     for every p and m, so 3 m + (p-1)/2 from m = p on, and never more than 1F1B's 3 (m + p-1).
 
@@ -33,8 +33,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises: ValueError: an argument below 1.
     Cost: linear in the number of actions.
     Source: Pipeline Parallelism with Controllable Memory (Qi et al. 2024), ZB-V. The order of forwards and input halves
-        is theirs, which fixes the weight halves too and reaches the formula from m = 3 p/2 on; where we put the weight
-        halves is ours.
+        is theirs; it determines the weight halves and reaches the formula from m = 3 p/2 on. Where the weight halves
+        are put is ours.
     """
     check_sizes(num_ranks, num_microbatches)
     order = [_forwards_and_input_halves(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
@@ -42,10 +42,10 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _forwards_and_input_halves(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Return the rank's actions but for the weight halves.
+    """Return the rank's actions without the weight halves.
 
-    What the pattern names after the last micro-batch is left out, so it empties the pipeline as well, and serves fewer
-    micro-batches than the 2p-1 it takes to fill.
+    The pattern is longer than needed: actions of micro-batches after the last are left out. So it also drains the
+    pipeline, and works for fewer than the 2p-1 micro-batches that fill it.
     """
     below = num_ranks - 1 - rank
     down, up = rank, 2 * num_ranks - 1 - rank
@@ -53,9 +53,9 @@ def _forwards_and_input_halves(rank: int, num_ranks: int, num_microbatches: int)
     pattern = [
         # The first micro-batch needs `below` steps down the V from here and as many up again.
         *[f_down] * (2 * below + 1),
-        # And `rank` steps more up to rank 0, where its gradient begins and comes down to here.
+        # From there it takes `rank` steps more up to rank 0, where its gradient begins and comes down to here.
         *[f_up, f_down] * rank,
-        # With the next forward 2p are held. That gradient goes on to the last rank and back: only `up` has any yet.
+        # The next forward makes 2p held. That gradient goes on to the last rank and back: until then only `up` has any.
         *[f_up, i_up] * (below + 1),
         *[f_down, i_down, f_up, i_up] * num_microbatches,
     ]
@@ -69,10 +69,10 @@ def _forwards_and_input_halves(rank: int, num_ranks: int, num_microbatches: int)
 
 
 def _with_weight_halves(order: Sequence[Sequence[Action]]) -> ComputeLists:
-    """Put each weight half where its rank would wait: for an input, or for memory to begin another forward.
+    """Put each weight half where its rank would wait for an input, or for memory to begin another forward.
 
-    Played in steps of one action a rank. A rank holds 2p forwards of its chunks at most. Of several weight halves the
-    oldest goes first, so each chunk's run in the order of its input halves.
+    Simulated in rounds of one action per rank. A rank holds at most 2p forwards of its chunks. The oldest postponed
+    weight half goes first, so each chunk's weight halves run in the order of its input halves.
     """
     num_ranks = len(order)
     last_chunk = 2 * num_ranks - 1
@@ -90,8 +90,8 @@ def _with_weight_halves(order: Sequence[Sequence[Action]]) -> ComputeLists:
                 step.append((rank, left[rank].popleft()))
             elif put_off[rank]:
                 step.append((rank, put_off[rank].popleft()))
-        assert step, f"the pattern of ZB-V stands still with {num_ranks} ranks"
-        # What a step makes is there for the next one.
+        assert step, f"the pattern of ZB-V must not deadlock: no rank can continue, with {num_ranks} ranks"
+        # What is produced in a round can be used in the next one.
         for rank, action in step:
             lists[rank].append(action)
             made.add(output(action))

@@ -1,6 +1,6 @@
-"""The verifier: plan.py runs its checks in order, one family of rules per file.
+"""The verifier: plan.py runs the checks in order; each file holds one family of rules.
 
-A check takes a plan, returns None or raises PlanError. It may rely on those that run before it.
+A check takes a plan and returns None or raises PlanError. It may rely on the checks that run before it.
 """
 
 from tpengine.plan.verify.plan import verify

@@ -1,4 +1,4 @@
-"""Compute: every micro-batch passes every chunk exactly once each way, on the chunk's rank, in order."""
+"""Compute: every chunk computes every micro-batch once in each direction, on the chunk's rank, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Positions = dict[tuple[Kind, int, int], int]
 
 
 def check_compute(plan: Plan) -> None:
-    """Check the compute actions; dependencies between ranks are left to the transfers."""
+    """Check the compute actions inside each rank; matching.py and posting.py check what crosses ranks."""
     positions: _Positions = {}
     for rank, actions in enumerate(plan.actions):
         for position, action in enumerate(actions):
@@ -33,7 +33,9 @@ def _check_place(plan: Plan, rank: int, position: int, action: Action, seen: _Po
         values = f"{action} on rank {rank}, chunk {chunk} is on rank {plan.chunks[chunk].rank}"
         raise fault(plan, "a chunk computes on its own rank", values, rank, position)
     if (action.kind, *action.piece) in seen:
-        raise fault(plan, "a chunk computes a micro-batch once each way", f"{action} twice", rank, position)
+        raise fault(
+            plan, "each kind of action occurs once per chunk and micro-batch", f"{action} twice", rank, position
+        )
 
 
 def _check_complete(plan: Plan, chunk: int, microbatch: int, positions: _Positions) -> None:
@@ -53,7 +55,7 @@ def _check_complete(plan: Plan, chunk: int, microbatch: int, positions: _Positio
 
 
 def _check_order(plan: Plan, chunk: int, microbatch: int, positions: _Positions) -> None:
-    """Check the dependencies inside one rank: between passes of a chunk and to chunks on the same rank."""
+    """Check dependencies inside one rank: between the passes of a chunk, and between chunks on the same rank."""
     rank = plan.chunks[chunk].rank
     before: dict[Kind, list[tuple[Kind, int]]] = {
         Kind.F: [(Kind.F, chunk - 1)],

@@ -1,4 +1,4 @@
-"""PlanError: what is wrong with a plan, where, and a picture of the place."""
+"""PlanError: which rule a plan breaks, where, and a picture of the place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _CONTEXT = 3
 class PlanError(ValueError):
     """A plan breaks a rule.
 
-    The message is one line: the rule, then the values. `rank` and `position` locate the fault in
-    `plan.actions` (position len(list): something is missing at the end; None: the fault is not in a list).
-    `picture` shows the list around it with an arrow; empty where there is no place to show.
+    The message is one line: the rule, then the values. `rank` and `position` locate the fault in `plan.actions`:
+    position len(list) means that something is missing at the end, None that the fault is not in a list. `picture` shows
+    the list around the place with an arrow; it is empty where there is no place.
     """
 
     def __init__(self, message: str, rank: int | None = None, position: int | None = None, picture: str = "") -> None:
@@ -25,7 +25,7 @@ class PlanError(ValueError):
 def fault(plan: Plan, rule: str, values: str, rank: int | None = None, position: int | None = None) -> PlanError:
     """Build the error for a broken rule.
 
-    Args: plan: for the picture. rule: the same words whenever this rule breaks. values: what was found.
+    Args: plan: for the picture. rule: always the same words for the same rule. values: what was found.
         rank, position: where, if it is in a list.
     """
     if rank is None or position is None:

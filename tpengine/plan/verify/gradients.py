@@ -1,4 +1,4 @@
-"""Gradients: every bucket and tie is reduced once, at the right time; the step ends with CLIP STEP."""
+"""Gradients: every bucket and every tie is reduced once, at the right time; the step ends with CLIP STEP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_gradients(plan: Plan) -> None:
 
 
 def _with_subs(actions: Sequence[Action]) -> Iterator[_Placed]:
-    """Yield each action and each that it starts, with the position in the list."""
+    """Yield each action and its sub-actions, with the position in the list."""
     for position, action in enumerate(actions):
         yield position, action
         if action.kind is not Kind.WAIT:
@@ -89,9 +89,9 @@ def _check_bucket(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int], l
         position = found[1] if found else len(actions)
         raise fault(plan, "every bucket is reduced exactly once", values, rank, position)
     start = actions[found[0]]
-    # The executor starts reductions from inside a backward, which is also what lets them overlap it.
+    # The executor starts reductions from inside a backward; that is also how they overlap it.
     if start.kind not in BACKWARD or start.chunk not in bucket.chunks:
-        place = "stands alone" if start.kind is Kind.REDUCE else f"starts in {start}"
+        place = "is an action of its own" if start.kind is Kind.REDUCE else f"starts in {start}"
         values = f"r{bucket.index} of {_chunks(bucket)} {place}"
         raise fault(plan, "a bucket is reduced inside its own chunk's backward", values, rank, found[0])
     if found[0] < last:
@@ -115,7 +115,7 @@ def _chunks(bucket: Bucket) -> str:
 
 
 def _check_bucket_order(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> None:
-    """Check the order inside each backward; which backward it is has been checked before."""
+    """Check the order of the buckets inside each backward; that it is the right backward is checked before."""
     listed = {Action(Kind.REDUCE, index=bucket.index): place for place, bucket in enumerate(buckets)}
     for position, action in enumerate(plan.actions[rank]):
         for before, after in pairwise(action.reduces):

@@ -1,8 +1,7 @@
-"""Verify: a plan that passes finishes, and loses no gradient. What runs is exactly what was verified.
+"""Verify: a plan that passes finishes and loses no gradient. The plan that runs is the plan that was verified.
 
-The checks are one file each beside this one and run from the simple to the involved, so that a broken plan is
-reported by the rule nearest to its cause. They share nothing with lowering but the meaning of a single
-action.
+Each check is a file beside this one. They run from the simple to the involved, so that a broken plan is reported by the
+rule nearest to the cause. They share no code with lowering except the meaning of a single action.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from tpengine.plan.verify.structure import check_structure
 def verify(plan: Plan) -> None:
     """Check a plan completely.
 
-    In order: chunks, layers, buckets and ties; each (chunk, micro-batch) computed once each way and in order, from
-    chunk to chunk of a rank too; sends and receives pair up; buckets and ties reduced once, inside or after their last
-    contribution, before CLIP STEP; everything posted is waited for in time; receive slots are not overwritten; no
-    deadlock, blocking or over in-order channels. In which order the micro-batches add to a weight's gradient is no rule
-    here: `Schedule.keeps_order` tells it.
+    In this order: chunks, layers, buckets and ties exist; each (chunk, micro-batch) is computed once in each direction
+    and in order, also between chunks of one rank; sends and receives pair up; buckets and ties are reduced once, inside
+    or after their last contribution, before CLIP STEP; everything posted is waited for in time; no receive slot is
+    overwritten; no deadlock, with blocking transfers or in-order channels. The order in which micro-batches add to a
+    weight's gradient is not checked here: see `Schedule.keeps_order`.
 
     Raises: PlanError: the first rule that is broken, with rank, position and picture.
-    Cost: linear in the number of actions; 0.75 s for 16 ranks of 4 chunks and 64 micro-batches.
+    Cost: linear in the number of actions; 0.75 s for 16 ranks with 4 chunks each and 64 micro-batches.
     """
     check_structure(plan)
     check_compute(plan)

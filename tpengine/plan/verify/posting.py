@@ -1,4 +1,4 @@
-"""Posting: what is started asynchronously exists when sent, is waited for before use, and by the end."""
+"""Posting: a tensor exists before it is sent, and what is posted is waited for before its use and before the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tpengine.plan.verify.fault import fault
 
 
 def check_posting(plan: Plan) -> None:
-    """Check each rank's list on its own: produce, send; receive, wait, compute; nothing left under way."""
+    """Check each rank's list alone: compute before send; receive, wait, then compute; nothing left under way."""
     for rank in range(plan.num_ranks):
         _Posting(plan, rank).check()
 
 
 class _Posting:
-    """Walks one rank's list with the set of finished compute actions and the state of each posted one."""
+    """Walks one rank's list; keeps the compute actions that are done and the state of each posted action."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan

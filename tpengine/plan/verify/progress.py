@@ -1,11 +1,11 @@
-"""Progress: the plan finishes, whatever of two ways the transfers are executed.
+"""Progress: the plan finishes in either of two ways of executing its transfers.
 
 Blocking rendezvous: a send or receive ends when its counterpart is posted. One in-order channel per pair of ranks:
-posts return at once, the transfers of a pair execute in issue order on both sides, waits block. A plan that passes the
-first finishes also where all transfers of a rank run one after another, as over one communicator of NCCL.
+posting returns at once, the transfers of a pair run in issue order on both sides, and waits block. A plan that passes
+the first also finishes where all transfers of a rank run one after another, as over one communicator of NCCL.
 
-Both are one machine that runs two programs: blocking means that every transfer is waited for where it is
-posted. Ties and CLIP hold each member until all have come.
+One machine runs both, with two kinds of program: blocking means that every transfer is waited for where it is posted.
+Ties and CLIP block each member until all members have arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpengine.plan.actions import SENDS, TRANSFERS, Action, Kind, peer_chunk
 from tpengine.plan.plan import Plan
 from tpengine.plan.verify.fault import fault
 
-# A transfer as both of its sides name it: kind, chunk and micro-batch of its send.
+# A transfer under one name for both sides: kind, chunk and micro-batch of its send.
 _Crossing = tuple[Kind, int, int]
 
 
@@ -28,7 +28,7 @@ class _Step(NamedTuple):
     Attributes:
         posts: the transfer that is posted, with the peer.
         awaits: each transfer that must be complete, with the peer.
-        meets: the ranks that must stand at the same action.
+        meets: the ranks that must have arrived at the same action.
     """
 
     position: int
@@ -76,7 +76,7 @@ def _program(
 
 
 def _crossing(plan: Plan, transfer: Action) -> tuple[_Crossing, int]:
-    """Return what both sides call a transfer, and the rank on the other side."""
+    """Return the transfer's common name for both sides, and the rank on the other side."""
     chunk, microbatch = transfer.piece
     peer = peer_chunk(transfer)
     if transfer.kind in SENDS:
@@ -86,7 +86,7 @@ def _crossing(plan: Plan, transfer: Action) -> tuple[_Crossing, int]:
 
 
 class _Machine:
-    """Plays one program per rank until nothing moves."""
+    """Runs one program per rank until no rank can continue."""
 
     def __init__(self, programs: Sequence[Sequence[_Step]]) -> None:
         self.programs = programs
@@ -95,11 +95,11 @@ class _Machine:
         self.arrived: dict[Action, set[int]] = defaultdict(set)
         # By (rank, peer): the rank's transfers to and from the peer, oldest first.
         self.channels: dict[tuple[int, int], deque[_Crossing]] = defaultdict(deque)
-        # Ranks that may be able to go on; being in it without cause does no harm.
+        # Ranks that may be able to continue; a rank that is here without cause does no harm.
         self.woken: deque[int] = deque()
 
     def run(self) -> None:
-        """Advance every rank, then whoever has been woken, until nobody is: linear in the number of steps."""
+        """Advance every rank, then each rank that is woken, until none is left: linear in the number of steps."""
         for rank in range(len(self.programs)):
             self._enter(rank)
         self.woken.extend(range(len(self.programs)))
@@ -116,7 +116,7 @@ class _Machine:
         return [rank for rank in range(len(self.programs)) if not self._is_finished(rank)]
 
     def origin(self, rank: int) -> int:
-        """Return where a stuck rank's waits lead: to a rank of a circle, or one whose peer has ended."""
+        """Return the rank that causes this rank to be stuck: one in a cycle of waits, or one whose peer has ended."""
         seen: set[int] = set()
         while rank not in seen:
             seen.add(rank)
@@ -127,7 +127,7 @@ class _Machine:
         return rank
 
     def explain(self, rank: int) -> str:
-        """Return who waits for whom, from this rank on, until a rank comes up again or has ended."""
+        """Return the chain of waits from this rank on, until a rank occurs again or has ended."""
         text = f"rank {rank}"
         seen: set[int] = set()
         while rank not in seen and not self._is_finished(rank):
@@ -148,7 +148,7 @@ class _Machine:
         return bool(step.meets) and len(self.arrived[step.action]) < len(step.meets)
 
     def _blocker(self, rank: int) -> int | None:
-        """Return the first rank that the current step still waits for."""
+        """Return the first rank that the current step is still waiting for."""
         step = self.step(rank)
         for crossing, peer in step.awaits:
             if crossing not in self.matched:
@@ -169,7 +169,7 @@ class _Machine:
             self._drain(rank, peer)
 
     def _drain(self, rank: int, peer: int) -> None:
-        """Match what stands at the head of both sides of a channel."""
+        """Match the transfers at the head of both sides of a channel."""
         own, other = self.channels[rank, peer], self.channels[peer, rank]
         while own and other and own[0] == other[0]:
             self.matched.add(own.popleft())

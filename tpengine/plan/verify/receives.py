@@ -1,7 +1,7 @@
 """Receives: no slot is written while the tensor in it is still needed.
 
-Live ranges are found by replaying the list, not by looking ahead as the assignment does (slots.py), so that a
-mistake in one is not a mistake in the other.
+Live ranges are found by replaying the list, not by looking ahead as the assignment does (slots.py), so that both cannot
+share a mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_receives(plan: Plan) -> None:
 
 def check_slots(plan: Plan, rank: int, slots: ReceiveSlots) -> None:
     """Replay one rank's list over its slots."""
-    # What each place holds, and each piece's places.
+    # The micro-batch that each slot holds, and the slots of each micro-batch.
     holder: dict[_Place, _Piece] = {}
     places: dict[_Piece, list[_Place]] = defaultdict(list)
     done: dict[_Piece, set[Kind]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Structure: chunks hold all layers once, ranks hold chunks; boundaries, buckets and ties point at what exists."""
+"""Structure: chunks hold all layers once, and ranks hold chunks; boundaries, buckets and ties name what exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def check_structure(plan: Plan) -> None:
-    """Check everything about a plan that is not in its lists."""
+    """Check everything in a plan except its lists of actions."""
     counts = {"micro-batch": plan.num_microbatches, "rank": plan.num_ranks, "chunk": len(plan.chunks)}
     for what, count in counts.items():
         if count < 1:
@@ -66,8 +66,9 @@ def _check_boundaries(plan: Plan) -> None:
     for index, chunk in enumerate(plan.chunks):
         if (chunk.input is None) != (index == 0) or (chunk.output is None) != (index == last):
             ends = f"chunk {index} of {last + 1} has input {chunk.input}, output {chunk.output}"
-            raise fault(plan, "the first chunk alone lacks an input, the last alone an output", ends)
-        # Between ranks the transfers are compared, where an error has a place to show.
+            raise fault(plan, "only the first chunk has no input, only the last no output", ends)
+        # Between ranks matching.py compares the shapes, because there an error has a place to show.
+
         if index > 0 and chunk.rank == plan.chunks[index - 1].rank:
             output = plan.chunks[index - 1].output
             if output != chunk.input:

@@ -1,6 +1,6 @@
-"""Draw: timelines and plans for people. A grid of characters, or a picture: .svg, .html, .png.
+"""Draw timelines and plans: a grid of characters, or a picture as .svg, .html or .png.
 
-Read picture.py (what is drawn), scene.py (where it lies), palette.py (its colours), svg.py in this order.
+Read picture.py (what is drawn), scene.py (where it is placed), palette.py (its colours), svg.py in this order.
 """
 
 from tpengine.simulate.draw.file import check_picture_file, draw_to_file, picture_bytes, write_beside

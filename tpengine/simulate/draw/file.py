@@ -1,4 +1,4 @@
-"""A picture in a file: the form by the name's ending, written beside and renamed into place."""
+"""Write a picture to a file: the name's ending decides the format; the file appears whole, by a rename."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FORMS: Mapping[str, Callable[[Sequence[Picture]], bytes]] = MappingProxyType(
 
 
 def check_picture_file(path: Path) -> None:
-    """Refuse early what `draw_to_file` would refuse after the work.
+    """Refuse, before any work, what `draw_to_file` would refuse after it.
 
-    Raises: ValueError: another ending, a place where no file can be, or no renderer for a .png.
+    Raises: ValueError: another ending, a directory that does not exist, or no renderer for a .png.
     """
     _check_form(path)
     check_file(path)
@@ -34,7 +34,7 @@ def check_picture_file(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse early what `write_beside` would refuse after the work.
+    """Refuse, before any work, what `write_beside` would refuse after it.
 
     Raises: ValueError: the file cannot be written; one line with path and reason.
     """
@@ -45,16 +45,16 @@ def check_file(path: Path) -> None:
 
 
 def picture_bytes(path: Path, pictures: Sequence[Picture]) -> bytes:
-    """Return what the file of that name holds.
+    """Return the content of a picture file, in the format of its name's ending.
 
-    Raises: ValueError: an ending that is none of .svg, .html, .png, or as `draw_svg` and `render_png`.
+    Raises: ValueError: an ending other than .svg, .html, .png, or as `draw_svg` and `render_png`.
     """
     _check_form(path)
     return _FORMS[path.suffix](pictures)
 
 
 def draw_to_file(path: Path, pictures: Sequence[Picture]) -> None:
-    """Draw timelines one below the other to a file; a reader sees the old file or the new one, whole.
+    """Draw timelines below each other to a file; a reader sees the whole old file or the whole new one.
 
     Raises: ValueError: as `picture_bytes`, or the file cannot be written.
     """
@@ -62,7 +62,7 @@ def draw_to_file(path: Path, pictures: Sequence[Picture]) -> None:
 
 
 def write_beside(path: Path, content: bytes) -> None:
-    """Write a file under another name and rename it.
+    """Write a file under another name and rename it, so that readers never see a part of it.
 
     Raises: ValueError: it cannot be written; one line with path and reason.
     """
@@ -97,5 +97,5 @@ def _check_place(path: Path) -> None:
         raise ValueError(f"a file must lie in a directory that exists: got {path}: make {path.parent} first")
     if path.exists() and not path.is_file():
         raise ValueError(
-            f"a file must not replace what is not a regular file: {path} is a directory or device: choose another name"
+            f"a file can only replace a regular file: {path} is a directory or device: choose another name"
         )

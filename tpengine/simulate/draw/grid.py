@@ -1,4 +1,4 @@
-"""A timeline as a grid of characters, and a plan as wrapped lists: what a terminal shows."""
+"""A timeline as a grid of characters, and a plan as wrapped lists, for terminals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def grid(timeline: Timeline, unit: float = 1.0, line_width: int | None = None) -
 
     Args:
         timeline: from `simulate`, or measured.
-        unit: time per column, in the timeline's unit. Times are rounded to columns, halves up. Every action has
-            one at least; where that takes more room than its time, what follows moves right until idle time ends it.
-        line_width: characters of a line; what is wider is broken between columns and goes on in rows below. None for
+        unit: time per column, in the timeline's unit. Times are rounded to columns, halves up. Every action has at
+            least one column; if that is more than its time, later actions move right until idle time makes up for it.
+        line_width: characters per line; wider grids are broken between columns and continued in rows below. None for
             rows of any width.
     Returns: the lines, without a newline at the end. Longer actions are filled with dashes, idle time is a
         dot. Labels carry the chunk (`1F0`) where a rank has several.
@@ -38,7 +38,7 @@ def grid(timeline: Timeline, unit: float = 1.0, line_width: int | None = None) -
     rows = [_cells(row, of_rank, width, num_columns) for row, of_rank in zip(labels, places, strict=True)]
     columns_per_line = num_columns
     if line_width is not None and margin + 2 + num_columns * width - 1 > line_width:
-        # Whole columns: what ends a line may be an action that goes on below, without a space at its end.
+        # Break at columns only: an action that continues below has no space at the end of the line.
         columns_per_line = max(1, (line_width - margin - 2) // width)
     lines: list[str] = []
     for first in range(0, max(1, num_columns), max(1, columns_per_line)):
@@ -49,9 +49,9 @@ def grid(timeline: Timeline, unit: float = 1.0, line_width: int | None = None) -
 
 
 def describe(plan: Plan, width: int = 100) -> str:
-    """Print each rank's actions, wrapped between actions.
+    """Return each rank's actions as text, wrapped between actions.
 
-    Args: plan: any plan. width: characters of a line; a longer action stands alone on its line.
+    Args: plan: any plan. width: characters per line; a longer action gets a line of its own.
     Returns: the lines, without a newline at the end.
     """
     margin = len(f"rank {plan.num_ranks - 1}") + 2
@@ -68,12 +68,12 @@ def _label(span: Span, with_chunk: bool) -> str:
 
 
 def _column(time: float, unit: float) -> int:
-    # Halves all to one side: else what lasts from 1.5 to 2.5 has no width. The hair keeps sums of fractions there.
+    # Round halves to one side, or a span from 1.5 to 2.5 has no width. The small number does so for sums of fractions.
     return math.floor(time / unit + 0.5 + 1e-6)
 
 
 def _places(spans: Sequence[Span], unit: float) -> list[tuple[int, int]]:
-    """Return the columns of each action, from and to."""
+    """Return the first column of each action and the column after its last."""
     places: list[tuple[int, int]] = []
     for span in spans:
         start = max(_column(span.start, unit), places[-1][1] if places else 0)

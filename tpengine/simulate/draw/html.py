@@ -1,4 +1,4 @@
-"""A picture as one self-contained page: the SVG to zoom and move in, and its figures as a table."""
+"""A picture as one self-contained page: the SVG with zoom and movement, and its figures as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ caption { text-align: left; font-weight: bold; padding: 0.3em 0; }
 th, td { padding: 0.2em 0.8em; text-align: right; border-top: 1px solid #d5d5d5; }
 """
 
-# Wheel zooms at the pointer, drag moves, double click resets; a box lights up its micro-batch on all ranks.
+# Wheel zooms at the pointer, drag moves, double click resets; hovering a box highlights its micro-batch on all ranks.
 _SCRIPT = """
 const view = document.getElementById('view'), svg = view.querySelector('svg');
 const whole = svg.getAttribute('viewBox').split(' ').map(Number);
@@ -62,7 +62,7 @@ def draw_html(pictures: Sequence[Picture]) -> str:
     """Draw timelines as a page: `draw_svg` with zoom, movement and highlighting, then the figures by rank.
 
     Args: pictures: as for `draw_svg`.
-    Returns: a complete HTML document that loads nothing.
+    Returns: a complete HTML document that loads no other file.
     Raises: ValueError: as `draw_svg`.
     """
     pictures = on_one_axis(pictures)

@@ -1,4 +1,4 @@
-"""The legend: what is in the pictures and nothing else."""
+"""The legend: an entry for everything that occurs in the pictures, and for nothing else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpengine.simulate.draw.scene import Scene
 
 _LINE, _EDGE, _GAP = 18.0, 12.0, 18.0
 _SWATCH = 16.0
-# Of a letter of the legend's text, an upper limit of the mean over the fonts that svg.py names.
+# Upper limit of the mean width of a letter of the legend's text, over the fonts that svg.py names.
 _LETTER = 5.8
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A text and what stands before it: the style and the height of each swatch."""
+    """A text, with the style and the height of each swatch before it."""
 
     text: str
     swatches: tuple[tuple[str, float], ...]
@@ -30,7 +30,7 @@ class _Entry:
 
 
 def draw_legend(scene: Scene) -> tuple[list[str], float]:
-    """Return the legend's elements, in lines as wide as the plot, and where the page ends below them."""
+    """Return the legend's elements, in lines as wide as the plot, and the position of the page's end below them."""
     parts = ['<g class="legend">']
     x, y = scene.left, scene.legend
     for entry in _entries(scene):

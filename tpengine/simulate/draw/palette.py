@@ -1,6 +1,6 @@
-"""Colours and patterns, after Okabe and Ito (2008): told apart by colour-blind people, and in grey by pattern too.
+"""Colours and patterns, after Okabe and Ito (2008). Colour-blind readers can tell them apart; patterns help in grey.
 
-A kind is a hue with a pattern; the chunks of a rank are its shades, first to last from full to light.
+A kind is a hue with a pattern; the chunks of a rank are its shades, from full (first) to light (last).
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ PATTERNS: Mapping[Kind, str] = MappingProxyType(
     }
 )
 
-# How much white the lightest shade has.
+# The share of white in the lightest shade.
 _LIGHTEST = 0.6
 
 
 def shade(kind: Kind, place: int, num_places: int) -> str:
-    """Return the fill of a rank's chunk at `place` among `num_places`, first the fullest."""
+    """Return the fill of the `place`-th of `num_places` chunks of a rank; the first is the fullest."""
     white = _LIGHTEST * place / max(num_places - 1, 2)
     mixed = (round(value + (255 - value) * white) for value in _channels(BASE[kind]))
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
 def text_on(fill: str) -> str:
-    """Return the colour of text on a fill, white or ink, by the greater contrast."""
+    """Return white or ink, whichever has the greater contrast on a fill."""
     return PAPER if _luminance(fill) < 0.28 else INK
 
 

@@ -1,4 +1,4 @@
-"""What a picture shows: a timeline with its title, its unit, and memory as a curve. Where things lie is in scene.py."""
+"""What a picture shows: a timeline with its title, its unit, and memory as a curve. scene.py computes positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpengine.plan.plan import Plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
 from tpengine.simulate.figures import StepFigures
 
-# 35 MB of text, about as much as a browser still moves.
+# 35 MB of text; a browser can still just move such a picture.
 MAX_BOXES = 200_000
 
 _SECONDS = "s"
@@ -25,12 +25,11 @@ class Picture:
     """One timeline to draw.
 
     Args:
-        title: for people, such as "zbv, 4 ranks, 8 micro-batches".
+        title: such as "zbv, 4 ranks, 8 micro-batches".
         timeline: predicted or measured.
-        unit: of its times; "s" is shown as ms or µs where the whole is short.
-        plan: what the timeline plays, complete; with it there are figures of who waits, and hover texts of transfers
-            name the peer.
-        longest: the makespan of the longest picture on the same axis, if longer than its own: all show one unit.
+        unit: of its times; "s" is shown as ms or µs if the makespan is short.
+        plan: the complete plan that the timeline plays; needed for the figures of waits and for peers in hover texts.
+        longest: the makespan of the longest picture on the same axis, if longer than its own: all use the same unit.
     """
 
     title: str
@@ -41,7 +40,7 @@ class Picture:
 
     @property
     def num_boxes(self) -> int:
-        """Return how many spans are drawn."""
+        """Return the number of spans that are drawn."""
         return sum(
             len(drawn(spans))
             for rank in self.timeline.ranks
@@ -55,29 +54,29 @@ class Picture:
 
     @cached_property
     def knows_bytes(self) -> bool:
-        """Tell whether memory is drawn in bytes; else it is live activations, in micro-batches."""
+        """Return whether memory is drawn in bytes; else it is live activations, in micro-batches."""
         return any(rank.memory for rank in self.timeline.ranks)
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Return by rank (time, held from then on): bytes, or micro-batches whose activations live."""
+        """Return by rank (time, held from then on): bytes, or micro-batches whose activations are live."""
         ranks = self.timeline.ranks
         return tuple(rank.memory for rank in ranks) if self.knows_bytes else tuple(map(live_activations, ranks))
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Return each rank's most memory."""
+        """Return the peak memory of each rank."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     def time_text(self, time: float, with_unit: bool = True) -> str:
-        """Return a time in the unit that suits the whole picture; what is rounding beside its makespan is 0."""
+        """Return a time in the picture's unit; a rounding error, relative to the makespan, is shown as 0."""
         factor, unit = self.time_scale
         number = f"{0.0 if abs(time) < 1e-9 * self.timeline.makespan else time * factor:.5g}"
         return f"{number} {unit}" if with_unit else number
 
     @cached_property
     def time_scale(self) -> tuple[float, str]:
-        """Return what a time is multiplied by to be shown, and the unit shown."""
+        """Return the factor from a time to the shown number, and the unit shown."""
         if self.unit == _SECONDS:
             for below, unit, factor in _SMALLER_SECONDS:
                 if max(self.timeline.makespan, self.longest) < below:
@@ -85,17 +84,17 @@ class Picture:
         return 1.0, self.unit
 
     def memory_text(self, held: float) -> str:
-        """Return an amount of memory as a person writes it."""
+        """Return an amount of memory as text, with its unit."""
         return bytes_text(held) if self.knows_bytes else live_text(held)
 
 
 def on_one_axis(pictures: Sequence[Picture]) -> list[Picture]:
-    """Return the pictures such that those of one unit of time show their times alike: as suits the longest."""
+    """Return the pictures so that those with the same unit of time show their times in the unit of the longest."""
     longest = {
         unit: max(other.timeline.makespan for other in pictures if other.unit == unit)
         for unit in {picture.unit for picture in pictures}
     }
-    # As they are where nothing changes: what they have worked out is kept.
+    # An unchanged picture is returned itself, because it caches its figures.
     return [
         picture
         if picture.timeline.makespan == longest[picture.unit]
@@ -105,14 +104,14 @@ def on_one_axis(pictures: Sequence[Picture]) -> list[Picture]:
 
 
 def check_size(pictures: Sequence[Picture]) -> None:
-    """Raise ValueError where there is nothing or too much to draw."""
+    """Raise ValueError if there is nothing or too much to draw."""
     if not any(compute_spans(pictures)):
         raise ValueError("a picture needs an action that takes time: got none: draw a step that has run")
     check_num_boxes(sum(picture.num_boxes for picture in pictures))
 
 
 def check_num_boxes(num_boxes: int) -> None:
-    """Raise ValueError where there is too much to draw."""
+    """Raise ValueError if there is too much to draw."""
     if num_boxes > MAX_BOXES:
         raise ValueError(
             f"a picture must have at most {MAX_BOXES} boxes: got {num_boxes}: draw fewer ranks or fewer micro-batches"
@@ -140,7 +139,7 @@ def live_activations(rank: RankTimeline) -> tuple[tuple[float, float], ...]:
 
 
 def live_text(held: float) -> str:
-    """Return micro-batches whose activations live, of which a chunk may be a third."""
+    """Return a number of live micro-batches as text; a chunk may count a third of one."""
     return f"{round(held, 2):g}"
 
 

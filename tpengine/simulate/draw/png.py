@@ -1,6 +1,6 @@
 """A picture as PNG: the SVG, rendered. Needs the extra `plot`.
 
-Only the fonts in matplotlib are used, which is not imported: so a machine without fonts draws text, and all the same.
+Only the font files in matplotlib are used, found without importing it: text looks the same on machines without fonts.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import importlib.util
 import re
 from pathlib import Path
 
-# Of the picture times the zoom squared: 256 MB of pixels.
+# Pixels of the picture times the zoom squared: 256 MB of memory.
 _MAX_PIXELS = 64_000_000
 _FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")
 
 
 def check_png() -> None:
-    """Raise ValueError where the extra is not installed."""
+    """Raise ValueError if the extra is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("resvg_py", "matplotlib")):
         raise ValueError("drawing a .png needs: pip install 'tpengine[plot]'")
 
@@ -23,9 +23,9 @@ def check_png() -> None:
 def render_png(svg: str, zoom: float = 2.0) -> bytes:
     """Render an SVG of `draw_svg`.
 
-    Args: svg: the document. zoom: pixels for one of the SVG's.
+    Args: svg: the document. zoom: pixels per pixel of the SVG.
     Returns: the bytes of a PNG file, RGBA.
-    Raises: ValueError: the extra is not installed, or there are more pixels than 64 million.
+    Raises: ValueError: the extra is not installed, or the image has more than 64 million pixels.
     """
     check_png()
     from resvg_py import svg_to_bytes
@@ -49,5 +49,5 @@ def size_of(svg: str) -> tuple[int, int]:
 
 def _font_directory() -> Path:
     spec = importlib.util.find_spec("matplotlib")
-    assert spec is not None and spec.origin is not None, "check_png has found it"
+    assert spec is not None and spec.origin is not None, "check_png has found matplotlib"
     return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"

@@ -1,7 +1,7 @@
-"""Where everything of a picture lies, in pixels: one time axis for all pictures, one form of row for all ranks.
+"""The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks.
 
-A row is the rank's boxes, then thin lanes (sends, receives, reductions), then memory. Lanes are only there if a rank of
-one of the pictures has something on them. What overlaps on a lane is set on tracks.
+A row holds the rank's boxes, then thin lanes (sends, receives, reductions), then memory. A lane exists only if a rank
+of one of the pictures has a span on it. Spans that overlap on a lane are put on separate tracks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.plan.timeline import RankTimeline, Span
 from tpengine.simulate.draw.picture import Picture, compute_spans, drawn
 
-# Of a digit over the font's size: the widest of the fonts that svg.py names.
+# Width of a digit relative to the font size: the widest of the fonts that svg.py names.
 _DIGIT_WIDTH = 0.64
 
 _LEFT, _RIGHT = 78.0, 86.0
@@ -31,7 +31,7 @@ _PADDING = 2.5
 
 @dataclass(frozen=True)
 class Lane:
-    """A thin lane below the boxes: a field of `RankTimeline`, the text beside it, its place and number of tracks."""
+    """A thin lane below the boxes: a field of `RankTimeline`, its label, its position and its number of tracks."""
 
     name: str
     label: str
@@ -46,7 +46,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Panel:
-    """Where one picture lies: tops of its title, its rows and its axis; and the memory of a full curve."""
+    """The position of one picture: tops of its title, rows and axis; and the memory at the top of a curve."""
 
     picture: Picture
     top: float
@@ -57,16 +57,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where everything lies.
+    """The positions of everything.
 
     Attributes:
         end: the time at the right end of the axis.
-        left, plot_width: where time 0 is, and how far the axis goes.
-        font_size: of the numbers in boxes; `last_microbatch` is the longest of them, `last_chunk` of the small ones: a
-            box that could not hold these has no number, so that boxes of one width have all or none.
-        num_places: most chunks of a rank; with several, boxes have a second line.
-        box_height, lanes, memory, pitch: of a row: offsets from its top, and from row to row.
-        legend: top of what comes after the last picture.
+        left, plot_width: position of time 0, and width of the axis.
+        font_size: of the numbers in boxes. A box too narrow for `last_microbatch` (or `last_chunk`, the longest small
+            number) gets no number, so that of boxes of one width all have one or none has.
+        num_places: the largest number of chunks on a rank; if above 1, boxes have a second line.
+        box_height, lanes, memory, pitch: of a row: offsets from its top, and the distance between rows.
+        legend: top of the legend, below the last picture.
     """
 
     pictures: tuple[Picture, ...]
@@ -88,26 +88,26 @@ class Scene:
 
     @property
     def width(self) -> float:
-        """Return the width of the whole."""
+        """Return the total width."""
         return self.left + self.plot_width + _RIGHT
 
     def x(self, time: float) -> float:
-        """Return where a time lies."""
+        """Return the horizontal position of a time."""
         return self.left + time / self.end * self.plot_width
 
     def fits(self, number: int, font_size: float, span: Span) -> bool:
-        """Tell whether a number fits in a box."""
+        """Return whether a number fits in a box."""
         return _text_width(number, font_size) <= self.x(span.end) - self.x(span.start)
 
     def ticks(self, picture: Picture) -> list[float]:
-        """Return the times of the picture's ticks, whole numbers of a round step in the unit shown."""
+        """Return the times of the picture's ticks: multiples of a round step in the unit shown."""
         factor, _ = picture.time_scale
         step = _round_step(self.end * factor * 70.0 / self.plot_width) / factor
         return [step * count for count in range(math.floor(self.end / step + 1e-9) + 1)]
 
 
 def make_scene(pictures: Sequence[Picture]) -> Scene:
-    """Lay out pictures one below the other on one time axis.
+    """Lay out pictures below each other on one time axis.
 
     Args: pictures: with at least one box (`check_size`).
     Returns: the scene.
@@ -146,20 +146,20 @@ def make_scene(pictures: Sequence[Picture]) -> Scene:
 
 
 def _text_width(number: int, font_size: float) -> float:
-    """Return an upper limit of the width of a number with a little room on both sides."""
+    """Return an upper limit of the width of a number, with some room on both sides."""
     return len(str(number)) * _DIGIT_WIDTH * font_size + _PADDING
 
 
 def places(rank: RankTimeline) -> dict[int, int]:
-    """Return the place among the rank's chunks of each, in model order."""
+    """Return for each chunk of a rank its number among the rank's chunks, in model order."""
     chunks = {span.action.chunk for span in rank.compute if span.action.chunk is not None}
     return {chunk: place for place, chunk in enumerate(sorted(chunks))}
 
 
 def tracks(spans: Sequence[Span], tolerance: float) -> list[int]:
-    """Set spans that overlap on tracks of their own: the first that is free, or at the limit the first to be free.
+    """Return a track for each span, so that spans that overlap are on different tracks: the first track that is free.
 
-    Args: spans: ordered by start. tolerance: an overlap of less is none.
+    Args: spans: ordered by start. tolerance: a shorter overlap is ignored.
     """
     free_at: list[float] = []
     chosen = []
@@ -173,14 +173,14 @@ def tracks(spans: Sequence[Span], tolerance: float) -> list[int]:
 
 
 def _lanes(pictures: Sequence[Picture], offset: float) -> tuple[tuple[Lane, ...], float]:
-    """Return the lanes in use and where they end, below `offset`."""
+    """Return the lanes in use, below `offset`, and where they end."""
     lanes: list[Lane] = []
     ranks = [(rank, picture.timeline.makespan) for picture in pictures for rank in picture.timeline.ranks]
     for name, label in (("sends", "send"), ("receives", "receive"), ("reductions", "reduce")):
         used = [tracks(drawn(getattr(rank, name)), 1e-9 * makespan) for rank, makespan in ranks]
         num_tracks = 1 + max((track for of_rank in used for track in of_rank), default=-1)
         if num_tracks:
-            # A text is higher than one track.
+            # The label is higher than one track.
             num_tracks = max(num_tracks, 2)
             lanes.append(Lane(name, label, offset + _LANE_GAP, num_tracks))
             offset = lanes[-1].offset + lanes[-1].height
@@ -190,7 +190,7 @@ def _lanes(pictures: Sequence[Picture], offset: float) -> tuple[tuple[Lane, ...]
 def _resolution(
     pictures: Sequence[Picture], end: float, last_microbatch: int, last_chunk: int | None
 ) -> tuple[float, float]:
-    """Return a width at which the numbers of the shortest kind of box can be read, within limits; and their size."""
+    """Return a width at which the numbers of the shortest kind of box are readable, within limits; and their size."""
     by_kind: dict[Kind, list[float]] = {}
     for spans in compute_spans(pictures):
         for span in spans:
@@ -202,12 +202,12 @@ def _resolution(
     chunk_width = 0.0 if last_chunk is None else _text_width(last_chunk, CHUNK_FONT_SIZE)
     widths = {size: max(_text_width(last_microbatch, size), chunk_width) * most_boxes for size in _FONT_SIZES}
     size = next((size for size, width in widths.items() if width <= _GOOD_WIDTH), _FONT_SIZES[-1])
-    # A hair more, since what just fits need not after rounding.
+    # One per cent more: an exact fit may fail after rounding.
     return min(max(1.01 * widths[size], _MIN_WIDTH), _MAX_WIDTH), size
 
 
 def _most_memory(picture: Picture, pictures: Sequence[Picture]) -> float:
-    """Return the memory of a full curve: the same for all pictures in the same unit."""
+    """Return the memory at the top of a curve: the same for all pictures with the same unit."""
     alike = (other for other in pictures if other.knows_bytes == picture.knows_bytes)
     return max(peak for other in alike for peak in other.peaks) or 1.0
 

@@ -1,7 +1,7 @@
-"""A picture as SVG: text without scripts, fonts or anything from elsewhere.
+"""A picture as SVG: text without scripts, fonts or external resources.
 
 Every rank is a <g class="rank">, every computed action a <rect class="F ..." data-action="0F3">, so that a program can
-count them; what lasts no time has no box. Hover texts give action, start and end.
+count them; an action that takes no time has no box. Hover texts give action, start and end.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ text {{ font-family: Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette
 
 
 def draw_svg(pictures: Sequence[Picture]) -> str:
-    """Draw timelines one below the other on one time axis, such as a measured step over the predicted one.
+    """Draw timelines below each other on one time axis, such as a measured step above the predicted one.
 
-    Args: pictures: at least one; those in the same unit of memory share its scale.
+    Args: pictures: at least one; those with the same unit of memory share its scale.
     Returns: a complete SVG document.
     Raises: ValueError: nothing to draw, or more than `MAX_BOXES` boxes.
     Cost: linear in the number of spans; 10 s and 35 MB at the limit.
@@ -72,7 +72,7 @@ def _label(pictures: Sequence[Picture]) -> str:
 
 
 def _fill_rules(num_places: dict[Kind, int]) -> Iterator[str]:
-    """Yield the fills of the kinds' shades, and of the text on them, whose edge keeps the pattern off it."""
+    """Yield the fill of each kind's shades, and of the text on them, whose outline keeps the pattern off the text."""
     for kind, count in num_places.items():
         for place in range(count):
             colour = palette.shade(kind, place, count)
@@ -114,7 +114,7 @@ def _figures(picture: Picture) -> str:
 
 
 def _draw_idle(scene: Scene, panel: Panel, rank: int) -> Iterator[str]:
-    """Draw what lies under a rank's boxes: where none is, the rank does not compute."""
+    """Draw the background of a rank's boxes: where it is visible, the rank does not compute."""
     width = scene.x(panel.picture.timeline.makespan) - scene.left
     y = panel.rows + rank * scene.pitch
     yield f'<rect class="idle" x="{scene.left:.1f}" y="{y:.1f}" width="{width:.2f}" height="{scene.box_height}"/>'
@@ -155,7 +155,7 @@ def _draw_rank(scene: Scene, panel: Panel, rank: int) -> Iterator[str]:
 
 
 def _draw_patterns(scene: Scene, boxes: Sequence[Span], y: float) -> Iterator[str]:
-    """Draw the patterns over a rank's boxes: one element for all boxes of a kind."""
+    """Draw the patterns over a rank's boxes: one element for all boxes of one kind."""
     for kind in palette.PATTERNS:
         outlines = [
             f"M{scene.x(span.start):.2f} {y:.2f}H{scene.x(span.end):.2f}v{scene.box_height}H{scene.x(span.start):.2f}z"
@@ -167,7 +167,7 @@ def _draw_patterns(scene: Scene, boxes: Sequence[Span], y: float) -> Iterator[st
 
 
 def _draw_number(scene: Scene, span: Span, style: str, y: float) -> Iterator[str]:
-    """Write a micro-batch on its box where it fits; with several chunks above the middle, and the chunk below it."""
+    """Write a micro-batch's number on its box if it fits; with several chunks per rank, the chunk's number below it."""
     if span.action.microbatch is None or not scene.fits(scene.last_microbatch, scene.font_size, span):
         return
     chunk, microbatch = span.action.piece
@@ -192,7 +192,7 @@ def _draw_lane(scene: Scene, picture: Picture, timeline: RankTimeline, lane: Lan
 
 
 def _draw_memory(scene: Scene, panel: Panel, rank: int, y: float) -> Iterator[str]:
-    """Draw what a rank holds as a filled curve of steps, with a dot and a text at its peak."""
+    """Draw the memory of a rank as a filled step curve, with a dot and a text at its peak."""
     picture = panel.picture
     curve = picture.memory[rank]
     if not curve:
@@ -214,7 +214,7 @@ def _draw_memory(scene: Scene, panel: Panel, rank: int, y: float) -> Iterator[st
 
 
 def _draw_critical_path(scene: Scene, panel: Panel) -> Iterator[str]:
-    """Underline the boxes that decide the makespan, and join those of different ranks: lower edge to upper edge."""
+    """Underline the boxes of the critical path, and connect those of different ranks, lower edge to upper edge."""
     path = [
         (panel.rows + rank * scene.pitch, scene.x(span.start), scene.x(span.end))
         for rank, span in panel.picture.timeline.critical_path
@@ -231,7 +231,7 @@ def _draw_critical_path(scene: Scene, panel: Panel) -> Iterator[str]:
 
 
 def _box(scene: Scene, style: str, span: Span, y: float, height: float, hover: str, name: str = "") -> str:
-    """Return a box as wide as the span lasts, a hair less so that neighbours are told apart."""
+    """Return a box as wide as its span, less a small gap that separates neighbours."""
     start, end = scene.x(span.start), scene.x(span.end)
     hair = min(0.4, 0.1 * (end - start))
     data = f' data-action="{name}"' if name else ""

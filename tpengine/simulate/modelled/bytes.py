@@ -1,14 +1,16 @@
-"""What a micro-batch holds on a chunk of the model, in bytes: formulas of what our layers keep. Torch-free.
+"""What a micro-batch holds on a chunk of the model, in bytes: formulas for what our layers keep. No torch.
 
-Of fast mode on a CPU. Saved is exact: the distinct storages that autograd keeps between F and B, without weights, the
-rope tables and the batch's tokens and labels, which many micro-batches share. Deferred is exact too: what the weight
-half multiplies. Working is an estimate: the widest gradients that live at once, and what backward computes again.
+They hold for fast mode on a CPU. Saved is exact: the distinct storages that autograd keeps between F and B, without
+weights, rope tables and the batch's tokens and labels, which many micro-batches share. Deferred is exact too: the
+operands of the weight half. Working is an estimate: the widest gradients that live at once, and what backward
+recomputes.
 
-Not counted here is what the plan counts: a chunk's input that was received lies in a slot, and so does the gradient of
-its output (simulate/memory.py). Exact mode and GPUs keep other tensors; there these are estimates.
+What the plan counts is not counted here: a chunk's received input and the gradient of its output are in slots
+(simulate/memory.py). Exact mode and GPUs keep other tensors; for them these figures are estimates.
 
 Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
-F feed-forward and V vocabulary columns of this rank; e bytes of an element, a of one of promote_types(dtype, float32).
+F feed-forward and V vocabulary columns of this rank; e bytes per element, a bytes per element of
+promote_types(dtype, float32).
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.simulate import ChunkBytes
 from tpengine.simulate.costs import item_bytes
 
-# Of a row's number in the embedding table.
+# Bytes of a row number of the embedding table.
 _INDEX_BYTES = 8
-# Max, sum of exponentials, the label's logit and the sum of logits of each token.
+# Per token: the maximum, the sum of exponentials, the label's logit and the sum of logits.
 _LOSS_STATISTICS = 4
 
 
 def activation_bytes(config: Config, tp: int, plan: Plan) -> dict[int, ChunkBytes]:
-    """Return by chunk what a micro-batch of `config` holds.
+    """Return what a micro-batch of `config` holds, by chunk.
 
     Args:
         config: sizes, dtype, dropout rates.
-        tp: tensor-parallel ranks; the bytes are of one of them.
-        plan: chunks, with what each computes and gathers again.
+        tp: number of tensor-parallel ranks; the bytes are those of one of them.
+        plan: chunks, with what each recomputes and gathers again.
     """
     last = len(plan.chunks) - 1
     found = {}
@@ -62,7 +64,7 @@ def activation_bytes(config: Config, tp: int, plan: Plan) -> dict[int, ChunkByte
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one micro-batch in one block, and in what stands before the first and behind the last.
+    """Bytes of one micro-batch in one block, and in the model's ends: before the first and behind the last block.
 
     Args:
         tokens, own_tokens: T and t.
@@ -91,7 +93,7 @@ class BlockBytes:
 
     @classmethod
     def of(cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP) -> BlockBytes:
-        """Return those of a configuration on one of `tp` ranks."""
+        """Return the bytes for a configuration on one of `tp` ranks."""
         model, train = config.model, config.train
         tokens, item = train.micro_batch_size * train.seq_len, item_bytes(train.dtype)
         return cls(
@@ -141,9 +143,9 @@ class BlockBytes:
     def attended(self) -> int:
         """What attention keeps between its two matmuls, and the input of the second.
 
-        q and k rotated, v, each apart; the output; the log-sum-exp. Where torch attends (below float32, and with fewer
-        KV heads) it keeps an output of its own layout, unless heads are one, and the matmul a copy with heads side by
-        side. With dropout all of it is widened, and k and v repeated to H heads.
+        q and k rotated, and v, each in a tensor of its own; the output; the log-sum-exp. Where torch computes attention
+        (below float32, and with fewer KV heads) it keeps an output in its own layout, unless there is one head, and the
+        matmul keeps a copy with heads side by side. With dropout all of it is widened, and k and v repeated to H heads.
         """
         q, kv, statistics = self.queries, self.keys, self.tokens * self.heads * self.wide
         if not self.drops_attention:
@@ -155,17 +157,17 @@ class BlockBytes:
 
     @property
     def attention(self) -> int:
-        """Norm, gathered tokens, attention, mask of the residual dropout: what lies behind the block's x."""
+        """Norm, gathered tokens, attention, mask of the residual dropout: what is kept after the block's x."""
         return self.norm + self.gathered + self.attended + self.drops_residual * self.own_tokens * self.hidden
 
     @property
     def mlp(self) -> int:
-        """Norm of x + attended, gathered tokens, gate and up, their product, masks of dropout, one byte an element."""
+        """Norm of x + attended, gathered tokens, gate and up, their product, masks of dropout (1 byte per element)."""
         masks = self.drops_mlp * self.tokens * self.ffn + self.drops_residual * self.own_tokens * self.hidden
         return self.x + self.norm + self.gathered + 3 * self.tokens * self.ffn * self.item + masks
 
     def saved(self, recompute: Recompute) -> int:
-        """Return what a block keeps from F to B, its input among it; FULL keeps nothing inside a chunk."""
+        """Return what a block keeps from F to B, including its input; FULL keeps nothing inside a chunk."""
         match recompute:
             case Recompute.NONE:
                 return self.x + self.attention + self.mlp
@@ -177,7 +179,7 @@ class BlockBytes:
 
     @property
     def logits(self) -> int:
-        """z[T, V], whose gradient takes its place."""
+        """z[T, V]; its gradient overwrites it."""
         return self.tokens * self.vocab * self.item
 
     @property
@@ -192,9 +194,9 @@ class BlockBytes:
 
     @property
     def output_gradient(self) -> int:
-        """The part of `deferred` that is the gradient of the block's output itself: dropped or gathered it is another.
+        """The part of `deferred` that is the gradient of the block's output itself, [t, D].
 
-        Of t rows where each rank has all tokens, or gathers again.
+        It is another tensor with dropout or gathering. It has t rows where each rank has all tokens, or gathers again.
         """
         is_itself = not self.drops_residual and (self.own_tokens == self.tokens or not self.keeps_gathered)
         return self.x if is_itself else 0

@@ -1,8 +1,8 @@
 """A cost model of the step: durations and bytes for the simulator, from a configuration and a machine's rates.
 
-Each operator takes its flops or its bytes in memory, whichever take longer (tpkernels.work); an action takes its
-operators one after another. For predicting which layout or schedule is faster before anything has run; what a run has
-measured predicts its own machine better. Bytes of activations are in bytes.py.
+An operator takes the longer of its time for flops and its time for bytes in memory (tpkernels.work); an action is the
+sum of its operators. Use it to predict which layout or schedule is faster before anything has run; costs that a run has
+measured predict its own machine better. bytes.py has the bytes of activations.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tpengine.simulate import Costs
 from tpengine.simulate.costs import ring_time
 from tpengine.simulate.modelled.bytes import BlockBytes, activation_bytes
 
-# Of AdamW (training/optimizer.py), in the accumulation dtype.
+# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
 _MOMENTS = 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank attains.
+    """The rates that one rank attains.
 
     Attributes:
         flops_per_s: of a large matmul in the run's dtype.
@@ -63,9 +63,9 @@ class Machine:
     reduce_bytes_per_s: float
 
 
-# A core a rank, float32, ranks of one host. Flops from 1,000 tokens/s of a model of 26 million parameters, 6 flops
-# each, and reductions from gloo's 146 ms for 64 MB on four processes: both measured on two cores of an AMD EPYC with
-# torch 2.13. Memory and links are of the order that such a core copies at, the latency that of a wake-up.
+# One core per rank, float32, ranks of one host. flops_per_s is from 1,000 tokens/s of a model of 26 million parameters
+# at 6 flops each; reduce_bytes_per_s from gloo's 146 ms for 64 MB on four processes. Both were measured on two cores of
+# an AMD EPYC with torch 2.13. Memory and link rates are what such a core copies at; the latency is that of a wake-up.
 CPU_CORE = Machine(
     flops_per_s=150e9,
     memory_bytes_per_s=10e9,
@@ -74,7 +74,7 @@ CPU_CORE = Machine(
     reduce_bytes_per_s=0.65e9,
 )
 
-# A GPU of an H200 node, bfloat16: data-sheet figures times the shares that H100s attain (tpkernels.work), not measured.
+# A GPU of an H200 node, bfloat16: data-sheet rates times the shares that H100s attain (tpkernels.work), not measured.
 H200_NODE = Machine(
     flops_per_s=RATES["H200"].flops_per_s,
     memory_bytes_per_s=RATES["H200"].memory_bytes_per_s,
@@ -85,13 +85,13 @@ H200_NODE = Machine(
 
 
 def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE) -> Costs:
-    """Return the costs of a plan of a configuration, in seconds and bytes.
+    """Return the costs of a configuration's plan, in seconds and bytes.
 
     Args:
         config: validated.
-        layout: of that configuration; its dp and tp are in the reductions and the exchanges of each action, so that the
-            simulator plays one replica of one tp rank.
-        plan: training_plan or forward_plan of both; what its chunks compute and gather again is paid for.
+        layout: of that configuration; dp enters the reductions and tp the exchanges inside each action, because the
+            simulator plays one tp rank of one replica.
+        plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
     """
     compute: dict[tuple[Kind, int], float] = {}
@@ -108,7 +108,7 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
         bytes_per_time=machine.link_bytes_per_s,
         reductions={bucket.index: _reduction(config, layout, bucket.index, machine) for bucket in plan.buckets},
         ties=ring_time(table_bytes, 2, machine.link_bytes_per_s, machine.link_latency_s),
-        # Every gradient is read, and one number summed over all ranks, there and back.
+        # Each gradient is read once; then one number is reduced over all ranks and broadcast.
         clip=numel * wide / machine.memory_bytes_per_s + 2 * math.ceil(math.log2(world)) * machine.link_latency_s,
         step=_seconds([adamw_work(numel, wide, item if item < wide else 0)], machine),
         activations=activation_bytes(config, layout.tp, plan),
@@ -117,9 +117,9 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
 
 
 def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
-    """For each pipeline rank (parameters, bytes): weights, gradients, two moments, and masters below float32.
+    """Return (parameters, bytes) by pipeline rank: weights, gradients, two moments, and masters below float32.
 
-    Exact mode keeps several gradient buffers, and its virtual ranks may hold a part each of one gradient.
+    In exact mode there are several gradient buffers, and the shards of exact mode may each hold a part of one gradient.
     """
     wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
     element = narrow + wide * (_MOMENTS + (narrow != wide))
@@ -129,7 +129,7 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     held = range(table_size // layout.tp)
     ranks = []
     for rank in range(layout.pp):
-        # Tied embeddings of a rank that holds both ends come up twice and are one parameter.
+        # Tied embeddings of a rank that holds both ends occur twice and are one parameter.
         specs = {
             spec.name: spec
             for layers in layout.layers_of(rank)
@@ -150,14 +150,14 @@ def _reduction(config: Config, layout: Layout, index: int, machine: Machine) -> 
 
 
 def _seconds(works: Iterable[Work], machine: Machine) -> float:
-    """Operators one after another, each bound by its flops or its bytes."""
+    """Return the time of operators that run one after another, each bound by its flops or its bytes."""
     return sum(max(work.flops / machine.flops_per_s, work.memory_bytes / machine.memory_bytes_per_s) for work in works)
 
 
 class _ChunkSeconds:
     """Durations of one chunk's actions on one tp rank.
 
-    Over fused links an action takes its operators or its exchanges, whichever take longer; over plain ones both.
+    Over fused links an action takes the longer of its operators and its exchanges; over plain ones their sum.
     """
 
     def __init__(self, config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool) -> None:
@@ -167,9 +167,9 @@ class _ChunkSeconds:
         self.num_blocks = chunk.layers[1] - chunk.layers[0]
 
     def by_kind(self) -> dict[Kind, float]:
-        """F; I with what backward computes again; W; B, which is both and gathers no dy a second time."""
+        """F; I including recomputation; W; B, which is I and W without gathering dy a second time."""
         size, num_blocks = self.size, self.num_blocks
-        # Gathers and reduce-scatters move the same bytes. A block: two each way, the ends one each.
+        # Gathers and reduce-scatters move the same bytes. A block has two of each, the first and last chunk one more.
         exchanges = 4 * num_blocks + self.is_first + self.is_last
         forward = [*self._attention(), *self._mlp()] * num_blocks + self._ends()
         num_again, again = {
@@ -203,7 +203,7 @@ class _ChunkSeconds:
         return sent / self.machine.link_bytes_per_s + (self.tp - 1) * self.machine.link_latency_s
 
     def _matmuls(self) -> list[Work]:
-        """The four of a block: of qkv, of attention's output, of gate and up, and down again."""
+        """The four matmuls of a block: qkv, attention's output, gate and up, and down."""
         return [*self._attention_matmuls(), *self._mlp_matmuls()]
 
     def _attention_matmuls(self) -> list[Work]:

@@ -1,15 +1,15 @@
-"""What a profile says of other plans of the same model: other schedules, numbers of micro-batches and of ranks.
+"""Costs of other plans of a profile's model: other schedules, numbers of micro-batches and of ranks.
 
-A chunk that the profile has, with the same layers, costs what it cost. For others each kind of action is fitted over
-the chunks as
+A chunk with the same layers as one in the profile costs what that one cost. For other chunks, each kind of action is
+fitted over the profile's chunks as
 
     seconds = layers * seconds of a layer (+ the embedding's, on the first chunk) (+ head's and loss's, on the last)
 
-Both ends are known besides a layer where there are three chunks or more; of two, the first is taken to be layers alone,
-since an embedding only looks up; one chunk is shared out over its layers. An end that would take less than no time is
-taken as none. Where only whole backwards were measured, I and W get half of them each; where only halves were, B their
-sum. What a rank does by itself for a transfer (`CostProfile.send_seconds`) goes into the action before or after it: the
-simulator's transfers keep nobody busy.
+Three chunks or more determine both ends and the layer. With two, the first chunk is taken to be layers only, since an
+embedding is only a lookup. With one, its time is divided among its layers. An end with a negative time counts as 0.
+Where only whole backwards were measured, I and W get half each; where only halves were measured, B is their sum. The
+time that a rank itself spends on a transfer (`CostProfile.send_seconds`) is added to the action before or after it,
+because the simulator's transfers occupy no rank.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tpengine.simulate.profiles.file import ChunkProfile, CostProfile
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Seconds of a layer, and of the model's two ends besides."""
+    """Seconds of one layer, and of the model's first and last part."""
 
     layer: float
     first: float
     last: float
 
     def of(self, layers: tuple[int, int], num_layers: int) -> float:
-        """Return the seconds of a chunk of these layers of a model of `num_layers`."""
+        """Return the seconds of a chunk with these layers, of a model with `num_layers`."""
         start, end = layers
         return (end - start) * self.layer + (start == 0) * self.first + (end == num_layers) * self.last
 
     @classmethod
     def over(cls, chunks: Sequence[tuple[int, float]]) -> LayerFit:
-        """Fit (number of layers, seconds) of a model's chunks by least squares, as the module says."""
+        """Fit (number of layers, seconds) of a model's chunks by least squares, as the module docstring says."""
         ends = {0, len(chunks) - 1} if len(chunks) > 2 else {len(chunks) - 1} if len(chunks) == 2 else set[int]()
         while True:
-            # An end that is fitted takes up its chunk's error whole, and says nothing of a layer.
+            # The time of a fitted end absorbs all of its chunk's error, so that chunk says nothing about a layer.
             plain = [chunk for number, chunk in enumerate(chunks) if number not in ends]
             layer = sum(layers * seconds for layers, seconds in plain) / sum(layers * layers for layers, _ in plain)
             rest = {number: chunks[number][1] - chunks[number][0] * layer for number in ends}
@@ -57,8 +57,8 @@ class LayerFit:
 def costs_for(profile: CostProfile, plan: Plan) -> Costs:
     """Return the costs of a plan of the profile's model, in seconds.
 
-    Args: plan: any schedule, ranks, chunks and micro-batches; its micro-batches must be as large as the profile's.
-    Raises: ValueError: the plan is of a model of another number of layers.
+    Args: plan: any schedule, ranks, chunks and number of micro-batches, of the profile's micro-batch size.
+    Raises: ValueError: the plan's model has another number of layers.
     """
     if plan.num_layers != profile.num_layers:
         raise ValueError(
@@ -69,21 +69,21 @@ def costs_for(profile: CostProfile, plan: Plan) -> Costs:
     num_bytes = 0 if profile.boundary is None else spec_bytes(profile.boundary)
     return Costs(
         compute=_compute(profile, plan),
-        # Of one size of tensors latency and bandwidth cannot be told apart.
+        # With one tensor size, latency and bandwidth cannot be separated.
         bytes_per_time=num_bytes / profile.link_seconds if profile.link_seconds else math.inf,
         reductions=_reductions(profile, plan),
         ties=profile.ties,
-        # Both go over all elements of a rank.
+        # Both take time for every element of a rank.
         clip=profile.clip * scale,
         step=profile.step * scale,
     )
 
 
 def plan_for(profile: CostProfile, schedule: Schedule) -> Plan:
-    """Lower a schedule over the profile's model, not verified.
+    """Lower a schedule over the profile's model; the plan is not verified.
 
-    Layers are split as in the profile where it has as many chunks on the same ranks, else so that the fitted costs are
-    balanced; each chunk has one bucket if the profile has any, and the ends share a parameter if the profile's do.
+    Layers are split as in the profile if it has as many chunks on the same ranks, else so that the fitted costs are
+    balanced. Each chunk has one bucket if the profile has any, and the ends share a parameter if the profile's do.
     """
     num_chunks, num_layers = len(schedule.ranks), profile.num_layers
     if schedule.ranks == tuple(chunk.rank for chunk in profile.chunks):
@@ -95,7 +95,7 @@ def plan_for(profile: CostProfile, schedule: Schedule) -> Plan:
         layers = partition_layers([layer] * num_layers, first, last, schedule.ranks)
     if profile.boundary is None and len(set(schedule.ranks)) > 1:
         raise ValueError(
-            "a profile of one stage says nothing of transfers: it has no boundary: profile a run with pp 2 or more"
+            "transfers are predicted from measured ones: a profile of one stage has none: profile a run with pp 2"
         )
     boundary, end = profile.boundary, num_chunks - 1
     chunks = [
@@ -121,7 +121,7 @@ def _compute(profile: CostProfile, plan: Plan) -> dict[tuple[Kind, int], float]:
 
 
 def _busy(profile: CostProfile, plan: Plan, kind: Kind, chunk: int) -> float:
-    """Return how long a rank is busy with the transfers around an action."""
+    """Return how long a rank is occupied by the transfers around an action."""
     if kind is Kind.W:
         return 0.0
     ahead = 1 if kind is Kind.F else -1
@@ -133,7 +133,7 @@ def _busy(profile: CostProfile, plan: Plan, kind: Kind, chunk: int) -> float:
 
 
 def _reductions(profile: CostProfile, plan: Plan) -> dict[int, float]:
-    """Return each bucket's seconds: the measured ones of the same chunks, else its share of its chunks'."""
+    """Return each bucket's seconds: as measured for the same chunks, else its share of its chunks' time."""
     same_chunks = [chunk.layers for chunk in plan.chunks] == [chunk.layers for chunk in profile.chunks]
     if same_chunks and {bucket.index: bucket.chunks for bucket in plan.buckets} == {
         index: bucket.chunks for index, bucket in profile.buckets.items()
@@ -154,7 +154,7 @@ def _reductions(profile: CostProfile, plan: Plan) -> dict[int, float]:
 
 
 def _all_kinds(profile: CostProfile) -> list[dict[Kind, float]]:
-    """Return the seconds of F, B, I and W of each chunk, those that did not run from those that did."""
+    """Return the seconds of F, B, I and W of each chunk; kinds that did not run are derived from those that did."""
     halves = [chunk.seconds for chunk in profile.chunks if Kind.W in chunk.seconds]
     inputs, weights = (sum(seconds[kind] for seconds in halves) for kind in (Kind.I, Kind.W))
     share = inputs / (inputs + weights) if halves else 0.5

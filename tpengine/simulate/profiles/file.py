@@ -1,8 +1,8 @@
-"""A profile: what the actions of a measured step cost, kept as JSON, to predict steps of other schedules from.
+"""A profile: the measured costs of a step's actions, kept as JSON, to predict steps with other schedules.
 
-It says which layers each chunk had and keeps the time of each kind of action by chunk, so that chunks of another size
-can be predicted (costs.py); here are its form, and its file. A file is read as input from anybody: everything
-is checked, and what is wrong is said in one line.
+It has the layers of each chunk and the time of each kind of action by chunk, so that other chunks can be predicted
+(costs.py). This file has its fields and its file format. A file may come from anybody: everything is checked, and an
+error is reported in one line.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ChunkProfile:
-    """A chunk.
+    """A chunk of the profiled plan.
 
     Args:
         rank: of the pipeline.
         layers: half-open range.
-        seconds: of a micro-batch's F, B, I and W, those that ran.
+        seconds: per micro-batch, by F, B, I and W; only those that ran.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class ChunkProfile:
 
 @dataclass(frozen=True)
 class BucketProfile:
-    """A gradient bucket: the chunks that fill it, the time of its sum over its ranks, and its bytes."""
+    """A gradient bucket: the chunks that fill it, the time of its reduction over its ranks, and its bytes."""
 
     chunks: tuple[int, ...]
     seconds: float
@@ -53,19 +53,19 @@ class BucketProfile:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """What the actions of a step cost, each the median over steps and ranks; the slowest rank's where ranks differ.
+    """What the actions of a step cost: medians over steps and ranks; if ranks differ, those of the slowest rank.
 
     Args:
-        schedule, num_microbatches: what ran.
+        schedule, num_microbatches: of the profiled plan.
         chunks: in model order; their layers are those of the model.
         boundary: the tensor that crosses from chunk to chunk; None for one chunk.
-        send_seconds: the sender is busy with a transfer: posting it, or copying it into a mailbox.
-        receive_seconds: the receiver is, with one that is there already.
-        link_seconds: what a transfer takes besides, while nobody is busy with it.
+        send_seconds: how long a transfer occupies the sender: posting it, or copying it into a mailbox.
+        receive_seconds: how long it occupies the receiver, if the tensor has arrived already.
+        link_seconds: the rest of a transfer, while it occupies no rank.
         buckets: by index.
-        ties, clip, step: seconds of a TIE_REDUCE, of CLIP and of STEP, waiting for others not counted.
+        ties, clip, step: seconds of a TIE_REDUCE, of CLIP and of STEP, without waiting for other ranks.
         plan_seconds: from the beginning of the plan to its end.
-        outside_seconds: what a step takes besides: reading the batch, ending the step with all ranks.
+        outside_seconds: the rest of a step: reading the batch, ending the step together with all ranks.
     """
 
     schedule: str
@@ -88,7 +88,7 @@ class CostProfile:
         return self.chunks[-1].layers[1]
 
     def to_json(self) -> bytes:
-        """Write the file that `read_profile` reads."""
+        """Return the content of the file that `read_profile` reads."""
         seconds = {name: getattr(self, name) for name in _SECONDS}
         boundary = None if self.boundary is None else {"shape": self.boundary.shape, "dtype": self.boundary.dtype}
         content = {
@@ -123,9 +123,9 @@ _SECONDS = (
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Read a profile.json of a run.
+    """Read the profile.json of a run.
 
-    Raises: ValueError: it cannot be read, or is no profile; one line with the path, the rule and what was found.
+    Raises: ValueError: it cannot be read, or is not a profile; one line with the path, the rule and what was found.
     """
     try:
         return _parse(_read(path))
@@ -137,18 +137,18 @@ def read_profile(path: Path) -> CostProfile:
 
 
 class _Wrong(Exception):
-    """What is wrong with a profile's content."""
+    """What is wrong with a profile's content, as the message."""
 
 
 def _read(path: Path) -> Any:
     if path.exists() and not path.is_file():
-        raise _Wrong("it is no file")
+        raise _Wrong("it is not a regular file")
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise _Wrong(f"it has more than {_MAX_FILE_BYTES} bytes")
     try:
         return json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise _Wrong("it is no JSON") from None
+        raise _Wrong("it is not JSON") from None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -168,7 +168,7 @@ def _parse(content: Any) -> CostProfile:
         raise _Wrong("the ranks of its chunks do not count from 0")
     buckets = dict(_each(content, "buckets", _bucket))
     if any(chunk >= len(chunks) for bucket in buckets.values() for chunk in bucket.chunks):
-        raise _Wrong("a bucket is of a chunk that it does not have")
+        raise _Wrong("a bucket names a chunk that the profile does not have")
     boundary = _boundary(content)
     if boundary is None and len(chunks) > 1:
         raise _Wrong("several chunks need a boundary")
@@ -190,7 +190,7 @@ def _chunk(item: Any) -> ChunkProfile:
         or not all(type(bound) is int for bound in layers)
         or not 0 <= layers[0] < layers[1] <= _MAX_LAYERS
     ):
-        raise _Wrong(f"layers are a first one and an end: got {layers!r}")
+        raise _Wrong(f"layers are a pair, first and end: got {layers!r}")
     seconds = _field(item, "seconds", dict)
     known = {kind.value: kind for kind in COMPUTE}
     if unknown := [name for name in seconds if name not in known]:
@@ -225,7 +225,8 @@ def _each(content: Any, name: str, parse: Callable[[Any], T]) -> list[T]:
 
 def _field(content: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     if not isinstance(content, dict):
-        raise _Wrong(f"{name} is looked for in {_shown(content)}, which is no object")
+        raise _Wrong(f"{name} must be in an object: got {_shown(content)}")
+
     if name not in content:
         raise _Wrong(f"it has no {name}")
     value = content[name]

@@ -3,10 +3,10 @@
     p = exp2(s - lse * log2(e));   ds = p * (drop(dy v.T) - delta),  delta = sum(dy * y)
     dv = drop(p).T dy;   dk = ds.T q * scale;   dq = ds k * scale
 
-A program of dq (query_gradient.py) has a block of queries of one head and walks over keys; one of dk and dv
-(key_gradient.py) has a block of keys of one KV head and walks over queries, of all query heads of its group or of a
-part of them. So every element is written by one program, in an order that the shapes alone decide. The price: scores
-are computed twice, 7 products instead of 5. Here is what both need first, and the launches.
+A program of dq (query_gradient.py) has a block of queries of one head and loops over keys. A program of dk and dv
+(key_gradient.py) has a block of keys of one KV head and loops over the queries of all query heads of its group, or of
+some of them. So every element is written by one program, in an order that depends on shapes only. The price: scores are
+computed twice, 7 products instead of 5. Here are the preparation of both and the launches.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -34,7 +34,7 @@ from tpkernels.ops.attention.problem import (
 from tpkernels.ops.attention.query_gradient import query_gradient_kernel
 from tpkernels.ops.attention.tiles import document_of, load_halves, store_halves
 
-# Programs that keep every processor of today's largest GPUs busy. Fewer, and a group's query heads are divided.
+# Programs that occupy every processor of today's largest GPUs. With fewer, a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264
 
 
@@ -115,7 +115,7 @@ def launch_attention_backward(
     sides: Sides,
     options: Options,
 ) -> None:
-    """Write dq, dk, dv into `gradients`, of the shapes of q, k, v, whose last dims have no gaps."""
+    """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims."""
     if tables.cos is not None:
         q = _rotated(q, tables, sides, k.shape[1], options, is_key=False)
         k = _rotated(k, tables, Sides(*reversed(sides)), q.shape[1], options, is_key=True)
@@ -181,7 +181,7 @@ def launch_attention_backward(
 
 
 def _rotated(x: Tensor, tables: Tables, sides: Sides, other_length: int, options: Options, is_key: bool) -> Tensor:
-    """x[B, S, heads, E] rotated: what the loops read once for every block of the other side is not rotated there."""
+    """Return x[B, S, heads, E] rotated once, because the loops read it once per block of the other side."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     batch, length, num_heads, head = x.shape
     run(
@@ -207,9 +207,9 @@ def _rotated(x: Tensor, tables: Tables, sides: Sides, other_length: int, options
 
 
 def _num_slots(num_programs: int, heads_per_group: int) -> int:
-    """Parts that a group's query heads are divided into, so that there is a program for every processor.
+    """Return into how many parts a group's query heads are divided, so that every processor has a program.
 
-    A function of shapes alone, so that the order of sums is; each part costs a float32 copy of dk and dv.
+    It depends on shapes only, so the order of sums does too; each part costs a float32 copy of dk and dv.
     """
     slots = 1
     while num_programs * slots < _ENOUGH_PROGRAMS and heads_per_group % (2 * slots) == 0:

@@ -1,11 +1,11 @@
-"""Blocks, warps and stages of attention's kernels, for each target, half head and width of number.
+"""Blocks, warps and stages of attention's kernels, for each target, size of half a head and bytes per number.
 
-Found by compiling: of candidates from large to small the first that spills nothing and fits into shared memory with
-rotation, a window and packed documents. Interleaved rotation, and dropout in float32 or heads of 256, may spill some
-bytes: they are not among the launches that are checked. No GPU has timed them yet. A half head has up to 32, 64 or
-128 columns, numbers 2 or 4 bytes. Dropout draws its mask beside everything else and needs registers for it.
+Found by compiling: of candidates from large to small, the first that spills nothing and fits into shared memory with
+rotation, a window and packed documents. Interleaved rotation, and dropout in float32 or with heads of 256, may spill
+some bytes; they are not among the checked launches. No GPU has timed the configurations yet. Half a head has up to 32,
+64 or 128 columns, a number 2 or 4 bytes. Dropout draws its mask in the same loop and needs registers for it.
 
-float32 is multiplied without matrix units on NVIDIA (launch.dot), in small blocks.
+NVIDIA multiplies float32 without matrix units (launch.dot), in small blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tpkernels.launch import Target
 
 
 class Config(NamedTuple):
-    """One kernel's launch: how many queries and keys a tile has, triton's warps and stages."""
+    """One kernel's launch: queries and keys per tile, triton's warps and stages."""
 
     block_queries: int
     block_keys: int
@@ -26,7 +26,7 @@ class Config(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """As `launch.run` takes them."""
+        """Return them as arguments of `launch.run`."""
         return {
             "BLOCK_QUERIES": self.block_queries,
             "BLOCK_KEYS": self.block_keys,
@@ -35,7 +35,7 @@ class Config(NamedTuple):
         }
 
 
-# (half head, bytes a number, dropout): for sm_80, sm_90, sm_100, gfx942. A half of 32 takes 64's where it has none.
+# (half a head, bytes per number, dropout): for sm_80, sm_90, sm_100, gfx942. A half of 32 without entry uses 64's.
 _Table = dict[tuple[int, int, bool], tuple[Config, Config, Config, Config]]
 
 
@@ -66,16 +66,16 @@ KEY_GRADIENT: _Table = {
     (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
     (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
-# Where a program has several query heads of a group, one after the other, with blocks of as many keys as above.
+# For programs with several query heads of a group, one after another, with as many keys per block as above.
 KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
     (64, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
 }
 
 
 def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
-    """The entry for a half head of `half` columns; targets in between take the one below.
+    """Return the entry for half a head of `half` columns; a target in between uses the next lower one.
 
-    GPUs with less shared memory than any NVIDIA target here take the small blocks that dropout needs.
+    GPUs with less shared memory than any NVIDIA target here use the small blocks that dropout needs.
     """
     if target.backend == "cuda" and target.shared_memory_bytes < Target("cuda", 80).shared_memory_bytes:
         drops = True

@@ -1,7 +1,7 @@
-"""Attention forward in Triton: a program has a block of queries of one head and walks over the keys that they see.
+"""Attention forward in Triton: a program has a block of queries of one head and loops over the keys that they see.
 
-Keys that all of the block's queries see and keys that only some see are walked over separately, so that most tiles need
-no mask. Scores are s = q k.T * scale * log2(e), so that exp2 is the exponential.
+Keys that all of the block's queries see are looped over separately from keys that only some see, so that most tiles
+need no mask. Scores are s = q k.T * scale * log2(e), so that exp2 is the exponential.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
 """
@@ -217,7 +217,7 @@ def _attention_kernel(
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """(y [B, S, H, E], lse [B, H, S]) of q[B, S, H, E], k and v[B, S', G, E], whose last dims have no gaps."""
+    """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E] without gaps in the last dims."""
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     meta = constants(q, k, options)

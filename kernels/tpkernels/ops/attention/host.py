@@ -1,8 +1,9 @@
 """Causal attention on the CPU: torch's flash forward, and a backward in blocks of keys; dropout of its probabilities.
 
-torch's own backward multiplies small blocks head by head, which leaves much of a core unused. Here a block of keys
-meets all later queries, of all sequences and heads, in one batched product (rows attention/... of benchmarks/results).
-With dropout torch has no fast form on a CPU and no mask that survives a cut: forward then takes the same blocks.
+torch's own backward multiplies small blocks head by head, which does not use a core fully. Here one block of keys and
+all later queries, of all sequences and heads, are one batched product (rows attention/... of benchmarks/results). With
+dropout torch has no fast form on a CPU and no mask that is independent of how heads are cut: so forward uses the same
+blocks.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from torch import Tensor
 from tpkernels.derivatives import differentiable_once
 from tpkernels.ops.dropout import DropoutStream, keep_at
 
-# Of 32, 64 and 128 the fastest, or not slower by more than 2 %, for sequences of 128 to 1024.
+# Of 32, 64 and 128 the fastest, or at most 2 % slower than the fastest, for sequences of 128 to 1024.
 _KEYS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Which attention probabilities are dropped: a function of sequence, head, query and key, whatever heads are here.
+    """Which attention probabilities are dropped: it depends on sequence, head, query and key, not on the heads here.
 
         row of (b, h, query) = (b * num_heads + first_head + h) * S + query;   columns are the keys, row_length is S
 
     Args:
-        stream: what the mask is a function of besides the place.
-        first_head: global number of the first query head given.
+        stream: what the mask depends on besides the position.
+        first_head: global number of the first of the given query heads.
         num_heads: query heads of the whole layer.
     """
 
@@ -39,7 +40,7 @@ class AttentionDropout:
     num_heads: int
 
     def check(self, num_given: int) -> None:
-        """Raise ValueError unless the heads given are heads of the layer."""
+        """Raise ValueError unless the given heads are heads of the layer."""
         if not 0 <= self.first_head <= self.first_head + num_given <= self.num_heads:
             raise ValueError(
                 f"heads must be some of the layer's {self.num_heads}: {self.stream.site} has {num_given} from "
@@ -47,14 +48,14 @@ class AttentionDropout:
             )
 
     def rows(self, q: Tensor) -> Tensor:
-        """The mask's row of every query of q[B, H, S, E]: int64 [B, H, S]."""
+        """Return the mask's row for every query of q[B, H, S, E]: int64 [B, H, S]."""
         batch, heads, seq = (torch.arange(size, device=q.device) for size in q.shape[:3])
         first = (batch[:, None] * self.num_heads + self.first_head + heads) * len(seq)
         return first[:, :, None] + seq
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None = None) -> Tensor:
-    """Attend to the tokens up to one's own, within each sequence.
+    """Attend to the tokens up to the query's own, within each sequence.
 
         y[B, H, S, E] = drop(softmax(q k.T / sqrt(E), causal)) v,   k and v [B, G, S, E] repeated H/G times
 
@@ -63,18 +64,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
         dropout: drop(p) = p / (1 - rate) where kept, else 0; by default, and at rate 0, nothing is dropped.
 
     Returns:
-        y, laid out as [B, S, H, E], unless torch computes it.
+        y, in memory as [B, S, H, E], unless torch computes it.
 
     Raises:
         ValueError: heads outside the layer's.
 
     Cost: 2*B*H*S*S*E flops forward, 2.5 times that backward; keeps q, k, v, y and B*H*S elements. Extra memory in
-    backward: 2*B*H*32*S elements. Other than float32 and float64 on a CPU, and G < H, is left to torch.
+    backward: 2*B*H*32*S elements. Dtypes other than float32 and float64 on a CPU, and G < H, are left to torch.
     With dropout: twice the flops forward; keeps q, k and v widened to float32, with k and v repeated to H heads; draws
-    the mask in forward and again in backward, 0.010 s each per 10**6 of its B*H*S*S/2 elements on one core. Elsewhere
-    than on a CPU every score is written out.
-    Numerics: with dropout products and sums in float32, or float64 for float64, and one rounding to q's dtype. A head's
-    bits do not depend on which other heads are given.
+    the mask in forward and again in backward, 0.010 s each per 10**6 of its B*H*S*S/2 elements on one core. On other
+    devices every score is written out.
+    Numerics: with dropout, products and sums in float32, or float64 for float64, with one rounding to q's dtype. A
+    head's bits do not depend on which other heads are given.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 (backward from the saved log-sum-exp).
     """
     is_blocked = q.device.type == "cpu" and q.numel() > 0 and not torch.compiler.is_compiling()
@@ -82,7 +83,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
         return _attention_with_dropout(q, k, v, dropout, is_blocked)
     if not is_blocked or q.dtype not in (torch.float32, torch.float64) or q.shape != k.shape:
         by_torch = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return by_torch.to(q.dtype)  # autocast computes it in another one
+        return by_torch.to(q.dtype)  # under autocast it is computed in another dtype
     y: Tensor = _CausalAttention.apply(q, k, v, None)
     return y
 
@@ -99,7 +100,7 @@ def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionD
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout) -> Tensor:
-    """The equation with every score in memory: on other devices, and under torch.compile."""
+    """Compute the equation with every score in memory: on other devices, and under torch.compile."""
     seq = q.shape[2]
     future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
     p = (q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(future, -torch.inf).softmax(-1)
@@ -112,17 +113,17 @@ class _CausalAttention(torch.autograd.Function):
 
         dv = drop(p).T dy;   ds = p * (drop(dy v.T) - sum(dy * y));   dq = ds k / sqrt(E);   dk = ds.T q / sqrt(E)
 
-    p is computed again in backward, a block of keys at a time, and its mask drawn again. sum(dy * y) is what it is
-    without dropout, the mean of a row's slopes: sum over keys of p * drop(dy v.T) = sum over keys of drop(p) * dy v.T.
+    Backward recomputes p, one block of keys at a time, and draws its mask again. sum(dy * y) is the mean of a row's
+    slopes, as without dropout: sum over keys of p * drop(dy v.T) = sum over keys of drop(p) * dy v.T.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None) -> Tensor:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         if dropout is not None:
-            # Flash attention's y is of no use here; its lse is the cheapest there is.
+            # Flash attention's y is not used; it is the cheapest way to get lse.
             y = _forward_with_dropout(q, k, v, lse, _Mask(dropout, q))
-        # Heads side by side, as the product that comes next reads and keeps it: one tensor is kept and not two.
+        # Heads side by side, as the next product reads and keeps it: so only one tensor is kept.
         y = y.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.dropout = dropout
@@ -152,15 +153,15 @@ class _Mask:
         self.rows = dropout.rows(q).flatten(0, 1)
 
     def of(self, queries: slice, keys: slice) -> Tensor:
-        """1 where kept: uint8 [B*H, queries, keys]; as a factor it is three times as fast as bool."""
+        """Return 1 where kept: uint8 [B*H, queries, keys]; as a factor it is three times as fast as bool."""
         seq = self.rows.shape[1]
         return keep_at(self.stream, self.rows[:, queries], keys.start, keys.stop - keys.start, seq).view(torch.uint8)
 
 
 def _probabilities(q: Tensor, k: Tensor, lse: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield a block of keys, the queries that see any of it, and p of these: each tensor of heads [B*H, S, E].
+    """Yield a block of keys, the queries that see any of it, and their p; tensors of heads are [B*H, S, E].
 
-    q comes scaled by 1 / sqrt(E). Queries before the block see none of its keys; of those inside it some see some.
+    q is already scaled by 1 / sqrt(E). Queries before the block see none of its keys; those inside it see some.
     """
     seq = q.shape[1]
     future = q.new_full((_KEYS_PER_BLOCK, _KEYS_PER_BLOCK), -torch.inf).triu_(1)
@@ -173,7 +174,7 @@ def _probabilities(q: Tensor, k: Tensor, lse: Tensor) -> Iterator[tuple[slice, s
 
 
 def _forward_with_dropout(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: _Mask) -> Tensor:
-    """y[B, H, S, E], laid out as [B, S, H, E], from the lse [B, H, S] of what is not yet dropped."""
+    """Return y[B, H, S, E], in memory as [B, S, H, E], from the lse [B, H, S] of what is not yet dropped."""
     batch, heads, seq, size = q.shape
     total = torch.zeros(batch * heads, seq, size, dtype=q.dtype)
     q, k, v, lse = (t.flatten(0, 1) for t in (q * size**-0.5, k, v, lse.unsqueeze(3)))
@@ -186,7 +187,7 @@ def _forward_with_dropout(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: _M
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, lse: Tensor, mean_slope: Tensor, *, mask: _Mask | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of heads [B*H, S, E], from their lse and mean_slope = sum(dy * y) [B*H, S, 1]."""
+    """Return the gradients of heads [B*H, S, E], from their lse and mean_slope = sum(dy * y) [B*H, S, 1]."""
     scale = q.shape[2] ** -0.5
     q = q * scale
     if mask is not None:

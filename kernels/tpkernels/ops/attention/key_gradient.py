@@ -1,4 +1,4 @@
-"""Gradients of keys and values in Triton: a program has a block of keys of one KV head and walks over the queries.
+"""Gradients of keys and values in Triton: a program has a block of keys of one KV head and loops over the queries.
 
     dv = drop(p).T dy;   dk = ds.T q * scale        of all query heads of the group, or of a part of them
 

@@ -6,17 +6,17 @@
     dv = drop(p).T dy;   ds = p * (drop(dy v.T) - sum(dy * y))
     dq = rope^-1(ds k) * scale;   dk = rope^-1(ds.T q) * scale
 
-Tensors are token-major, [B, S, H, E], as a projection leaves them: a tp rank holds H/tp and G/tp of the heads, and
-nothing is transposed. `attention_qkv` takes the fused projection's output whole, rotates on load, and writes dq, dk, dv
-into one tensor as the projection's backward wants it.
+Tensors are token-major, [B, S, H, E], as a projection writes them: a tp rank holds H/tp and G/tp of the heads, and
+nothing is transposed. `attention_qkv` takes the whole output of the fused projection, rotates on load, and writes dq,
+dk, dv into one tensor, as the projection's backward needs it.
 
-Which keys a query sees: the last query of a document is aligned with its last key; a causal query sees no later key,
-and with a window of w only w keys back, its own included (without causal as many forth). Documents packed into one
-sequence see nothing of each other. A query that sees no key has y = 0, and gradients of 0.
+Which keys a query sees: the last query of a document is aligned with its last key. A causal query sees no later key;
+with a window of w it sees w keys back, its own included (without causal also as many forward). Documents packed into
+one sequence do not see each other. A query that sees no key has y = 0, and gradients of 0.
 
 Kernels are in forward.py and backward.py, the specification in reference.py. On a CPU there are two host paths: whole
-causal sequences take host_attention.py's blocks, everything else is written out, 128 queries at a time; so are float64,
-and float32 with heads of more than 128 columns, on a GPU: for these there are no kernels.
+causal sequences use host_attention.py's blocks; all else is written out, 128 queries at a time. float64, and float32
+with heads of more than 128 columns, is written out on a GPU too, because there are no kernels for it.
 
 Sources: Dao, "FlashAttention-2", arXiv 2307.08691; Shah et al., "FlashAttention-3", arXiv 2407.08608; Ainslie et al.,
 "GQA", arXiv 2305.13245; Beltagy et al., "Longformer", arXiv 2004.05150, section 3.1 (window).
@@ -40,12 +40,12 @@ from tpkernels.ops.attention.reference import attention_backward_on_host, attent
 from tpkernels.ops.rope import rope
 
 _MOST_COLUMNS = 256
-# Along the second and third axis of a grid.
+# Largest size of the second and third axis of a grid.
 _MOST_PROGRAMS = 65535
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> tuple[Tensor, Tensor]:
-    """(y, lse) by the kernels where there are some for this device and dtype."""
+    """Return (y, lse), from the kernels if there are some for this device and dtype."""
     forward = launch_attention if has_kernel(q, q.shape[3]) else attention_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
     with torch.autocast(q.device.type, enabled=False):
@@ -70,12 +70,12 @@ def _backward(
 
 
 def has_kernel(x: Tensor, head_size: int) -> bool:
-    """Whether heads of x's device and dtype take the Triton kernels: wide heads of wide numbers leave the registers."""
+    """Return whether heads of x's device and dtype use the Triton kernels: wide heads of wide numbers spill."""
     return by_triton(x) and head_size * x.element_size() <= 2 * _MOST_COLUMNS and x.dtype != torch.float64
 
 
 def _without_gaps(t: Tensor) -> Tensor:
-    """t, or a copy of it, whose columns lie side by side; tokens and heads may be anywhere."""
+    """Return t, or a copy of it, without gaps between columns; tokens and heads may have any strides."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -99,7 +99,7 @@ def attention_op(
     rate: float,
     dropout: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """(y [B, S, H, E], lse [B, H, S]) of q[B, S, H, E], k and v[B, S', G, E]."""
+    """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E]."""
     options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
     return _forward(q, k, v, Tables(cos, sin), Sides(query_starts, key_starts), options)
 
@@ -123,7 +123,7 @@ def attention_backward_op(
     rate: float,
     dropout: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous."""
+    """Return (dq, dk, dv), contiguous."""
     gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
     options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
     _backward(dy, (q, k, v), (y, lse), gradients, Tables(cos, sin), Sides(query_starts, key_starts), options)
@@ -146,7 +146,7 @@ def attention_qkv_op(
     rate: float,
     dropout: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """(y [T, H*E], lse [B, H, S]) of qkv[T, (H+2G)*E]."""
+    """Return (y [T, H*E], lse [B, H, S]) for qkv[T, (H+2G)*E]."""
     q, k, v = _views(qkv, batch, num_heads, num_kv_heads)
     options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
     y, lse = _forward(q, k, v, Tables(cos, sin), Sides(starts, starts), options)
@@ -172,7 +172,7 @@ def attention_qkv_backward_op(
     rate: float,
     dropout: Sequence[int],
 ) -> Tensor:
-    """dqkv [T, (H+2G)*E], contiguous."""
+    """Return dqkv [T, (H+2G)*E], contiguous."""
     dqkv = qkv.new_empty(qkv.shape)
     inputs, gradients = (_views(t, batch, num_heads, num_kv_heads) for t in (qkv, dqkv))
     shape = inputs[0].shape
@@ -183,7 +183,7 @@ def attention_qkv_backward_op(
 
 
 def _views(qkv: Tensor, batch: int, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q[B, S, H, E], k and v[B, S, G, E] as they lie side by side in [T, (H+2G)*E]."""
+    """Return q[B, S, H, E], k and v[B, S, G, E] as views of [T, (H+2G)*E], where they are side by side."""
     heads = qkv.unflatten(0, (batch, -1) if batch else (0, 0)).unflatten(2, (num_heads + 2 * num_kv_heads, -1))
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
 
@@ -255,35 +255,35 @@ def attention(
     key_starts: Tensor | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Attend, grouped query heads to their group's keys and values.
+    """Compute attention, with query heads grouped to their group's keys and values.
 
         y[B, S, H, E] = drop(softmax(scale * q k.T over the keys that a query sees)) v
 
     Args:
-        q: [B, S, H, E], any strides; E even, at most 256. What is [B, H, S, E] comes as q.transpose(1, 2).
+        q: [B, S, H, E], any strides; E even, at most 256. Pass a tensor [B, H, S, E] as q.transpose(1, 2).
         k, v: [B, S', G, E] in q's dtype, G a divisor of H; any strides.
-        causal: queries see no later key; the last query is the last key's.
-        window: how many keys back a query sees, its own included; None: all.
+        causal: queries see no later key; the last query is aligned with the last key.
+        window: how many keys back a query sees, its own included; None for all.
         scale: of the scores; default E^(-1/2).
         query_starts: for documents packed into one sequence (B = 1): int32 or int64 [documents + 1], on q's device,
-            0 first, S last; a document sees nothing of another.
-        key_starts: of the keys, S' last; default query_starts.
-        dropout: of the probabilities; a mask that no cut over heads changes. With packed documents a row is a
-            query of the sequence, a column the key's place in its document.
+            0 first, S last; documents do not see each other.
+        key_starts: the same for the keys, S' last; default query_starts.
+        dropout: of the probabilities; its mask does not depend on how heads are cut. With packed documents a row is a
+            query of the sequence, a column the key's position in its document.
 
     Returns:
-        y of q's shape and dtype, new and contiguous: a view [T, H*E] of it goes to the output projection.
+        y of q's shape and dtype, new and contiguous: its view [T, H*E] goes to the output projection.
 
     Raises:
-        ValueError: shapes, dtypes or documents that do not fit. On a GPU starts that are no cumulative lengths are an
-            assertion of the device, since looking would wait for it; under torch.compile nobody looks.
+        ValueError: shapes, dtypes or documents that do not fit. On a GPU, starts that are not cumulative lengths fail
+            an assertion on the device, since checking them would wait for it; under torch.compile they are not checked.
 
     Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 3.5 times that backward (2.5 are needed); keeps q, k, v, y
-    and the log-sum-exp, B*H*S float32. dk and dv take another float32 copy each for every part that a group's
-    query heads are divided into, where there are few keys (backward.py).
-    Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v;
-    float32 products are not cut to tf32. No atomics: equal bits from run to run. On a CPU in float32 throughout, but
-    for plain causal 16-bit attention, which is torch's.
+    and the log-sum-exp, B*H*S float32. If there are few keys, a group's query heads are divided into parts, and dk and
+    dv take a float32 copy for each part (backward.py).
+    Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v; float32
+    products are not reduced to tf32. No atomics: equal bits from run to run. On a CPU all in float32, except plain
+    causal 16-bit attention, which is torch's.
     Source: Dao, arXiv 2307.08691.
     """
     if q.dim() == 4 and k.dim() == 4 and key_starts is None and k.shape[1] == q.shape[1]:
@@ -304,9 +304,9 @@ def attention(
     is_plain = causal and window is None and query_starts is None and q.shape[1] == k.shape[1]
     if q.device.type == "cpu" and not INTERPRETED and is_plain and scale == q.shape[3] ** -0.5:
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout).transpose(1, 2)
-        return y.contiguous()  # torch's own attention may keep q's layout
+        return y.contiguous()  # torch's attention may return q's layout
     rate, numbers = _dropout_numbers(dropout, q.shape[2])
-    # A wider window sees no more, and might leave the range of the kernels' numbers.
+    # A wider window sees no more keys, and might exceed the range of the kernels' numbers.
     width = min(window or 0, q.shape[1] + k.shape[1])
     y = attention_op(q, k, v, None, None, query_starts, key_starts, causal, width, scale, False, rate, numbers)[0]
     return y
@@ -327,22 +327,22 @@ def attention_qkv(
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Attend within the output of a fused q, k, v projection, rotating queries and keys as they are loaded.
+    """Compute attention on the output of a fused q, k, v projection, rotating queries and keys as they are loaded.
 
         q[T, H, E], k[T, G, E], v[T, G, E] = the columns of qkv[T, (H + 2G) * E], side by side
         y[T, H*E] = drop(softmax(scale * rope(q) rope(k).T)) v
 
-    Nothing is split or transposed, and forward copies nothing. Backward rotates q and k aside, since its loops read
-    them once for every block of the other side; it writes dq, dk and dv, rotated back, into one dqkv. With heads cut
-    over tp, H and G are this rank's: qkv is what all_gather_matmul returns, y what matmul_reduce_scatter takes.
+    Nothing is split or transposed, and forward copies nothing. Backward rotates q and k into copies, since its loops
+    read them once for every block of the other side; it writes dq, dk and dv, rotated back, into one dqkv. With heads
+    cut over tp, H and G are this rank's: qkv is what all_gather_matmul returns, y what matmul_reduce_scatter takes.
 
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
-        num_heads, num_kv_heads: H and G, here.
-        seq: tokens of a sequence; default T, one sequence.
+        num_heads, num_kv_heads: H and G on this rank.
+        seq: tokens per sequence; default T, one sequence.
         starts: for packed documents, int32 or int64 [documents + 1], 0 first, T last; then seq must be T.
-        cos, sin: [positions, E/2] float32, as rope.rope_tables makes them; positions count from a document's first
-            token. Without them nothing is rotated.
+        cos, sin: [positions, E/2] float32, from rope.rope_tables; positions count from a document's first token.
+            Without them nothing is rotated.
         interleaved: which columns are a pair: (2i, 2i+1), or by default (i, i + E/2).
         causal, window, scale, dropout: as attention.
 
@@ -353,8 +353,8 @@ def attention_qkv(
         ValueError: shapes, dtypes or documents that do not fit; on a CPU, a document longer than the tables (on a GPU
             that is an assertion of the device).
 
-    Cost, Numerics: as attention; besides, forward rotates a tile of keys for every block of queries that sees it, and
-    backward takes memory for q and k once more.
+    Cost, Numerics: as attention; in addition, forward rotates a tile of keys for every block of queries that sees it,
+    and backward needs memory for q and k once more.
     """
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 2 or num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
@@ -392,7 +392,7 @@ def attention_qkv(
 
 
 def _rotated_on_host(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """t[B, S, heads, E] at its places in the sequences."""
+    """Return t[B, S, heads, E] rotated by its positions in the sequences."""
     return rope(t.flatten(0, 1), cos, sin, interleaved=interleaved).view(t.shape)
 
 
@@ -439,7 +439,7 @@ def _check_starts(what: str, starts: Tensor | None, length: int, q: Tensor) -> N
 
 
 def _can_look(starts: Tensor) -> bool:
-    """Whether values may be looked at: on a GPU that would wait for it, and a compiler has none."""
+    """Return whether values may be read: on a GPU that would wait for it, and a compiler has no values."""
     return starts.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""What attention depends on besides q, k and v, as schemas hold it and as kernels take it."""
+"""What attention depends on besides q, k and v: in the form of schemas, and in that of kernel arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpkernels.launch import cdiv, power_of_2, signed
 
-# Sizes and numbers that change from call to call, and are no reason to compile again.
+# Sizes and numbers that change from call to call; they must not cause recompilation.
 NOT_SPECIALIZED = [
     "num_documents",
     "query_length",
@@ -26,15 +26,15 @@ NOT_SPECIALIZED = [
 
 
 class Options(NamedTuple):
-    """What attention depends on besides its tensors, as an operator's schema can hold it.
+    """What attention depends on besides its tensors, in a form that an operator's schema can hold.
 
     Attributes:
         causal: whether a query sees later keys.
-        window: how many keys of its past a query sees, itself included; 0: all.
+        window: how many keys back a query sees, its own included; 0 for all.
         scale: of the scores.
         interleaved: how rotary embedding pairs columns.
         rate: of dropped probabilities.
-        dropout: key0, key1, counter2, counter3 of the stream; first head given, heads of the layer. Empty without.
+        dropout: key0, key1, counter2, counter3 of the stream; first head given, heads of the layer. Empty if none.
     """
 
     causal: bool
@@ -46,32 +46,32 @@ class Options(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Where documents begin among queries and keys, int32 or int64 [documents + 1]; None: nothing is packed."""
+    """Where documents begin among queries and keys, int32 or int64 [documents + 1]; None if nothing is packed."""
 
     query_starts: Tensor | None
     key_starts: Tensor | None
 
 
 class Tables(NamedTuple):
-    """cos and sin [positions, E/2], float32, or None: nothing is rotated."""
+    """cos and sin [positions, E/2], float32; None if nothing is rotated."""
 
     cos: Tensor | None
     sin: Tensor | None
 
 
 def num_blocks(length: int, starts: Tensor | None, block: int) -> int:
-    """Programs along a side: see tiles.document_of."""
+    """Return the number of programs along a side: see tiles.document_of."""
     return cdiv(length, block) if starts is None else length // block + starts.shape[0] - 1
 
 
 def sizes(q: Tensor, k: Tensor, sides: Sides) -> tuple[int, ...]:
-    """num_documents, query_length, key_length, num_queries, num_heads."""
+    """Return num_documents, query_length, key_length, num_queries, num_heads."""
     num_documents = 0 if sides.query_starts is None else sides.query_starts.shape[0] - 1
     return num_documents, q.shape[1], k.shape[1], q.shape[1], q.shape[2]
 
 
 def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
-    """groups_per_row, first_row_head, num_row_heads, seed, counter2, counter3."""
+    """Return groups_per_row, first_row_head, num_row_heads, seed, counter2, counter3."""
     key0, key1, counter2, counter3, first_head, num_heads = options.dropout or (0,) * 6
     seed, words = key1 << 32 | key0, (counter2, counter3)
     return (
@@ -84,7 +84,7 @@ def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
 
 
 def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
-    """What all kernels of attention are compiled for."""
+    """Return the constants that all kernels of attention are compiled with."""
     head = q.shape[3]
     return {
         "NUM_HEADS_PER_GROUP": q.shape[2] // k.shape[2],

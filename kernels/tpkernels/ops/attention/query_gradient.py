@@ -1,4 +1,4 @@
-"""Gradient of queries in Triton: a program has a block of queries of one head and walks over the keys that they see.
+"""Gradient of queries in Triton: a program has a block of queries of one head and loops over the keys that they see.
 
     dq = ds k * scale
 

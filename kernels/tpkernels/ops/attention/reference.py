@@ -17,7 +17,7 @@ _QUERIES_AT_A_TIME = 128
 
 
 class _Places(NamedTuple):
-    """For each token of one side: its document, its place there, and that place counted from the document's end."""
+    """For each token of one side: its document, its position there, and its position from the document's end."""
 
     document: Tensor
     place: Tensor
@@ -33,8 +33,8 @@ class _Places(NamedTuple):
 
 
 def _visible(queries: _Places, keys: _Places, causal: bool, window: int) -> Tensor:
-    """Which keys each query sees: bool [queries, keys]."""
-    # How far the key lies before the query when the documents' ends are aligned.
+    """Return which keys each query sees: bool [queries, keys]."""
+    # Distance from the query back to the key, with the documents' ends aligned.
     back = keys.to_end - queries.to_end[:, None]
     see = queries.document[:, None] == keys.document
     if causal:
@@ -45,7 +45,7 @@ def _visible(queries: _Places, keys: _Places, causal: bool, window: int) -> Tens
 
 
 def _rotated(t: Tensor, tables: Tables, position: Tensor, interleaved: bool, back: bool = False) -> Tensor:
-    """t[B, S, heads, E] at the positions [S], in t's dtype; t itself without tables."""
+    """Return t[B, S, heads, E] rotated by positions [S], in t's dtype; t itself without tables."""
     if tables.cos is None or tables.sin is None:
         return t
     cos, sin = (table[position][:, None].to(t.dtype) for table in (tables.cos, tables.sin))
@@ -56,7 +56,7 @@ def _rotated(t: Tensor, tables: Tables, position: Tensor, interleaved: bool, bac
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> Tensor:
-    """The specification, in q's dtype with every score in memory: y [B, S, H, E]."""
+    """The specification, in q's dtype with every score in memory: returns y [B, S, H, E]."""
     queries, keys = (_Places.of(starts, t.shape[1], q.device) for starts, t in zip(sides, (q, k), strict=True))
     see = _visible(queries, keys, options.causal, options.window)
     q = _rotated(q, tables, _query_positions(queries, keys, sides), options.interleaved)
@@ -73,14 +73,14 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: 
 
 
 def _query_positions(queries: _Places, keys: _Places, sides: Sides) -> Tensor:
-    """The position that each query has among its document's keys."""
+    """Return the position of each query among its document's keys."""
     if sides.key_starts is None:
         return len(keys.place) - queries.to_end
     return sides.key_starts.diff()[queries.document] - queries.to_end
 
 
 def _kept(sizes: Sequence[int], rows: Tensor, columns: slice, num_keys: int, options: Options) -> Tensor:
-    """Dropout's mask of some queries [rows] of batch, H, S: bool [batch, H, rows, columns], places in a document."""
+    """Return dropout's mask for some queries [rows] of batch, H, S: bool [batch, H, rows, columns] in a document."""
     batch, num_heads, num_queries = sizes
     key0, key1, counter2, counter3, first_head, num_row_heads = options.dropout
     numbers = StreamNumbers(options.rate, key0, key1, counter2, counter3)
@@ -93,8 +93,8 @@ class _Piece(NamedTuple):
     """Some queries of a document, and the keys that any of them sees.
 
     Attributes:
-        rows, keys: both as they lie in the sequence.
-        first_key: the first key's place in its document.
+        rows, keys: both as positions in the sequence.
+        first_key: the first key's position in its document.
         hidden: columns, and which of them some of the queries do not see: bool [rows, columns].
     """
 
@@ -105,13 +105,13 @@ class _Piece(NamedTuple):
 
 
 def _pieces(q: Tensor, k: Tensor, sides: Sides, options: Options) -> Iterator[_Piece]:
-    """All queries that see a key."""
+    """Yield pieces with all queries that see a key."""
     everything = q.shape[1] + k.shape[1]
     back = options.window - 1 if options.window else everything
     forth = 0 if options.causal else back
     ends = (pairwise([0, t.shape[1]] if of is None else of.tolist()) for of, t in zip(sides, (q, k), strict=True))
     for (first_query, last_query), (first_key, last_key) in zip(*ends, strict=True):
-        # How far a query's own place among the keys is from its place in the sequence.
+        # Difference between a query's position among the keys and its position in the sequence.
         shift = last_key - last_query
         for start in range(first_query, last_query, _QUERIES_AT_A_TIME):
             rows = slice(start, min(start + _QUERIES_AT_A_TIME, last_query))
@@ -128,7 +128,7 @@ def _pieces(q: Tensor, k: Tensor, sides: Sides, options: Options) -> Iterator[_P
 
 
 class _Written:
-    """Attention written out, in the accumulation dtype, piece by piece; heads of a group side by side."""
+    """Attention written out, in the accumulation dtype, piece by piece, with the heads of a group side by side."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> None:
         self.options = options
@@ -142,19 +142,19 @@ class _Written:
         self.v = v.to(wide).transpose(1, 2).flatten(0, 1)
 
     def grouped(self, t: Tensor) -> Tensor:
-        """t[B, S, H, E] -> [B*G, H/G, S, E]."""
+        """Return t[B, S, H, E] as [B*G, H/G, S, E]."""
         return t.unflatten(2, (self.num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
     def ungrouped(self, t: Tensor) -> Tensor:
-        """The inverse, for any part of the queries."""
+        """Return the inverse of `grouped`, for any part of the queries."""
         return t.unflatten(0, (self.batch, self.num_groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def powers(self, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(s - top) [B*G, H/G, rows, keys], their sums over the keys, and top, the rows' largest score; 0 where
-        a key is not seen.
+        """Return exp(s - top) [B*G, H/G, rows, keys], their sums over the keys, and top, the rows' largest score.
 
-        As powers of 2, whose logarithms the product yields: multiplied after top is subtracted, a factor log2(e) rounds
-        what is far from the top by several units. On AMD's processors exp2 also takes a third of exp's time (MKL's).
+        exp(s - top) is 0 for keys that are not seen. It is computed as a power of 2, with the factor log2(e) in the
+        product: if s - top were multiplied by it, values far from the top would be wrong by several units. On AMD's
+        processors exp2 also takes a third of exp's time (in MKL).
         """
         q, k = self.q[:, :, piece.rows].flatten(1, 2), self.k[:, piece.keys].transpose(1, 2)
         s = q.new_empty(q.shape[0], q.shape[1], k.shape[2])
@@ -167,7 +167,7 @@ class _Written:
         return p, p.sum(-1, keepdim=True), top.div_(LOG2_E)
 
     def factors(self, piece: _Piece) -> Tensor | None:
-        """What probabilities [B*G, H/G, rows, keys] are multiplied by: dropout's mask, scaled; None without."""
+        """Return the factors of probabilities [B*G, H/G, rows, keys]: dropout's mask, scaled; None without dropout."""
         if not self.options.rate:
             return None
         columns = slice(piece.first_key, piece.first_key + piece.keys.stop - piece.keys.start)
@@ -179,7 +179,7 @@ class _Written:
 def attention_on_host(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """(y, lse) as forward.launch_attention, on any device; lse in the accumulation dtype."""
+    """Return (y, lse) as forward.launch_attention does, on any device; lse in the accumulation dtype."""
     written = _Written(q, k, v, tables, sides, options)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=written.k.dtype, device=q.device)
@@ -206,9 +206,9 @@ def attention_backward_on_host(
     sides: Sides,
     options: Options,
 ) -> None:
-    """As backward.launch_attention_backward, on any device; lse is not used.
+    """Compute backward.launch_attention_backward on any device; lse is not used.
 
-    A piece has all keys of its rows: their sum is at hand, without the rounding of lse, which all of a row would share.
+    A piece has all keys of its rows. So their sum is known without the rounding of lse, which a whole row would share.
     """
     written = _Written(q, k, v, tables, sides, options)
     dy = dy.to(written.k.dtype)
@@ -226,7 +226,7 @@ def attention_backward_on_host(
             dp, dropped = dp.mul_(factors), p * factors
         ds = dp.sub_(delta[:, :, rows]).mul_(p)
         dq[:, :, rows] = (ds.flatten(1, 2) @ written.k[:, keys]).view(*p.shape[:3], k.shape[3])
-        # Head by head: one sum over all queries of a group rounds more often, and loses a quarter of a unit.
+        # Head by head: one sum over all queries of a group would round more often, and lose a quarter of a unit.
         for head in range(p.shape[1]):
             dv[:, keys].baddbmm_(dropped[:, head].transpose(1, 2), block_dy[:, head])
             dk[:, keys].baddbmm_(ds[:, head].transpose(1, 2), block_q[:, head], alpha=options.scale)

@@ -1,11 +1,11 @@
 """Tiles of attention: where a program's document is, what a tile loads and stores, what it sees, what it drops.
 
 A head's E columns are held as two halves, which is how rotary embedding pairs them: a tile is rotated on load and its
-gradient rotated back before it is stored, and q @ k.T is the sum of the halves' products. Which columns form a half,
-the first E/2 or the even ones, is a matter of strides.
+gradient rotated back before it is stored, and q @ k.T is the sum of the halves' products. Strides decide which columns
+form a half: the first E/2, or the even ones.
 
-Positions: query i of a document sees keys j <= i + d if causal, d = keys - queries of the document, so that the last
-query sees the last key; with a window w of them only j > i + d - w, and j < i + d + w if not causal.
+Positions: query i of a document sees keys j <= i + d if causal, where d = keys - queries of the document, so that the
+last query sees the last key. With a window w it sees only j > i + d - w, and j < i + d + w if not causal.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Cross-entropy of whole, sharded and never materialised logits."""
+"""Cross-entropy of whole logits, of sharded logits, and of logits that are never all in memory."""

@@ -1,7 +1,7 @@
 """The Triton kernels of operator.py, which has the equations, and their launchers.
 
-One kernel reduces a shard's rows to four numbers each, by an online softmax over blocks of columns: any vocabulary,
-read once. The other turns each block of logits into its gradient where it lies. Neither adds across programs.
+One kernel reduces a shard's rows to four numbers each, by an online softmax over blocks of columns: it reads a
+vocabulary of any size once. The other overwrites each block of logits with its gradient. Neither adds across programs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpkernels.launch import accumulation_dtype, cdiv, jit, power_of_2, run, tl, widened
 
-# Of tokens that take no part.
+# The label of tokens that are ignored.
 IGNORED_LABEL = -100
 
 
@@ -103,14 +103,14 @@ def _gradient_kernel(
 
 
 def _block(num_columns: int) -> dict[str, int]:
-    """4096 elements: of one row, or of up to 16 short ones. Not tuned on a GPU yet."""
+    """Return the block: 4096 elements, of one row or of up to 16 short ones. Not tuned on a GPU yet."""
     columns = min(4096, power_of_2(num_columns))
     rows = min(16, 4096 // columns)
     return {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": 8 if rows * columns > 2048 else 4}
 
 
 def launch_cross_entropy_partials(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """The operator tpkernels::cross_entropy_partials by its kernel."""
+    """Run the operator tpkernels::cross_entropy_partials with its kernel."""
     partials = empty_partials(logits)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows = logits.shape[0]
@@ -142,7 +142,7 @@ def launch_cross_entropy_gradient_(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """The operator tpkernels::cross_entropy_gradient_ by its kernel."""
+    """Run the operator tpkernels::cross_entropy_gradient_ with its kernel."""
     num_rows, all_columns = logits.shape
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     block = _block(all_columns)
@@ -171,5 +171,5 @@ def launch_cross_entropy_gradient_(
 
 
 def empty_partials(logits: Tensor) -> Tensor:
-    """[4, T] in the dtype that statistics of logits[T, C] are kept in."""
+    """Return an empty tensor [4, T] in the dtype in which statistics of logits[T, C] are kept."""
     return logits.new_empty(4, logits.shape[0], dtype=accumulation_dtype(logits.dtype))

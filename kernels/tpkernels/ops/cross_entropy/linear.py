@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy in one, a chunk of tokens at a time: all logits never exist together.
+"""Output projection and cross-entropy in one, one chunk of tokens at a time: the logits are never all in memory.
 
     z[Tc, V/tp] = x[Tc, D] @ w[V/tp, D].T                          Tc tokens; the vocabulary is cut over tp
     loss = sum over tokens of token_weight * loss[t]               loss[t] as in operator.py
@@ -6,12 +6,12 @@
     dx[Tc, D] = dz @ w                                             partial(tp)
     dw[V/tp, D] += dz.T @ x                                        this rank's rows, complete
 
-The decision a reader will question: the gradients are computed in forward. A chunk's logits are there then, and to have
-them again in backward (Wijmans et al.) would be a fourth matmul beside three. The price: a token's weight must be known
-in forward, so the loss is a weighted sum and never a tensor of losses, and dx[T, D] and dw[V/tp, D] are kept until
-backward, which only scales them.
+The decision a reader will question: the gradients are computed in forward, where a chunk's logits exist. Having them
+again in backward (Wijmans et al.) would be a fourth matmul beside three. The price: a token's weight must be known in
+forward, so the loss is a weighted sum and not a tensor of losses; and dx[T, D] and dw[V/tp, D] are kept until backward,
+which only scales them.
 
-`combine` is a Python callable, as the gathering of partials may be anything, and no schema of an operator holds one: so
+`combine` is a Python callable, because gathering partials may be anything. No schema of an operator can hold one, so
 this is a torch.autograd.Function around the operators of operator.py.
 
 Source: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3; Wijmans et al., "Cut your losses in large-vocabulary
@@ -40,9 +40,9 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 Combine = Callable[[Tensor], Tensor]
 
-# Fewer tokens leave a matmul's tiles half empty, and pass over dw for too little work.
-# Rows of dw that one product makes.
+# Rows of dw that one product computes.
 _DW_ROWS = 4096
+# With fewer tokens a matmul's tiles are half empty, and a pass over dw does too little work.
 _FEWEST_TOKENS = 128
 
 
@@ -61,17 +61,17 @@ def linear_cross_entropy_reference(
 
 
 def default_chunk_tokens(num_tokens: int) -> int:
-    """Tokens whose logits exist together: at most an eighth of all, in multiples of 128, but at least 128."""
+    """Return how many tokens' logits exist together: at most an eighth of all, in multiples of 128, at least 128."""
     return max(_FEWEST_TOKENS, num_tokens // 8 // _FEWEST_TOKENS * _FEWEST_TOKENS)
 
 
 class _Settings(NamedTuple):
-    """What is no tensor.
+    """All arguments that are not tensors.
 
     Attributes:
         vocab_size, first_column, label_smoothing, z_loss, combine: as linear_cross_entropy.
-        chunk_tokens: a number.
-        wants_dx, wants_dw: whether backward may ask for them.
+        chunk_tokens: tokens per chunk.
+        wants_dx, wants_dw: whether backward may need them.
     """
 
     vocab_size: int
@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     dgrad:  dx *= dloss        partial(tp)
     wgrad:  dw *= dloss
 
-    Both are scaled where they lie, so that there are no two of them: a second backward raises.
+    Both are scaled in place, so that no second copy exists: a second backward raises.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(dz, weight, out=dx[rows])
             if dw is not None:
-                # In blocks: where dw is wider than x, each product is a tensor of its own before it is added.
+                # In blocks: if dw is wider than x, each product is a temporary tensor before it is added.
                 for dw_block, dz_block in zip(dw.split(_DW_ROWS), dz.split(_DW_ROWS, dim=1), strict=True):
                     accumulate_wgrad(dw_block, dz_block, x[rows])
         ctx.save_for_backward(dx, dw)
@@ -122,14 +122,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        dloss = dloss.view(1, 1)  # without dims it would be rounded to dx's dtype first, and a loss scale overflow
+        dloss = dloss.view(1, 1)  # a tensor without dims would first be rounded to dx's dtype: a loss scale overflows
         dx = None if dx is None else torch.mul(dx, dloss, out=dx)
         dw = None if dw is None else dw.mul_(dloss).to(ctx.weight_dtype)
         return dx, dw, None, None, None
 
 
 def _losses_and_gradient_(z: Tensor, labels: Tensor, token_weights: Tensor, settings: _Settings) -> Tensor:
-    """Losses of some tokens; their logits are overwritten by their gradient if one is wanted."""
+    """Return the losses of some tokens; overwrite their logits with the gradient if one is wanted."""
     num_columns = min(max(settings.vocab_size - settings.first_column, 0), z.shape[1])
     partials = cross_entropy_partials(z, labels, first_column=settings.first_column, num_columns=num_columns)
     combined = combine_partials(partials[None] if settings.combine is None else settings.combine(partials))
@@ -163,7 +163,7 @@ def linear_cross_entropy(
     combine: Combine | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Project to the vocabulary and take the weighted sum of the tokens' cross-entropies, without all logits.
+    """Project to the vocabulary and return the weighted sum of the tokens' cross-entropies, without all logits.
 
         loss = sum over t of token_weights[t] * cross_entropy(x @ w.T)[t]
         dx[T, D] = dloss * dz @ w, partial(tp);   dw[V/tp, D] = dloss * dz.T @ x
@@ -172,14 +172,14 @@ def linear_cross_entropy(
         x: [T, D], floating point, any strides, every token on every tp rank.
         weight: [V/tp, D] of x's dtype, any strides: this rank's rows of the output projection.
         labels: [T] int64, global columns, equal on every rank, or -100 (ignored).
-        token_weights: [T], or one number for all: for a mean, 1 / (valid targets of the global step). It takes no
-            gradient. In float16 it must hold the loss's scale too: gradients are rounded before dloss is known.
-        vocab_size: V; rows of weight whose global number is not below it are padding. By default there is none, which
-            with `combine` nobody can know, so it must be given.
+        token_weights: [T], or one number for all: for a mean, 1 / (valid targets of the global step). It gets no
+            gradient. In float16 it must include the loss's scale too: gradients are rounded before dloss is known.
+        vocab_size: V; rows of weight whose global number is V or more are padding. By default there is no padding. With
+            `combine` it must be given, since one rank cannot know it.
         first_column: the global number of weight's first row.
         label_smoothing, z_loss: as tpkernels.ops.cross_entropy.operator.token_losses.
-        combine: makes partials[n, 4, Tc] of the n ranks in order of this rank's partials[4, Tc], once a chunk:
-            `lambda partials: comm.all_gather(partials[None])`. By default this rank has the whole vocabulary.
+        combine: returns partials[n, 4, Tc] of the n ranks, in order, for this rank's partials[4, Tc]; called once per
+            chunk: `lambda partials: comm.all_gather(partials[None])`. By default this rank has the whole vocabulary.
         chunk_tokens: tokens whose logits exist together, equal on every rank; by default default_chunk_tokens.
 
     Returns:
@@ -189,12 +189,12 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or numbers that do not fit.
         RuntimeError: a second backward.
 
-    Cost: 6*T*D*V/tp flops, all in forward, 2*T*D*V/tp if neither x nor weight takes a gradient; every chunk reads and
+    Cost: 6*T*D*V/tp flops, all in forward, 2*T*D*V/tp if neither x nor weight needs a gradient. Every chunk reads and
     writes its logits twice, reads weight twice, and reads and writes dw. Keeps dx and, in the accumulation dtype, dw;
-    besides, a chunk's logits and 4096 rows of dw: in 16 bits less than all logits from about 2 D tokens on.
+    in addition a chunk's logits and 4096 rows of dw: in 16 bits that is less than all logits from about 2 D tokens on.
     Order: each chunk waits for its partials.
     Numerics: logits and dz are rounded to x's dtype; losses, and the sum of dw over chunks, are in float32 (float64 for
-    float64); deterministic where matmuls are.
+    float64); deterministic if matmuls are.
     Source: Liger Kernel, arXiv 2410.10989, which takes the mean itself and casts dw each time.
     """
     token_weights = _check(x, weight, labels, token_weights)
@@ -221,7 +221,7 @@ def linear_cross_entropy(
 
 
 def _check(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | float) -> Tensor:
-    """token_weights as [T] in the accumulation dtype; raises where tensors do not fit."""
+    """Return token_weights as [T] in the accumulation dtype; raise if tensors do not fit."""
     fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] and labels.shape == x.shape[:1]
     if not fits or x.dtype != weight.dtype or not x.is_floating_point():
         raise ValueError(

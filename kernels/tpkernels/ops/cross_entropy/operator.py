@@ -5,12 +5,13 @@
     loss[T] = (1 - eps) * (lse - t) + eps * (lse - u / V) + z_loss * lse^2                    0 for ignored labels
     dz[T, C] = slope * (softmax(z) * (1 + 2 * z_loss * lse) - (1 - eps) * onehot(label) - eps / V)
 
-Forward reads the logits once (an online softmax), backward reads and overwrites them once. Between the two stands what
-only the caller can do, the gathering of 4*T numbers of each shard; `cross_entropy` is the whole on one rank. Elsewhere:
-linear.py makes the logits too, a chunk at a time.
+Forward reads the logits once (an online softmax), backward reads and overwrites them once. In between, the caller
+gathers 4*T numbers from each shard; `cross_entropy` does everything on one rank. linear.py also computes the logits, a
+chunk at a time.
 
-The decision a reader will question: M and S are kept apart, where lse alone would do. Beside a logit of 1e4 the float32
-sum M + log S has three digits of log S left, and so had every probability exp(z - lse); exp(z - M) / S has them all.
+The decision a reader will question: M and S are kept separately, although lse alone would do. With a logit of 1e4 the
+float32 sum M + log S keeps only three digits of log S, and so would every probability exp(z - lse); exp(z - M) / S
+keeps all digits.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867; Shoeybi et al.,
 "Megatron-LM", arXiv 1909.08053, section 3; Chowdhery et al., "PaLM", arXiv 2204.02311, section 5 (z-loss); Szegedy et
@@ -35,17 +36,17 @@ from tpkernels.ops.cross_entropy.kernel import (
     launch_cross_entropy_partials,
 )
 
-# A float32 block of 1 MB: of less, calls take too long (AMD EPYC, one core, V = 16032).
+# A float32 block of 1 MB: with smaller blocks calls take too long (AMD EPYC, one core, V = 16032).
 _HOST_BLOCK_ELEMENTS = 1 << 18
 
 
 class CombinedPartials(NamedTuple):
-    """What every shard's columns together say of each token; `combine_partials` makes it.
+    """Statistics of each token over all shards' columns, from `combine_partials`.
 
     Attributes:
         max_logit: [T], M, the largest logit.
         exp_sum: [T], S, the sum of exp(z - M).
-        target: [T], the label's logit; 0 where no shard has the label.
+        target: [T], the label's logit; 0 if no shard has the label.
         logit_sum: [T], the sum of the logits.
     """
 
@@ -56,7 +57,7 @@ class CombinedPartials(NamedTuple):
 
     @property
     def lse(self) -> Tensor:
-        """[T], the logarithm of the sum of exp(z)."""
+        """Return [T], the logarithm of the sum of exp(z)."""
         return self.max_logit + self.exp_sum.log()
 
 
@@ -73,7 +74,7 @@ def cross_entropy_reference(
 
 
 def _host_blocks(logits: Tensor) -> Iterator[slice]:
-    """Ranges of rows that stay in a core's cache from one pass over them to the next."""
+    """Yield ranges of rows that stay in a core's cache from one pass to the next."""
     num_rows = max(1, _HOST_BLOCK_ELEMENTS // max(1, logits.shape[1]))
     return (slice(first, first + num_rows) for first in range(0, logits.shape[0], num_rows))
 
@@ -96,7 +97,7 @@ def _partials_on_host(logits: Tensor, labels: Tensor, first_column: int, num_col
         memory = torch.empty_like(z) if memory is None else memory
         powers = torch.sub(z, top[:, None], out=memory[: len(z)])
         torch.sum(exp_(powers), 1, out=total)
-    partials[1].masked_fill_(partials[0] == -torch.inf, 0)  # else NaN, of -inf - -inf
+    partials[1].masked_fill_(partials[0] == -torch.inf, 0)  # otherwise NaN, from -inf - -inf
     return partials
 
 
@@ -123,7 +124,7 @@ def _gradient_on_host_(
     (mine,) = ((column >= 0) & (column < num_columns)).nonzero(as_tuple=True)
     targets = mine, column[mine]
     p = (z[targets] - max_logit[mine]).exp_().div_(exp_sum[mine])
-    # p - 1 before the z-loss: it is exact where p is near 1, and p * (1 + growth) - 1 would not be.
+    # p - 1 is computed before the z-loss: it is exact for p near 1, while p * (1 + growth) - 1 would not be.
     of_targets = slopes[mine] * (p - (1 - label_smoothing + label_smoothing / vocab_size) + p * growth[mine])
     for rows in _host_blocks(z):
         block = z[rows]
@@ -131,7 +132,7 @@ def _gradient_on_host_(
         exp_(dz.sub_(max_logit[rows, None])).mul_(factors[rows, None])
         if label_smoothing:
             dz.sub_(spread[rows, None])
-        block.copy_(dz)  # of 16 bits: else they are one
+        block.copy_(dz)  # if dz is not the block itself, as for 16 bits
     z[targets] = of_targets.to(z.dtype)
     logits.index_fill_(0, (labels == IGNORED_LABEL).nonzero()[:, 0], 0)
 
@@ -143,7 +144,7 @@ def _partials(logits: Tensor, labels: Tensor, first_column: int, num_columns: in
 
 @torch.library.custom_op("tpkernels::cross_entropy_partials", mutates_args=())
 def partials_op(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """partials[4, T] of one shard's columns: m, s, t, u."""
+    """Return partials[4, T] of one shard's columns: m, s, t, u."""
     return _partials(logits, labels, first_column, num_columns)
 
 
@@ -187,7 +188,7 @@ def _(logits: Tensor, *_: Any) -> None:
 
 
 def partials_of(logits: Tensor, labels: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """As partials_op, for the forward of a Function; nothing is checked."""
+    """Return partials_op's result; for the forward of a Function, without checks."""
     return (partials_op if as_operator(logits) else _partials)(logits, labels, first_column, num_columns)
 
 
@@ -201,12 +202,12 @@ def gradient_of_(
     first_column: int,
     num_columns: int,
 ) -> None:
-    """As gradient_op_, for the backward of a Function; nothing is checked."""
+    """Run gradient_op_; for the backward of a Function, without checks."""
     if as_operator(logits):
         write: Callable[..., None] = gradient_op_
     else:
         write = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
-        # What a kernel writes autograd does not see.
+        # Autograd does not notice what a kernel writes.
         torch.autograd.graph.increment_version(logits)
     write(logits, labels, max_logit, exp_sum, slopes, vocab_size, first_column, num_columns, 0.0, 0.0)
 
@@ -215,7 +216,7 @@ def gradient_of_(
 def cross_entropy_op(
     logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, keeps_logits: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, M, S) of whole rows; the gradient is written over the logits unless `keeps_logits`."""
+    """Return (losses, M, S) of whole rows; the gradient overwrites the logits unless `keeps_logits`."""
     vocab_size = logits.shape[1]
     combined = combine_partials(partials_op(logits, labels, 0, vocab_size)[None])
     losses = token_losses(combined, labels, vocab_size, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -260,7 +261,7 @@ def check_logits(logits: Tensor, labels: Tensor, first_column: int, num_columns:
         raise ValueError(f"cross-entropy takes int64 labels: got {labels.dtype}: convert them by labels.long()")
     if first_column < 0 or not 0 <= num_columns <= logits.shape[1]:
         raise ValueError(
-            f"a shard has 0 to {logits.shape[1]} columns that are no padding, from a column >= 0 on: num_columns "
+            f"a shard has 0 to {logits.shape[1]} columns that are not padding, from a column >= 0 on: num_columns "
             f"{num_columns}, first_column {first_column}: clamp vocab_size - first_column to that range"
         )
 
@@ -275,10 +276,10 @@ def check_smoothing(label_smoothing: float, z_loss: float) -> None:
 
 
 def must_keep(logits: Tensor) -> bool:
-    """Whether logits lie in the memory of a leaf of autograd: a parameter, or another tensor that a user holds.
+    """Return whether logits share the memory of a leaf of autograd: a parameter, or another tensor that a user holds.
 
-    Their gradient needs memory of its own: `z -= lr * z.grad` makes nonsense where both are one. Yes for whatever
-    torch.compile traces: of a traced tensor nobody can tell, not even in the operator, whose inputs are leaves never.
+    Their gradient needs memory of its own: `z -= lr * z.grad` is wrong if both share memory. Always true under
+    torch.compile: for a traced tensor it cannot be known, not even in the operator, whose inputs are never leaves.
     """
     if torch.compiler.is_compiling():
         return True
@@ -286,7 +287,7 @@ def must_keep(logits: Tensor) -> bool:
 
 
 def check_writable(logits: Tensor) -> None:
-    """Raise where elements of logits share memory, as an expanded tensor's do."""
+    """Raise if elements of logits share memory, as those of an expanded tensor do."""
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise ValueError(
             f"the gradient is written over the logits, whose elements may not share memory: strides "
@@ -297,18 +298,18 @@ def check_writable(logits: Tensor) -> None:
 def cross_entropy_partials(
     logits: Tensor, labels: Tensor, *, first_column: int = 0, num_columns: int | None = None
 ) -> Tensor:
-    """Reduce one shard's logits to four numbers a token.
+    """Reduce one shard's logits to four numbers per token.
 
         partials[:, T] = max z,  sum of exp(z - max z),  z[label],  sum of z    over z = logits[:, :num_columns]
 
     Args:
         logits: [T, C], floating point, any strides: this shard's columns.
-        labels: [T] int64, global columns; z[label] is 0 where the label is another shard's or -100 (ignored).
+        labels: [T] int64, global columns; z[label] is 0 if the label is another shard's or -100 (ignored).
         first_column: the global number of the shard's first column.
-        num_columns: columns from here on are padding of the vocabulary and take no part; by default there is none.
+        num_columns: columns from here on are padding of the vocabulary and are ignored; by default there is none.
 
     Returns:
-        [4, T], float32 (float64 for float64), new. A shard of padding alone has -inf, 0, 0, 0. No gradient: that is
+        [4, T], float32 (float64 for float64), new. A shard of padding only has -inf, 0, 0, 0. It has no gradient: use
         cross_entropy_gradient_.
 
     Raises:
@@ -329,10 +330,10 @@ def combine_partials(partials: Tensor) -> CombinedPartials:
     """Combine the partials of all shards.
 
     Args:
-        partials: [n, 4, T], of n >= 1 shards in the vocabulary's order, on every rank alike.
+        partials: [n, 4, T], of n >= 1 shards in the vocabulary's order, the same on every rank.
 
     Returns:
-        CombinedPartials of new tensors [T]. A token whose logits are all -inf has NaN, as its softmax has.
+        CombinedPartials of new tensors [T]. A token whose logits are all -inf has NaN, as its softmax does.
 
     Numerics: shards are added as torch.sum does over them: the same bits on ranks that hold the same partials.
     """
@@ -344,7 +345,7 @@ def combine_partials(partials: Tensor) -> CombinedPartials:
 def token_losses(
     combined: CombinedPartials, labels: Tensor, vocab_size: int, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Make each token's loss of what all shards say of it.
+    """Return each token's loss from the statistics of all shards.
 
         loss[T] = (1 - eps) * (lse - z[label]) + eps * (lse - mean z) + z_loss * lse^2,  0 where ignored
 
@@ -356,8 +357,8 @@ def token_losses(
         z_loss: weight of lse^2, which keeps the logits near 0.
 
     Returns:
-        [T] in combined's dtype. NaN for a label that is neither in the vocabulary nor -100: to raise would be to wait
-        for the device.
+        [T] in combined's dtype. NaN for a label that is neither in the vocabulary nor -100: raising an error would have
+        to wait for the device.
 
     Raises:
         ValueError: label_smoothing or z_loss outside their range.
@@ -390,18 +391,18 @@ def cross_entropy_gradient_(
         dz[T, C] = slope * (softmax(z) * (1 + 2 * z_loss * lse) - (1 - eps) * onehot(label) - eps / V)
 
     Args:
-        logits: [T, C] as cross_entropy_partials had them, any strides, without elements that share memory; overwritten.
+        logits: [T, C] as for cross_entropy_partials, any strides, without elements that share memory; overwritten.
         labels, first_column, num_columns: as cross_entropy_partials.
         combined: of all shards.
-        slopes: [T], floating point, the gradient that each token's loss has: for a mean 1 / (valid targets).
+        slopes: [T], floating point, the gradient of each token's loss: for a mean 1 / (valid targets).
         vocab_size, label_smoothing, z_loss: as token_losses.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: arguments that do not fit.
 
     Cost: reads and writes the logits once.
-    Numerics: float32 (float64 for float64), rounded once. Rows of ignored labels and columns of padding are 0, whatever
-    they held; rows of a label that is neither in the vocabulary nor -100 are NaN, as their losses are.
+    Numerics: float32 (float64 for float64), rounded once. Rows of ignored labels and columns of padding become 0,
+    whatever they held; rows of a label that is neither in the vocabulary nor -100 become NaN, as their losses are.
     """
     num_columns = logits.shape[-1] if num_columns is None else num_columns
     check_logits(logits, labels, first_column, num_columns)
@@ -426,30 +427,30 @@ def cross_entropy_gradient_(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Take each token's cross-entropy; backward overwrites the logits with their gradient.
+    """Return each token's cross-entropy; backward overwrites the logits with their gradient.
 
         loss[T] = (1 - eps) * (lse - z[label]) + eps * (lse - mean z) + z_loss * lse^2,  0 where ignored
         dz[T, V] = dloss * (softmax(z) * (1 + 2 * z_loss * lse) - (1 - eps) * onehot(label) - eps / V)
 
     Args:
-        logits: z[T, V], floating point, any strides, V > 0. After backward they hold dz: read them before, if at all.
-            An operator that keeps its output for backward, as tanh does, cannot have made them, which autograd says.
-            A leaf of autograd, or a view of one, is left as it is, and has a gradient in memory of its own; so are all
+        logits: z[T, V], floating point, any strides, V > 0. After backward they hold dz, so read them before. They must
+            not come from an operator that keeps its output for backward, such as tanh; autograd raises if they do. A
+            leaf of autograd, or a view of one, is not overwritten and gets a gradient in memory of its own; neither are
             logits under torch.compile.
         labels: [T] int64 below V, or -100 (ignored).
         label_smoothing, z_loss: as token_losses.
 
     Returns:
-        [T], float32 (float64 for float64), new: not their mean, for the number of valid targets that a mean divides by
-        is that of the global step, which only the caller knows. NaN for other labels, and for a row of -inf alone, as
-        torch has it; so are such rows' gradients.
+        [T], float32 (float64 for float64), new. Not their mean: the number of valid targets to divide by is that of the
+        global step, which only the caller knows. NaN for other labels, and for a row of only -inf, as in torch; the
+        gradients of such rows are NaN too.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit.
-        RuntimeError: a second backward of logits that are no leaf: autograd finds them changed.
+        RuntimeError: a second backward of logits that are not a leaf: autograd finds them changed.
 
-    Cost: forward reads the logits once, backward reads and writes them once, or copies them first where they are
-    left; keeps them and 2*T numbers. On a CPU several passes over some rows at a time.
+    Cost: forward reads the logits once; backward reads and writes them once, or copies them first if they are not
+    overwritten; keeps them and 2*T numbers. On a CPU several passes over some rows at a time.
     Numerics: float32 (float64 for float64), the gradient rounded once; deterministic.
     Source: Milakov and Gimelshein, arXiv 1805.02867; z-loss: arXiv 2204.02311; label smoothing: arXiv 1512.00567.
     """

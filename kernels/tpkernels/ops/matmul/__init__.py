@@ -1,4 +1,4 @@
-"""The matmul that everything else is built on: plain, and as the device functions that the fused kernels share."""
+"""The matmul on which all else is built: as an operator, and as device functions that the fused kernels share."""
 
 from tpkernels.ops.matmul.operator import matmul
 from tpkernels.ops.matmul.swiglu import matmul_swiglu

@@ -1,7 +1,7 @@
 """How a matmul is cut into tiles, by its sizes, dtype and target: starting points, not tuned on a GPU yet.
 
-The decision a reader will question: of the tiles that a target multiplies well, those are taken by which the busiest
-processor has least to do, by an estimate from sizes alone; nothing is timed. So all ranks, and all runs, take the same.
+The decision a reader will question: among the tiles that a target multiplies well, those are chosen that give the
+busiest processor the least work, estimated from sizes alone; nothing is timed. So all ranks and runs choose alike.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class MatmulConfig(NamedTuple):
     """The tiles of a matmul.
 
     Attributes:
-        block_m, block_n, block_k: rows and columns of a tile of C, and how much of K is multiplied at a time.
-        group_m: tiles down before the next to the right (`tiles.place`).
-        num_warps, num_stages: as triton.
-        warp_specialize: some warps load while others multiply. Triton 3.7 compiles that for sm_90 with 4 warps, tiles
-            of at most 64 rows and 128 columns, and both operands by TMA: it cuts larger tiles in two for two groups of
-            warps, and then refuses the descriptors made on the host, whose boxes are still whole; it aborts the
-            process where pointers load. With 8 warps it ignores the wish. `launch_matmul` lets through what compiles.
+        block_m, block_n, block_k: rows and columns of a tile of C, and the part of K that is multiplied at a time.
+        group_m: tiles in a column before the next column (`tiles.place`).
+        num_warps, num_stages: as in triton.
+        warp_specialize: some warps load while others multiply. Triton 3.7 compiles this for sm_90 with 4 warps, tiles
+            of at most 64 rows and 128 columns, and both operands by TMA. Larger tiles it cuts in two for two groups of
+            warps, and then refuses the descriptors made on the host, whose boxes are still whole. If pointers load, it
+            aborts the process. With 8 warps it ignores the option. `launch_matmul` passes it on if it compiles.
     """
 
     block_m: int
@@ -37,31 +37,32 @@ class MatmulConfig(NamedTuple):
 
     @property
     def may_specialize(self) -> bool:
-        """Whether sm_90 can be compiled for with `warp_specialize`, given both operands by TMA."""
+        """Return whether `warp_specialize` can be compiled for sm_90, given both operands by TMA."""
         return self.block_m <= 64 and self.block_n <= 128 and self.num_warps == 4
 
     def programs_per_processor(self, item_bytes: int, target: Target) -> int:
-        """How many programs fit onto a processor together: by shared memory, and by registers, of which 8 warps have
-        all where a thread may have 255.
+        """Return how many programs fit onto a processor together, by shared memory and by registers.
+
+        Programs with 8 warps take all registers if a thread may have 255.
         """
         stage_bytes = (self.block_m + self.block_n) * self.block_k * item_bytes
         return max(1, min(target.shared_memory_bytes // (self.num_stages * stage_bytes), 8 // self.num_warps))
 
 
 class _Choice(NamedTuple):
-    """A configuration, and the speed of its tiles as a part of the fastest tiles'."""
+    """A configuration, and the speed of its tiles relative to the fastest tiles."""
 
     config: MatmulConfig
     speed: float
 
 
 class _Table(NamedTuple):
-    """What a kind of matrix unit is given.
+    """The configurations for one kind of matrix unit.
 
     Attributes:
-        choices: the first of several as good is taken.
-        fixed: whatever the sizes.
-        scattered: where an operand is read element by element, and the addresses take many registers.
+        choices: with equal estimates the first is taken.
+        fixed: used for all sizes.
+        scattered: for an operand that is read element by element, whose addresses take many registers.
     """
 
     choices: tuple[_Choice, ...]
@@ -69,7 +70,7 @@ class _Table(NamedTuple):
     scattered: MatmulConfig
 
 
-# sm_90's wgmma and sm_100's tcgen05, which read their operands in shared memory. Shapes: kraken, triton's tutorials.
+# sm_90's wgmma and sm_100's tcgen05 read their operands from shared memory. Shapes: kraken, triton's tutorials.
 _HOPPER = _Table(
     (
         _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
@@ -81,7 +82,7 @@ _HOPPER = _Table(
     MatmulConfig(128, 128, 64, 8, 4, 3),
     MatmulConfig(64, 64, 32, 8, 4, 3),
 )
-# mma.sync, whose operands and sums are all in registers: 128x256 spills where A lies by columns.
+# mma.sync: operands and sums are all in registers, so 128x256 spills if A is stored by columns.
 _AMPERE = _Table(
     (
         _Choice(MatmulConfig(128, 128, 32, 8, 8, 4), 1.0),
@@ -91,7 +92,7 @@ _AMPERE = _Table(
     MatmulConfig(128, 128, 32, 8, 8, 4),
     MatmulConfig(64, 64, 32, 8, 4, 3),
 )
-# gfx942: of two stages one is in the 64 kB of shared memory, the other on its way in registers.
+# gfx942: of two stages one is in the 64 kB of shared memory, the other is in registers, being loaded.
 _CDNA = _Table(
     (
         _Choice(MatmulConfig(256, 128, 32, 4, 8, 2), 1.0),
@@ -102,8 +103,8 @@ _CDNA = _Table(
     MatmulConfig(128, 128, 32, 8, 4, 2),
     MatmulConfig(64, 64, 32, 8, 4, 2),
 )
-# float32 without loss has no matrix units at NVIDIA, and each product is an instruction of its own: larger tiles take
-# minutes to compile.
+# NVIDIA has no matrix units for full float32, and each product is one instruction: larger tiles take minutes to
+# compile.
 _FLOAT32 = _Table(
     (
         _Choice(MatmulConfig(64, 64, 16, 8, 8, 2), 1.0),
@@ -112,7 +113,7 @@ _FLOAT32 = _Table(
     MatmulConfig(64, 64, 16, 8, 8, 2),
     MatmulConfig(64, 64, 16, 8, 8, 2),
 )
-# SwiGLU's: block_n columns of gate and as many of up, so two sums a tile.
+# SwiGLU: block_n columns of gate and as many of up, so each tile has two sums.
 _GATED_HOPPER = _Table(
     (
         _Choice(MatmulConfig(128, 128, 64, 4, 8, 3), 1.0),
@@ -146,7 +147,7 @@ _GATED_FLOAT32 = _Table(
     MatmulConfig(64, 32, 16, 8, 8, 2),
 )
 
-# Multiply-adds that a processor could do while a tile's first operands arrive and its sums are stored: 1 to 2 us.
+# Multiply-adds that a processor could do while a tile's first operands arrive and its sums are stored (1 to 2 us).
 _TILE_OVERHEAD = 2_000_000
 
 
@@ -162,17 +163,18 @@ def config_of(
     scattered: bool = False,
     num_processors: int = 132,
 ) -> MatmulConfig:
-    """Choose the tiles of C[m, n] = A[m, k] @ B[k, n].
+    """Return the tiles of C[m, n] = A[m, k] @ B[k, n].
 
     Args:
-        dtype: the operands'.
-        fixed: the same for all sizes, so that an element's bits depend on its row of A, its column of B and k alone.
-        gated: of SwiGLU's matmul, where n are the columns of the result, half the weight's rows.
+        dtype: of the operands.
+        fixed: use the same tiles for all sizes, so that an element's bits depend on its row of A, its column of B and k
+            only.
+        gated: for SwiGLU's matmul, where n is the number of columns of the result, half the weight's rows.
         scattered: an operand is read element by element (`Operand.is_scattered`).
-        num_processors: that share the tiles.
+        num_processors: processors that share the tiles.
 
-    m and k are taken as the nearest powers of two: they are numbers of tokens, and a few tokens more or less shall not
-    compile another kernel.
+    m and k are rounded to the nearest powers of two: they are numbers of tokens, and a few tokens more or less must not
+    cause another compilation.
     """
     table = _table(dtype, target, gated)
     if fixed:
@@ -180,9 +182,9 @@ def config_of(
     if scattered:
         return table.scattered
     rows, depth = _nearest_power_of_2(m), _nearest_power_of_2(k)
-    # None of which half or more is empty.
+    # Tiles of which less than half is empty.
     filled = [c for c in table.choices if c.config.block_m < 2 * rows and c.config.block_n < 2 * n]
-    # Of tiles as good, tall ones for many rows: they share B's columns longer.
+    # Of equally good tiles take tall ones for many rows: they share B's columns longer.
     by_height = sorted(filled or table.choices[-1:], key=lambda c: c.config.block_m < c.config.block_n and rows >= 8192)
 
     def busiest(choice: _Choice) -> float:

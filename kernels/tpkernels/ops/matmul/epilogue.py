@@ -1,7 +1,7 @@
-"""What happens to a tile of a matmul after the last product, as device functions: added to, rounded once, stored.
+"""The end of a matmul's tile, as device functions: add to the sum, round once, store.
 
-Everything is added in float32. A tile is finished in halves of its columns where what is added would not find registers
-beside the whole of it.
+All additions are in float32. A tile is finished in parts of its columns if the added values would not fit into
+registers beside the whole tile.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Matrix products on the CPU by the faster of the two libraries that torch carries.
+"""Matrix products on the CPU, by the faster of the two libraries in torch.
 
-torch.mm in float32 calls MKL, which on processors that are not Intel's leaves some of the machine unused; oneDNN, which
-torch calls for compiled linear layers, does not (rows overlap/... of benchmarks/results). oneDNN also multiplies faster
-by a matrix that was brought into its own layout once (`PreparedMatrix`), and by parts of the rows as fast as by all of
-them: what a weight needs that several micro-batches, cut over the ranks, are multiplied by.
+torch.mm in float32 calls MKL, which does not use processors other than Intel's fully. oneDNN, which torch calls for
+compiled linear layers, does (rows overlap/... of benchmarks/results). oneDNN also multiplies faster by a matrix that
+was converted once into its own layout (`PreparedMatrix`), and is as fast with parts of the rows as with all of them. A
+weight needs both: several micro-batches, cut over the ranks, are multiplied by it.
 
-This is the only file that touches these operators, which are not part of torch's documented interface; where they are
-missing, MKL does it all. The choice follows from the machine and the shapes, never from a time: the same run gives the
-same bits.
+This is the only file that uses these operators, which are not part of torch's documented interface; if they are
+missing, MKL does everything. The choice depends on the machine and the shapes, never on timing, so the same run gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Below, the call costs more than the faster product saves.
+# For smaller products the call costs more than the faster product saves.
 _FEWEST_MULTIPLICATIONS = 8_000_000
 
 
 class PreparedMatrix:
-    """A copy of a matrix in the layout that its products read fastest.
+    """A copy of a matrix in the layout that products read fastest.
 
     Args:
-        matrix: m [K, N], any strides. Later changes of it are not seen: make another one after each.
-        num_rows: of the left-hand sides, about.
+        matrix: m [K, N], any strides. Later changes are not seen: prepare it again after each.
+        num_rows: of the left-hand sides, approximately.
 
     Attributes:
         shape: (K, N).
         num_rows: as given.
 
-    Memory: K*N elements; none where oneDNN is not used, and `matrix` itself is.
+    Memory: K*N elements; none if oneDNN is not used, then `matrix` itself is.
     """
 
     def __init__(self, matrix: Tensor, num_rows: int) -> None:
@@ -54,8 +54,8 @@ def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
 
     Args:
         x: any strides, on any device.
-        matrix: m, any strides; or prepared.
-        out: where the product goes; default a new tensor.
+        matrix: m, any strides, or prepared.
+        out: where the product is written; default a new tensor.
 
     Numerics: in the operands' dtype, under autocast too; the same bits for the same operands and shapes.
     """
@@ -81,17 +81,17 @@ def accumulate_product(out: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) -> bool:
-    """Whether multiplying rows in parts gives the bits of multiplying them all at once.
+    """Return whether multiplying rows in parts gives the same bits as multiplying all at once.
 
-    The order of sums in a product follows from its sizes, not from its values, hence it is tried once for each sizes,
-    with random ones. It is not asked where the order may also follow from where operands lie (MKL).
+    The order of sums depends on the sizes, not on the values, so it is tried once per combination of sizes, with random
+    values. It is not tried if the order may also depend on the operands' addresses (MKL).
 
     Args:
         matrix: m.
         num_rows: of the left-hand side.
         parts: rows of each part, in order; their sum is num_rows.
 
-    Cost: two products the first time for each sizes.
+    Cost: two products the first time for each combination of sizes.
     """
     if not isinstance(matrix, PreparedMatrix) or matrix.laid_out is None:
         return False
@@ -130,7 +130,7 @@ def _is_for_onednn(matrix: Tensor, num_rows: int) -> bool:
 
 @functools.cache
 def _has_onednn() -> bool:
-    """Whether oneDNN's linear operator is there and MKL does not serve the processor as well."""
+    """Return whether oneDNN's linear operator exists, and MKL is slower on this processor."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not _is_intel()
 
 

@@ -1,13 +1,13 @@
-"""The Triton kernel of operator.py's matmul, and its launcher, which engine and fused operators call themselves.
+"""The Triton kernel of operator.py's matmul, and its launcher, which the engine and fused operators call directly.
 
     C[M, N] = A[M, K] @ B[K, N] + bias[N] + residual[M, N]
     C[M, N] += A[M, K] @ B[K, N]                                     accumulating, in float32, C in the operands' dtype
                                                                      or wider
 
-Persistent: as many programs as the GPU has room for, each with one tile of C after another (tiles.py). Loops over the
-whole of K, so that nothing is added by atomics and a sum's order follows from K alone.
+Persistent: as many programs as fit onto the GPU, each computing tiles of C one after another (tiles.py). The inner loop
+covers all of K, so nothing is added by atomics, and the order of a sum depends on K only.
 
-TMA loads an operand where the target has it and the operand's rows begin at multiples of 16 bytes; else pointers do.
+TMA loads an operand if the target has it and the operand's rows begin at multiples of 16 bytes; else pointers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.tiles import described, may_be_described, multiply, place
 
-# What the kernels multiply: in float64 a GPU's own library is as good.
+# Dtypes of the kernels; in float64 a GPU's own library is as good.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -113,8 +113,8 @@ class Operand(NamedTuple):
 
     Attributes:
         lines: its rows or its columns, whichever have no gaps, as rows.
-        by_rows: whether they are its rows.
-        by_tma: whether TMA reads it, else pointers do.
+        by_rows: whether the lines are its rows.
+        by_tma: whether TMA reads it; else pointers do.
     """
 
     lines: Tensor
@@ -123,33 +123,33 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor, target: Target) -> Operand:
-        """A matrix as it is read; copied if both its dims have gaps."""
+        """Return a matrix as an operand; copied if both its dims have gaps."""
         if matrix.stride(1) != 1 and matrix.stride(0) != 1:
             matrix = matrix.clone(memory_format=torch.contiguous_format)
         by_rows = matrix.stride(1) == 1
         lines = matrix if by_rows else matrix.T
-        # Lines that overlap, as an expanded tensor's, are left to pointers.
+        # Overlapping lines, as of an expanded tensor, are read by pointers.
         return cls(lines, by_rows, may_be_described(lines, target) and lines.stride(0) >= lines.shape[1])
 
     def argument(self, block_rows: int, block_columns: int) -> Any:
-        """What a kernel is passed that reads blocks of the matrix: a descriptor, or the tensor for its pointer."""
+        """Return the kernel argument for reading blocks: a descriptor, or the tensor for its pointer."""
         block = [block_rows, block_columns] if self.by_rows else [block_columns, block_rows]
         return described(self.lines, block) if self.by_tma else self.lines
 
     @property
     def stride(self) -> int:
-        """From line to line in elements, for pointers."""
+        """Return the distance between lines in elements, for pointers."""
         return 0 if self.by_tma else self.lines.stride(0)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether pointers must read it element by element, as lines begin or end anywhere."""
+        """Return whether pointers must read it element by element, because lines begin or end anywhere."""
         lines = self.lines
         return not self.by_tma and any(n % 16 for n in (lines.stride(0), lines.shape[1], lines.data_ptr()))
 
 
 def num_parts(config: MatmulConfig) -> int:
-    """In how many parts a tile is finished: with 64 sums a thread or more, what is added to them would be spilled."""
+    """Return in how many parts a tile is finished: with 64 sums or more per thread, added values would spill."""
     return 4 if config.block_m * config.block_n >= 64 * 32 * config.num_warps else 1
 
 
@@ -165,16 +165,16 @@ def launch_matmul(
     fixed: bool = False,
     config: MatmulConfig | None = None,
 ) -> Tensor:
-    """Launch C[M, N] = A[M, K] @ B[K, N] + bias[N] + residual[M, N]; nothing is checked.
+    """Launch C[M, N] = A[M, K] @ B[K, N] + bias[N] + residual[M, N]; without checks.
 
     Args:
         a, b: of one of KERNEL_DTYPES, any strides; copied if both dims have gaps.
         bias, residual: any floating-point dtype.
-        out: where C goes, any floating-point dtype; default a new tensor.
+        out: where C is written, any floating-point dtype; default a new tensor.
         accumulate: add to `out` instead of writing it.
         dtype: of a new C; default a's.
-        fixed: take the configuration that is the same for all sizes.
-        config: take this one; `warp_specialize` is passed on where triton can.
+        fixed: use the configuration that is the same for all sizes.
+        config: use this one; `warp_specialize` is passed on if triton can compile it.
 
     Returns: C; `out` if given.
     """

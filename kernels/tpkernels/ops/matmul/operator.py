@@ -6,12 +6,12 @@
     db[K, N] = a.T @ dc                                            wgrad, by the same kernel
     dbias[N] = sum of dc over rows;  dresidual = dc
 
-Operands are read where they are, whichever of their dims has no gaps: of y = x @ w.T, w is a torch weight [N, K] as it
-is stored, and of neither gradient is anything transposed in memory. Whoever accumulates a weight gradient calls
-tpkernels.ops.matmul.wgrad; SwiGLU of a product is swiglu.py; products of sharded operands are tpkernels.fused.
+Operands are read in place, whichever of their dims has no gaps: for y = x @ w.T, w is a torch weight [N, K] as it is
+stored, and neither gradient transposes anything in memory. To accumulate a weight gradient, call
+tpkernels.ops.matmul.wgrad. swiglu.py is SwiGLU of a product; tpkernels.fused multiplies sharded operands.
 
-The decision a reader will question: on a GPU this takes its own kernel, not cuBLAS, because the kernels that overlap
-communication are this one with waits in it, and the bits of `fixed` are promised, which no library does.
+The decision a reader will question: on a GPU this uses its own kernel, not cuBLAS. The kernels that overlap
+communication are this one with waits in it; and `fixed` promises bits, which no library does.
 
 Source: triton's tutorials 3 and 9 (grouped order, persistent programs).
 """
@@ -46,7 +46,7 @@ def _on_host(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether products of x take the Triton kernel: by_triton, and in one of KERNEL_DTYPES."""
+    """Return whether products of x use the Triton kernel: by_triton, and in one of KERNEL_DTYPES."""
     return by_triton(x) and x.dtype in KERNEL_DTYPES
 
 
@@ -59,7 +59,7 @@ def matmul_forward(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor |
 
 @torch.library.custom_op("tpkernels::matmul", mutates_args=())
 def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, fixed: bool) -> Tensor:
-    """c[M, N], new and contiguous."""
+    """Return c[M, N], new and contiguous."""
     return matmul_forward(a, b, bias, residual, fixed)
 
 
@@ -70,7 +70,7 @@ def _(a: Tensor, b: Tensor, bias: Any, residual: Any, fixed: bool) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, _, ctx.fixed = inputs
-    # A gradient needs the other operand alone.
+    # Each gradient needs the other operand only.
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
 
 
@@ -88,7 +88,7 @@ matmul_op.register_autograd(_backward, setup_context=_setup_context)
 def matmul(
     a: Tensor, b: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, fixed: bool = False
 ) -> Tensor:
-    """Multiply two matrices, and add to the product what is given.
+    """Return the product of two matrices, plus a bias and a residual if given.
 
         c[M, N] = a[M, K] @ b[K, N] + bias[N] + residual[M, N]
         da = dc @ b.T;  db = a.T @ dc;  dbias = sum of dc over rows;  dresidual = dc
@@ -98,9 +98,9 @@ def matmul(
         b: [K, N] of a's dtype, any strides: pass `weight.T` of a torch weight.
         bias: [N] of a's dtype.
         residual: [M, N] of a's dtype, any strides.
-        fixed: on a GPU, take one configuration whatever the sizes: an element's bits then depend on its row of a, its
-            column of b and K alone, not on what else is multiplied with them. Slower for most sizes. On a CPU torch's
-            library decides, as ever.
+        fixed: on a GPU, use one configuration for all sizes: an element's bits then depend on its row of a, its column
+            of b and K only, not on what else is multiplied with them. Slower for most sizes. On a CPU torch's library
+            decides, with or without it.
 
     Returns:
         c of a's dtype, new and contiguous.
@@ -111,8 +111,8 @@ def matmul(
     Cost: 2*M*N*K flops; reads a, b, bias and residual and writes c, in one pass; backward twice that. Keeps a and b for
     backward. An operand with gaps in both dims is copied first.
     Numerics: summed in float32 in one order, everything added to the sum before it is rounded once; deterministic.
-    float32 operands are not cut to tf32. On a CPU, and in float64, the product is torch's, and what is added to it is
-    added to its rounded elements. K = 0 gives zeros, plus what is added.
+    float32 operands are not reduced to tf32. On a CPU, and in float64, the product is torch's, and the additions are to
+    its rounded elements. K = 0 gives zeros, plus what is added.
     """
     if not _fits(a, b, bias, residual):
         given = {"a": a, "b": b, "bias": bias, "residual": residual}

@@ -1,4 +1,4 @@
-"""A gated projection and its SwiGLU in one matmul, forward and backward.
+"""A gated projection with SwiGLU in one matmul, forward and backward.
 
     y[T, 2F/tp] = x[T, D] @ weight[2F/tp, D].T                     (gate, up) side by side
     h[T, F/tp] = silu(gate) * up
@@ -7,11 +7,11 @@
     dx[T, D] = dy @ weight                                         partial(tp)
     dweight[2F/tp, D] = dy.T @ x
 
-Columns of h are on their own: a rank's rows of the weight need nothing of another's, as long as its gate and up are the
-same columns of the whole.
+Columns of h are independent: a rank's rows of the weight need nothing of another rank's, as long as its gate and up are
+the same columns of the whole.
 
-The decision a reader will question: y is stored for backward although forward does not need it. Without it backward
-multiplies x and weight again, half as many operations as all of forward and backward need without; `recompute` does so
+The decision a reader will question: y is stored for backward, although forward does not need it. Without it backward
+multiplies x and weight again, half as many operations as forward and backward otherwise need. `recompute` does that
 where memory is scarcer than time.
 
 Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
@@ -47,7 +47,7 @@ def matmul_swiglu_forward(x: Tensor, weight: Tensor, keeps_y: bool, fixed: bool)
 
 @torch.library.custom_op("tpkernels::matmul_swiglu", mutates_args=())
 def matmul_swiglu_op(x: Tensor, weight: Tensor, keeps_y: bool, fixed: bool) -> tuple[Tensor, Tensor]:
-    """(h, y), new and contiguous; y has no elements unless it is kept, and no gradient is taken of it."""
+    """Return (h, y), new and contiguous; y has no elements unless it is kept, and gets no gradient."""
     return matmul_swiglu_forward(x, weight, keeps_y, fixed)
 
 
@@ -97,8 +97,8 @@ def matmul_swiglu(x: Tensor, weight: Tensor, *, recompute: bool = False, fixed: 
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    Cost: 4*T*F*D flops; reads x and weight, writes h, and y where backward will want it. Backward 8*T*F*D flops, 12
-    with `recompute`.
+    Cost: 4*T*F*D flops; reads x and weight, writes h, and y if backward will need it. Backward 8*T*F*D flops, 12 with
+    `recompute`.
     Numerics: as matmul; h is computed from gate and up in float32 before they are rounded, backward from rounded ones.
     Source: Shazeer, arXiv 2002.05202.
     """

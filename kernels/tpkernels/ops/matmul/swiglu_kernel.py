@@ -1,4 +1,4 @@
-"""The Triton kernel of swiglu.py: two products of one x, gate and up, and SwiGLU of them before anything is stored.
+"""The Triton kernel of swiglu.py: two products of the same x, gate and up, and their SwiGLU before anything is stored.
 
     gate[T, F], up[T, F] = x[T, D] @ weight[2F, D].T               y[T, 2F] = (gate, up) side by side, if asked for
     h[T, F] = silu(gate) * up
@@ -155,14 +155,14 @@ def matmul_swiglu_kernel(
 def launch_matmul_swiglu(
     x: Tensor, weight: Tensor, keeps_y: bool, *, fixed: bool = False, config: MatmulConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch h[T, F] of x[T, D] and weight[2F, D]; nothing is checked.
+    """Launch h[T, F] = SwiGLU of x[T, D] and weight[2F, D]; without checks.
 
     Args:
         x, weight: of one dtype of KERNEL_DTYPES, any strides; copied if rows have gaps.
-        keeps_y: whether y[T, 2F] is wanted too.
+        keeps_y: whether y[T, 2F] is stored too.
         fixed, config: as launch_matmul.
 
-    Returns: h and y; y has no elements if it is not wanted.
+    Returns: h and y; y has no elements if it is not stored.
     """
     (m, k), n = x.shape, len(weight) // 2
     h = torch.empty(m, n, dtype=x.dtype, device=x.device)

@@ -2,13 +2,13 @@
 
     acc[BLOCK_M, BLOCK_N] += A[row : row + BLOCK_M, :] @ B[:, column : column + BLOCK_N]
 
-Each operand is a matrix one of whose dims has no gaps: A[M, K] by rows (K without gaps) or by columns (M without gaps),
-B[K, N] by rows (N without gaps) or by columns (K without gaps, as a torch weight's transpose). So all of forward
-(x @ w.T: A by rows, B by columns), dgrad (dy @ w: both by rows) and wgrad (dy.T @ x: A by columns, B by rows) read
-their operands where they are.
+One dim of each operand has no gaps: A[M, K] is by rows (K without gaps) or by columns (M without gaps), B[K, N] by rows
+(N without gaps) or by columns (K without gaps, as a torch weight's transpose). So forward (x @ w.T: A by rows, B by
+columns), dgrad (dy @ w: both by rows) and wgrad (dy.T @ x: A by columns, B by rows) all read their operands in place.
 
-An operand is a pointer, or a descriptor of a TMA box (`described`), made on the host. What arrives under a flag while
-the kernel runs is read through pointers: TMA reads by another path than the flag's, and triton has no fence between.
+An operand is a pointer, or a descriptor of a TMA box (`described`), made on the host. Data that arrives under a flag
+while the kernel runs is read through pointers: TMA reads by another path than the flag's, and triton has no fence
+between the two.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from tpkernels.launch import Target, dot, jit, tl
 
 
 def described(matrix: Tensor, block: list[int]) -> Any:
-    """A TMA descriptor of boxes of a matrix; the dim without gaps is the last."""
+    """Return a TMA descriptor of boxes of a matrix; the last dim has no gaps."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
 
 
 def may_be_described(matrix: Tensor, target: Target) -> bool:
-    """Whether TMA exists there and can read a matrix without gaps in its last dim: rows must begin at multiples of 16
-    bytes.
+    """Return whether the target has TMA and it can read a matrix without gaps in its last dim.
+
+    Rows must begin at multiples of 16 bytes.
     """
     if tl is None or target.backend != "cuda" or int(target.arch) < 90:
         return False

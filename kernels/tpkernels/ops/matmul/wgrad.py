@@ -1,8 +1,8 @@
 """Weight gradient of a matmul, accumulated where the caller wants it.
 
-16-bit operands with a float32 buffer, as in training, take the matmul kernel on a GPU: it adds to the buffer what it
-has just summed, where torch would write a float32 product as large as the buffer and read it again. Where the dtypes
-agree, torch's own product accumulates as well.
+16-bit operands with a float32 buffer, as in training, use the matmul kernel on a GPU: it adds its sums directly to the
+buffer, where torch would write a float32 product as large as the buffer and read it again. If the dtypes agree, torch's
+own product accumulates as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`wgrad_` without its checks and without torch's dispatcher, for callers inside a Function of their own."""
+    """Run `wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own."""
     if _takes_kernel(buffer, x):
         launch_matmul(dy.T, x, out=buffer, accumulate=True)
     elif x.dtype == buffer.dtype:
@@ -34,7 +34,7 @@ def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
     elif x.is_cuda:
         buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
     else:
-        # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding a call.
+        # CPU GEMMs in bfloat16 accumulate in fp32 but return bfloat16: one rounding per call.
         buffer.add_(dy.T @ x)
 
 
@@ -63,8 +63,8 @@ def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
     Cost: 2*T*out*in flops; reads dy and x, reads and writes dw. On a CPU with a wider buffer also a product of dw's
     size in x's dtype.
-    Numerics: where the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype, on a
-    GPU as it was summed, on a CPU rounded to x's dtype once.
+    Numerics: if the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype: on a GPU
+    as summed, on a CPU rounded once to x's dtype.
     """
     if (
         dy.ndim != 2

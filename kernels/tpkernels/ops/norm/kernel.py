@@ -1,7 +1,8 @@
-"""The Triton kernels of norm.py, which has the equations, and their launchers.
+"""The Triton kernels of operator.py, which has the equations, and their launchers.
 
-Forward has some rows a program. Backward has more of them, adds up their part of dw and db in registers, and writes one
-partial row; a second kernel adds these. How many rows follows from their number alone, and so does the order.
+A forward program has some rows. A backward program has more: it adds their part of dw and db in registers, and writes
+one partial row; a second kernel adds the partial rows. How many rows a program has depends only on their total number,
+and so does the order of the sums.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _sum_parts_kernel(
 
 
 def _block(num_columns: int, elements: int, elements_per_warp: int) -> dict[str, int]:
-    """One to 16 rows, of about `elements` elements together, for 4 to 16 warps. Not tuned on a GPU yet."""
+    """Return one to 16 rows, of about `elements` elements together, for 4 to 16 warps. Not tuned on a GPU yet."""
     columns = power_of_2(num_columns)
     rows = min(16, max(1, elements // columns))
     return {
@@ -182,7 +183,7 @@ def _block(num_columns: int, elements: int, elements_per_warp: int) -> dict[str,
 def launch_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator tpkernels::norm by its kernel."""
+    """Run the operator tpkernels::norm with its kernel."""
     y, total, mean, rstd = empty_outputs(x, residual, centered)
     num_rows, num_columns = x.shape
     x, residual = _rows_without_gaps(x), None if residual is None else _rows_without_gaps(residual)
@@ -220,15 +221,15 @@ def launch_norm_backward(
     centered: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator tpkernels::norm_backward by its kernels."""
+    """Run the operator tpkernels::norm_backward with its kernels."""
     num_rows, num_columns = total.shape
     chunk_rows = num_rows // num_chunks
-    # What is read and the sums, one row or two, must fit into registers.
+    # The values read and the sums (one row or two) must fit into registers.
     most_columns = 4096 if has_bias else 8192
     elements_per_warp = 256 if has_bias and num_columns <= most_columns else 512
     num_splits = cdiv(num_columns, most_columns)
     block = _block(min(num_columns, most_columns), 1024, elements_per_warp)
-    # From 256 to 2048 programs a chunk, of 64 rows between: then the partial rows are 1 to 4 % of the bytes moved.
+    # 256 to 2048 programs per chunk, with 64 rows each if possible: then partial rows are 1 to 4 % of the bytes moved.
     fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, 256))
     rows_per_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
     num_parts = cdiv(chunk_rows, rows_per_program)
@@ -275,12 +276,12 @@ def launch_norm_backward(
 
 
 def _rows_without_gaps(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose columns lie side by side; rows may be anywhere."""
+    """Return x, or a copy of it, without gaps between columns; rows may have any stride."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def empty_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty y, total, mean, rstd; total without a residual, and mean if nothing is centered, have no elements."""
+    """Return empty y, total, mean, rstd; total without a residual, and mean if not centered, have no elements."""
     wide = accumulation_dtype(x.dtype)
     rows = x.new_empty(x.shape[0], dtype=wide)
     return (

@@ -10,11 +10,11 @@
 
 Rows are tokens: on a sequence-sharded x[T/tp, D] the weight gradients are partial(tp), and nothing else changes.
 
-Forward reads each row once. Backward reads total and dy once (rows of more than 8192 columns, or 4096 with a bias, once
-for each block of so many, from the cache for all but one), writes dtotal, and adds up dw of a few rows at a time in
-registers, one partial row a program; a second kernel adds these. The number of rows a program has follows from the
-number of tokens alone, not from the GPU's processors, so that the order of the sums does too; with chunks from a
-chunk's size alone, which exact mode needs.
+Forward reads each row once. Backward reads total and dy once, writes dtotal, and adds dw of several rows in registers,
+one partial row per program; a second kernel adds the partial rows. Rows of more than 8192 columns (4096 with a bias)
+are read once per block of that many columns, all but the first time from the cache. The number of rows per program
+depends on the number of tokens only, not on the GPU's processors, so the order of the sums does too; with chunks it
+depends on the size of a chunk only, which exact mode needs.
 
 Source: Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019; Ba, Kiros, Hinton, "Layer
 normalization", arXiv 1607.06450.
@@ -33,14 +33,14 @@ from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv
 from tpkernels.ops.norm.kernel import empty_outputs, launch_norm, launch_norm_backward
 
-# Rows of more columns leave too few registers a thread.
+# Rows with more columns leave too few registers per thread.
 _MOST_COLUMNS = 16384
 
 
 def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in x's dtype: (y, total)."""
+    """The specification, in x's dtype: returns (y, total)."""
     total = x if residual is None else x + residual
     if centered:
         return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
@@ -69,7 +69,7 @@ def _on_host(
 
 
 def _host_rows(x: Tensor) -> int:
-    """Rows of a float32 block of 1 MB, which a core's caches hold from one pass to the next."""
+    """Return the rows of a float32 block of 1 MB, which stays in a core's caches from one pass to the next."""
     return max(1, (1 << 18) // x.shape[1])
 
 
@@ -85,11 +85,11 @@ def _backward_on_host(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     dtype = rstd.dtype
-    # Sums over strided rows would be taken in another order.
+    # Sums over strided rows would be in another order.
     dy, wide, weight = dy.to(dtype).contiguous(), total.to(dtype).contiguous(), weight.to(dtype)
     if centered:
         statistics = mean[:, None], rstd[:, None]
-        # Without dw, which it adds up in an order that the number of threads decides.
+        # Without dw: it would be added in an order that depends on the number of threads.
         dx = torch.ops.aten.native_layer_norm_backward(
             dy, wide, weight.shape, *statistics, weight, None, [True, False, False]
         )[0]
@@ -121,7 +121,7 @@ def _backward_on_host(
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_op` without torch's dispatcher, for callers inside a Function of their own."""
+    """Run `norm_op` without torch's dispatcher, for callers inside a Function of their own."""
     return (launch_norm if by_triton(x) else _on_host)(x, weight, bias, residual, eps, centered)
 
 
@@ -136,7 +136,7 @@ def norm_backward(
     centered: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_backward_op` without torch's dispatcher."""
+    """Run `norm_backward_op` without torch's dispatcher."""
     backward = launch_norm_backward if by_triton(dy) else _backward_on_host
     return backward(dy, dtotal, total, weight, mean, rstd, num_chunks, centered, has_bias)
 
@@ -145,7 +145,7 @@ def norm_backward(
 def norm_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd) of rows; total has no elements without a residual, mean none if nothing is centered."""
+    """Return (y, total, mean, rstd) of rows; total has no elements without a residual, mean none if not centered."""
     return norm_forward(x, weight, bias, residual, eps, centered)
 
 
@@ -166,7 +166,7 @@ def norm_backward_op(
     centered: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, sums[1 or 2, num_chunks, D]): dw, and db where there is a bias, of each chunk of rows, in rstd's dtype."""
+    """Return (dx, sums[1 or 2, num_chunks, D]): dw, and db with a bias, per chunk of rows, in rstd's dtype."""
     return norm_backward(dy, dtotal, total, weight, mean, rstd, num_chunks, centered, has_bias)
 
 
@@ -209,7 +209,7 @@ norm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _checked(x: Tensor, weight: Tensor, others: dict[str, Tensor | None], eps: float) -> Tensor:
-    """x as rows; raises where tensors do not fit."""
+    """Return x as rows; raise if tensors do not fit."""
     columns = x.shape[-1] if x.dim() else 0
     if not x.is_floating_point() or weight.shape != (columns,) or not 0 < columns <= _MOST_COLUMNS:
         raise ValueError(
@@ -245,8 +245,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
     Cost: forward reads x and writes y; backward reads x and dy, writes dx; keeps x and T statistics. On a CPU several
     passes in float32.
-    Numerics: computed in float32, or float64 for float64, and rounded once; deterministic, the weight gradient added in
-    an order that T alone decides.
+    Numerics: computed in float32, or float64 for float64, and rounded once; deterministic; the order of the weight
+    gradient's sum depends on T only.
     Source: Zhang and Sennrich, NeurIPS 2019.
     """
     rows = _checked(x, weight, {}, eps)
@@ -270,8 +270,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     Raises:
         ValueError: shapes that do not fit.
 
-    Cost: forward reads x and residual, writes y and total: four passes where two operators need five.
-    Numerics: as rms_norm of total as it is stored.
+    Cost: forward reads x and residual, writes y and total: four passes, where two operators need five.
+    Numerics: as rms_norm of total as stored.
+
     """
     rows = _checked(x, weight, {"residual": residual}, eps)
     refuse_tangents("add_rms_norm", x, residual, weight)

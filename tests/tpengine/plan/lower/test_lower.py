@@ -251,7 +251,7 @@ def test_slack_of_zbv(p: int, m: int) -> None:
 
 def test_slack_needs_backwards() -> None:
     with pytest.raises(
-        ValueError, match=r"slack is of chunks with a backward: forward_only has none of chunks \[0, 1\]"
+        ValueError, match=r"slack needs a backward of every chunk: forward_only has none of chunks \[0, 1\]"
     ):
         slack(forward_only((0, 1), 2))
 

@@ -29,8 +29,8 @@ rank 0: 0F0 0F1 0B0 0B1  # first
 rank 1: 1F0 1I0 1F1\t1I1   1W0 1W1
 """
 
-_NO_LINE = "a schedule has a line `rank 0: 0F0 0B0` a rank: got none: write one for each pipeline rank"
-_BAD_WORD = "an action is chunk, F, B, I or W, micro-batch, like 2F0"
+_NO_LINE = "a schedule has one line like `rank 0: 0F0 0B0` per rank: got none: write one for each rank"
+_BAD_WORD = "an action is a chunk, F, B, I or W, and a micro-batch, like 2F0"
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -80,11 +80,11 @@ def test_names_fit_one_line(tmp_path: Path, name: str, expected: str) -> None:
         ),
         (
             "0F0 0B0",
-            "line 1: a line reads like `rank 0: 0F0 0B0`: got '0F0 0B0': write one such line a rank",
+            "line 1: a line reads like `rank 0: 0F0 0B0`: got '0F0 0B0': write one line per rank",
         ),
         (
             "rank 00: 0F0 0B0",
-            "line 1: a line reads like `rank 0: 0F0 0B0`: got 'rank 00: 0F0 0B0': write one such line a rank",
+            "line 1: a line reads like `rank 0: 0F0 0B0`: got 'rank 00: 0F0 0B0': write one line per rank",
         ),
         (
             "rank 0: 0F0 0B0\n\nrank 2: 1F0 1B0",
@@ -105,32 +105,35 @@ def test_names_fit_one_line(tmp_path: Path, name: str, expected: str) -> None:
         (
             "rank 0: 0F0 0B0[r0]",
             "line 1: a schedule has no sub-actions, lowering adds them: got '0B0[r0]': "
-            "leave out what stands in brackets",
+            "remove the brackets and what is in them",
         ),
         (
             "rank 0: 0F0 0B0 STEP",
-            f"line 1: {_BAD_WORD}: got 'STEP': write one so, or remove it",
+            f"line 1: {_BAD_WORD}: got 'STEP': write it like that, or remove it",
         ),
         (
             "rank 0: 0F0 0B0 r0",
-            f"line 1: {_BAD_WORD}: got 'r0': write one so, or remove it",
+            f"line 1: {_BAD_WORD}: got 'r0': write it like that, or remove it",
         ),
         (
             "rank 0: 0F0 0B0000000000",
-            f"line 1: {_BAD_WORD}: got '0B0000000000': write one so, or remove it",
+            f"line 1: {_BAD_WORD}: got '0B0000000000': write it like that, or remove it",
         ),
         (
             f"rank 0: 0F0 0B{'9' * 5000}",
-            f"line 1: {_BAD_WORD}: got '0B{'9' * 38}...': write one so, or remove it",
+            f"line 1: {_BAD_WORD}: got '0B{'9' * 38}...': write it like that, or remove it",
         ),
         (
             "rank 0: 0F0 0B\u0661",
-            f"line 1: {_BAD_WORD}: got '0B\\u0661': write one so, or remove it",
+            f"line 1: {_BAD_WORD}: got '0B\\u0661': write it like that, or remove it",
         ),
-        ("rank 0: 0F0 0B0 0F0", "line 1: a chunk computes a micro-batch once each way: 0F0 twice: remove one"),
+        (
+            "rank 0: 0F0 0B0 0F0",
+            "line 1: each kind of action occurs once per chunk and micro-batch: 0F0 twice: remove one",
+        ),
         (
             "rank 0: 0F0 0B0\nrank 1: 0F1 0B1",
-            "line 2: one rank computes a chunk: 0F1 on rank 1, chunk 0 is on rank 0: move it",
+            "line 2: one rank computes a chunk: 0F1 on rank 1, but chunk 0 is on rank 0: move it",
         ),
         (
             "rank 0: 0F0 0B0\nrank 1: 2F0 2B0",

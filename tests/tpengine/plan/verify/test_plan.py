@@ -106,7 +106,7 @@ def fields(**values: object) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, **values)  # type: ignore[arg-type]
 
 
-ONCE_EACH_WAY = "a chunk computes a micro-batch once each way"
+ONCE_EACH_WAY = "each kind of action occurs once per chunk and micro-batch"
 COMPLETE = "every chunk and micro-batch has one F and one B"
 PAIRED = "the k-th send is the k-th receive at the peer"
 RECEIVED = "a remote input is received and waited for"
@@ -253,7 +253,7 @@ MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a negative dimension": (boundary(3, TensorSpec((-1, 64), "float32")), POSITIVE),
     "an integer dtype": (boundary(1, TensorSpec((128, 64), "int64")), DTYPE),
     "a dtype by its qualified name": (boundary(2, TensorSpec((128, 64), "torch.float32")), DTYPE),
-    "a boundary without a tensor": (chunk(1, input=None), "the first chunk alone lacks an input"),
+    "a boundary without a tensor": (chunk(1, input=None), "only the first chunk has no input"),
     "a bucket listed twice": (fields(buckets=(Bucket(0, (0,)), Bucket(0, (1,)))), "each bucket has its own index"),
     "a tie listed twice": (fields(ties=(Tie(0, (0, 3)), Tie(0, (1, 3)))), "each tie has its own index"),
     "a bucket of a chunk that is not there": (fields(buckets=(Bucket(0, (7,)),)), "chunks are 0 to 3"),

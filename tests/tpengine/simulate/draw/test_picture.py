@@ -397,8 +397,8 @@ def test_a_file_has_the_form_of_its_ending(tmp_path: Path) -> None:
         ("out.pdf", ["must end in one of .svg, .html, .png", "out.pdf", "use out.svg"]),
         ("out", ["must end in one of", "use out.svg"]),
         ("no/out.svg", ["directory that exists", "no/out.svg", "make "]),
-        ("folder.svg", ["must not replace what is not a regular file", "folder.svg"]),
-        ("pipe.svg", ["must not replace what is not a regular file", "pipe.svg"]),
+        ("folder.svg", ["can only replace a regular file", "folder.svg"]),
+        ("pipe.svg", ["can only replace a regular file", "pipe.svg"]),
         (f"{'x' * 250}.svg", ["must be writable", "File name too long", "choose another file"]),
     ],
 )

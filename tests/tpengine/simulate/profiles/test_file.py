@@ -168,7 +168,7 @@ def test_a_profile_is_of_one_model() -> None:
     model_of_20 = example(chunks=(ChunkProfile(0, (0, 20), {Kind.F: 0.1, Kind.B: 0.2}),), buckets={})
     with pytest.raises(ValueError, match="it has 20 layers, the plan 12: profile a run of that model"):
         costs_for(model_of_20, plan_of("1f1b", 2, 4))
-    with pytest.raises(ValueError, match="says nothing of transfers"):
+    with pytest.raises(ValueError, match="a profile of one stage has none"):
         plan_for(example(chunks=model_of_20.chunks, buckets={}, boundary=None), make_schedule("1f1b", 2, 4))
 
 
@@ -189,11 +189,11 @@ def message_of(path: Path) -> str:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "it is no JSON"),
-        (b"{", "it is no JSON"),
-        (b"\xff\xfe\x00", "it is no JSON"),
-        (b"[" * 100_000, "it is no JSON"),
-        (b"[]", "which is no object"),
+        (b"", "it is not JSON"),
+        (b"{", "it is not JSON"),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b"[]", "must be in an object"),
         (b"{}", "it has no format"),
         (b'{"format": "other"}', "its format is not"),
         (b'{"format": "tpengine profile", "version": 2}', "its version is 2"),
@@ -208,7 +208,7 @@ def test_what_is_no_profile_is_said_in_one_line(tmp_path: Path, content: bytes, 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in message_of(tmp_path / "absent.json")
-    assert "it is no file" in message_of(tmp_path)
+    assert "it is not a regular file" in message_of(tmp_path)
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(64_000_001)
     assert "more than 64000000 bytes" in message_of(tmp_path / "large.json")

@@ -362,7 +362,7 @@ def test_the_command_predicts_another_schedule(
             ("--schedule", "interleaved", "--chunks", "9"),
             "and a profile of 8 layers: use a schedule of at most 8 chunks",
         ),
-        (("--profile", str(drawn)), f"a profile must be the profile.json of a run: {drawn}: it is no JSON"),
+        (("--profile", str(drawn)), f"a profile must be the profile.json of a run: {drawn}: it is not JSON"),
     ):
         assert main([*command, *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
