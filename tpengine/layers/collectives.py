@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from tpkernels.derivatives import differentiable_once
-from tpkernels.exchange.communicator import Communicator, Pending
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Pending
 
 __all__ = ["Communicator", "Pending", "all_reduce", "copy", "gather", "reduce_scatter"]
 
