@@ -28,6 +28,7 @@ TORCH_FREE = [
     "tpengine.simulate.modelled.costs",
     "tpengine.data",
     "tpengine.last_words",
+    "tpengine.files",
     "tpengine.observe.activity",
     "tpengine.observe.watch",
     "tpengine.checkpoint.index",

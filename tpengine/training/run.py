@@ -25,6 +25,7 @@ from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
+from tpengine.files import written_beside
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -248,10 +249,9 @@ def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
     # A link to somebody else's file is no copy.
     if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
         return
-    beside = path.with_name(f".{path.name}")
-    beside.write_bytes(content)
-    keep_copy_aside(path)
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_bytes(content)
+        keep_copy_aside(path)
 
 
 def _steps(
