@@ -11,8 +11,8 @@ in the loss (loss.py), data parallelism over several pipelines (data_parallel.Da
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -41,7 +41,7 @@ from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.pipeline.loss import Count, Loss, PipelineLoss
 from tpengine.pipeline.profile import ModuleProfile, children_of, profile_on_rank_0, slowest_over_world
-from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, verify
 
@@ -148,9 +148,6 @@ class Pipeline:
         if made.splits_backward:
             _defer_weight_gradients(self.stage, self._halves)
         self._received: set[int] = set()
-        self._inputs: Sequence[Tensor] = ()
-        self._targets: Sequence[Tensor] = ()
-        self._outputs: list[Tensor] = []
         num_replicas = 1 if replicas is None else replicas.size
         self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
         self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
@@ -237,8 +234,7 @@ class Pipeline:
                 every rank of every replica: the loss's own numbers of valid targets are not those of `count`. What the
                 step has added to `.grad` is not to be used then.
         """
-        self._take(inputs, targets, training=True)
-        self._run(self.plan, training=True)
+        self._run(self.plan, _Trained(*self._taken(inputs, targets, training=True), self._loss))
         sums = self._comm.all_reduce_(self._loss.sums)
         if self._loss.counts and self._replicas is not None:
             # What one pipeline refuses all refuse: the others would wait for its gradients.
@@ -258,18 +254,18 @@ class Pipeline:
         Raises:
             ValueError: as `step`.
         """
-        self._take(inputs, None, training=False)
-        self._outputs = []
-        self._run(self._forward_plan, training=False)
-        return torch.cat(self._outputs) if self.is_last else None
+        mine, _ = self._taken(inputs, None, training=False)
+        batch = _Mapped(mine, self._apart)
+        self._run(self._forward_plan, batch)
+        return torch.cat(batch.outputs) if self.is_last else None
 
-    def _run(self, plan: Plan, *, training: bool) -> None:
+    def _run(self, plan: Plan, batch: Batch) -> None:
         rank = self._comm.rank
         self._received.clear()
         pipeline = RankPipeline(
             plan,
             rank,
-            self._stages(training=training),
+            self._stages(batch),
             self._group,
             self._device,
             self._mailbox,
@@ -285,13 +281,14 @@ class Pipeline:
         }
         Executor(dist.get_rank(), handlers, self._trace).run(plan.actions[rank])
 
-    def _stages(self, *, training: bool) -> dict[int, Stage]:
+    def _stages(self, batch: Batch) -> dict[int, Stage]:
         last = len(self.layers) - 1
         return {
             chunk: Stage(
-                lambda x, chunk=chunk: self._compute(x, chunk),  # type: ignore[misc]
-                (lambda mb: self._inputs[mb]) if chunk == 0 else None,
-                (self._weighted_loss if training else self._keep) if chunk == last else None,
+                partial(self._compute, chunk=chunk),
+                batch,
+                is_first=chunk == 0,
+                is_last=chunk == last,
                 apart=self._apart,
             )
             for chunk in self._held
@@ -307,27 +304,24 @@ class Pipeline:
         """Copy what lies in a receive slot: what a stage of views makes does, and the slot is soon written again."""
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
 
-    def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
-        return self._loss.weighted(output, self._targets[microbatch], microbatch)
-
-    def _keep(self, output: Tensor, _: int) -> Tensor:
-        self._outputs.append(self._apart(output))
-        return output
-
-    def _take(self, inputs: Tensor | None, targets: Tensor | None, *, training: bool) -> None:
+    def _taken(
+        self, inputs: Tensor | None, targets: Tensor | None, *, training: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
         problem: ValueError | None = None
         num_targets = 0
+        mine: Sequence[Tensor] = ()
+        wanted: Sequence[Tensor] = ()
         try:
             check_autocast(self._autocast, self._device)
-            self._inputs = self._split("inputs", inputs, self.is_first)
-            self._targets = self._split("targets", targets, self.is_last and training)
+            mine = self._split("inputs", inputs, self.is_first)
+            wanted = self._split("targets", targets, self.is_last and training)
             if self.is_last and training:
-                num_targets = self._loss.prepare(self._targets)
+                num_targets = self._loss.prepare(wanted)
         except ValueError as error:
             problem = error
-        mine = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
-        said = self._comm.all_gather(mine).tolist()
+        report = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
+        said = self._comm.all_gather(report).tolist()
         refusing = [rank for rank, (refuses, _) in enumerate(said) if refuses]
         num_targets = sum(number for _, number in said)
         elsewhere = 0
@@ -342,6 +336,7 @@ class Pipeline:
             raise ValueError("every replica's batch must fit: another replica refused its own: see its message")
         if training:
             self._loss.begin(num_targets)
+        return mine, wanted
 
     def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
         """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
@@ -403,6 +398,43 @@ class Pipeline:
         )
         verify(plan)
         return plan
+
+
+class _Given:
+    """The micro-batches of a batch; nothing here depends on their numbers."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+
+    def begin(self, microbatch: int) -> None:
+        pass
+
+    def tokens(self, microbatch: int) -> Tensor:
+        return self._inputs[microbatch]
+
+
+class _Trained(_Given):
+    """A batch that ends in its loss."""
+
+    def __init__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: PipelineLoss) -> None:
+        super().__init__(inputs)
+        self._targets, self._loss = targets, loss
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        return self._loss.weighted(y, self._targets[microbatch], microbatch)
+
+
+class _Mapped(_Given):
+    """A batch whose outputs are kept."""
+
+    def __init__(self, inputs: Sequence[Tensor], apart: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(inputs)
+        self._apart = apart
+        self.outputs: list[Tensor] = []
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        self.outputs.append(self._apart(y))
+        return y
 
 
 def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,15 +114,12 @@ def kept(
     x, dy = (torch.ones(num_tokens // comm.size, model.hidden_size, dtype=dtype) for _ in range(2))
     is_first, is_last = layers[0] == 0, layers[1] == model.num_layers
 
-    def loss(logits: Tensor, _: int) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, tokens, model.vocab_size, comm) * 0.5
-
-    stage = Stage(
-        lambda x: net(x, train.seq_len),
-        (lambda _: tokens) if is_first else None,
-        loss if is_last else None,
-        recompute=is_full,
+    batch = SimpleNamespace(
+        begin=lambda _: None,
+        tokens=lambda _: tokens,
+        loss=lambda logits, _: vocab_parallel_cross_entropy(logits, tokens, model.vocab_size, comm) * 0.5,
     )
+    stage = Stage(lambda x: net(x, train.seq_len), batch, is_first=is_first, is_last=is_last, recompute=is_full)
     if not is_first:
         stage.receive_input(0, x)
     if not is_last:
