@@ -86,48 +86,51 @@ class ParamGradSink(_ImmediateSink):
         add_rows_(_gradient_of(param), rows, grad.to(param.dtype))
 
 
-class BufferSink(_ImmediateSink):
-    """Accumulate into given buffers; tell a listener of each contribution.
+class Buckets(Protocol):
+    """What counts contributions to gradients: data_parallel.GradientBuckets."""
 
-    Args:
-        on_contribution: called with the parameter after each contribution has been added.
+    def contributed(self, index: int) -> None:
+        """Count one contribution to a gradient in bucket `index`, after it has been added."""
+
+
+class BufferSink(_ImmediateSink):
+    """Accumulate into buffers that lie in buckets, which count contributions.
 
     Deferred partial sums: `partial` is ignored here; the bucket that holds the parameter is summed over those ranks
     together with data parallelism (parameters.ParameterSpec.reduce_over).
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Parameter, Tensor] = {}
-        self._listener: Callable[[Parameter], None] | None = None
+        self._places: dict[Parameter, tuple[Tensor, int]] = {}
+        self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """A copied module's gradients go to its own parameters: the buffers and the listener are the original's."""
+        """A copied module's gradients go to its own parameters: the buffers and their buckets are the original's."""
         return ParamGradSink()
 
-    def attach(self, buffers: Mapping[Parameter, Tensor], listener: Callable[[Parameter], None]) -> None:
-        """Say where each parameter's gradient goes and who is told of contributions.
+    def attach(self, places: Mapping[Parameter, tuple[Tensor, int]], buckets: Buckets) -> None:
+        """Say where each parameter's gradient goes.
 
         Args:
-            buffers: parameter -> tensor of its shape in the accumulation dtype, zeroed by its owner.
-            listener: called with the parameter after each contribution.
+            places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
+            buckets: count the contributions.
         """
-        self._buffers, self._listener = dict(buffers), listener
+        self._places, self._buckets = dict(places), buckets
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        accumulate_wgrad(self._buffers[param], dy, x)
-        self._contributed(param)
+        buffer, bucket = self._places[param]
+        accumulate_wgrad(buffer, dy, x)
+        self._buckets.contributed(bucket)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
-        self._buffers[param].add_(grad)
-        self._contributed(param)
+        buffer, bucket = self._places[param]
+        buffer.add_(grad)
+        self._buckets.contributed(bucket)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        add_rows_(self._buffers[param], rows, grad)
-        self._contributed(param)
-
-    def _contributed(self, param: Parameter) -> None:
-        if self._listener is not None:
-            self._listener(param)
+        buffer, bucket = self._places[param]
+        add_rows_(buffer, rows, grad)
+        self._buckets.contributed(bucket)
 
 
 class WeightHalves:

@@ -25,6 +25,7 @@ from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
+from tpengine.layers.collectives import Work
 from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.layout.parameters import EMBEDDING, kv_replicas, stage_specs
 from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
@@ -270,16 +271,16 @@ class Trainer:
                 self._wait_for(started)
                 continue
             begin, was_complete = trace.now(), self._is_complete(started)
-            trace.waited(started, begin, was_complete, self._wait_for(started))
+            work = self._wait_for(started)
+            trace.waited(started, begin, was_complete, None if work is None else work.ended_ns())
 
-    def _wait_for(self, started: Action) -> int | None:
-        """Wait for a transfer or reduction; return when it was done, in perf_counter_ns, if what carried it knows."""
+    def _wait_for(self, started: Action) -> Work | None:
+        """Wait for a transfer or a reduction; return the reduction."""
         if started.kind is not Kind.REDUCE:
             self.pipeline.wait_for(started)
             return None
         assert started.index is not None
-        ended_ns: Callable[[], int] | None = getattr(self.buckets.wait(started.index), "ended_ns", None)
-        return None if ended_ns is None else ended_ns()
+        return self.buckets.wait(started.index)
 
     def _is_complete(self, started: Action) -> bool:
         if started.kind is not Kind.REDUCE:

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import Arena, shard_rows
 from tpkernels.exchange.device_arena import DeviceArena, model_of
-from tpkernels.exchange.pending import Done, Pending, Staged, Submitted
+from tpkernels.exchange.pending import Collective, Done, Submitted, Work
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -293,7 +293,7 @@ class Communicator:
         self.start_all_reduce_in_tree(x).wait()
         return x
 
-    def start_all_reduce_in_tree(self, x: Tensor) -> Pending:
+    def start_all_reduce_in_tree(self, x: Tensor) -> Work:
         """As `start_all_reduce`, in a balanced tree of ranks whatever the transport.
 
         Where there is no arena, it has been done when this returns.
@@ -331,7 +331,7 @@ class Communicator:
                 x.copy_(host)
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Pending:
+    def start_all_reduce(self, x: Tensor) -> Work:
         """Begin summing the ranks' tensors in place; `x` must not be touched before `wait()` of the result.
 
         Over an arena a thread of this communicator does it, one sum after the other.
@@ -349,15 +349,14 @@ class Communicator:
         if x.dtype not in _SUMMABLE and self.size > 1:
             self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
 
-    def _start(self, x: Tensor, op: Any) -> Pending:
+    def _start(self, x: Tensor, op: Any) -> Work:
         if self.size == 1:
             return Done()
         if (self._gloo and x.is_cuda) or not x.is_contiguous():
             # What lies between the elements of a tensor with gaps is nobody's to sum.
             host = x.cpu().contiguous() if self._gloo else x.contiguous()
-            return Staged(dist.all_reduce(host, op, group=self.group, async_op=True), host, x)
-        pending: Pending = dist.all_reduce(x, op, group=self.group, async_op=True)
-        return pending
+            return Collective(dist.all_reduce(host, op, group=self.group, async_op=True), (host, x))
+        return Collective(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def _gather_by_collective(self, x: Tensor, num_rows: int) -> Tensor:
         most = -(-num_rows // self.size)

@@ -1,4 +1,7 @@
-"""Collectives under way: what a caller holds between starting one and waiting for it."""
+"""Collectives under way: what a caller holds between starting one and waiting for it.
+
+All are a `Work`, whoever carries them: a process group, a communicator's thread, or nobody, as they have ended.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +12,79 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A collective under way."""
 
-    def wait(self) -> Any:
+    def wait(self) -> None:
         """Block until the result is there (on CUDA: until the current stream will see it)."""
 
-    def is_completed(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether `wait` would return at once."""
+
+    def ended_ns(self) -> int | None:
+        """When it ended, by time.perf_counter_ns, for a trace; None if what carried it does not know. After `wait`."""
 
 
 class Done:
     """A collective that has ended, or one of a single rank."""
 
     def wait(self) -> None:
-        return None
+        """As Work."""
 
-    def is_completed(self) -> bool:
+    def is_complete(self) -> bool:
+        """As Work."""
         return True
 
+    def ended_ns(self) -> None:
+        """As Work."""
+        return None
 
-class Staged:
-    """A collective on a host copy of a CUDA tensor: waiting copies the result back."""
 
-    def __init__(self, pending: Pending, host: Tensor, target: Tensor) -> None:
-        self.pending, self.host, self.target = pending, host, target
+class Collective:
+    """A collective of a process group.
+
+    Args:
+        work: torch's.
+        staged: (copy that the group works on, tensor that waiting copies it to); None if it works in place.
+    """
+
+    def __init__(self, work: Any, staged: tuple[Tensor, Tensor] | None = None) -> None:
+        self._work, self._staged = work, staged
 
     def wait(self) -> None:
-        self.pending.wait()
-        self.target.copy_(self.host)
+        """As Work."""
+        self._work.wait()
+        if self._staged is not None:
+            copy, target = self._staged
+            target.copy_(copy)
 
-    def is_completed(self) -> bool:
-        return self.pending.is_completed()
+    def is_complete(self) -> bool:
+        """As Work."""
+        return bool(self._work.is_completed())
+
+    def ended_ns(self) -> None:
+        """As Work."""
+        return None
 
 
 class Submitted:
-    """An exchange that the communicator's thread does; the future says when it has ended, as perf_counter_ns."""
+    """An exchange that a communicator's thread does; the future says when it has ended, as perf_counter_ns."""
 
     def __init__(self, future: Future[int]) -> None:
         self._future = future
 
-    def is_completed(self) -> bool:
+    def wait(self) -> None:
+        """As Work."""
+        self._future.result()
+
+    def is_complete(self) -> bool:
+        """As Work."""
         return self._future.done()
 
     def ended_ns(self) -> int:
-        """When it ended, by time.perf_counter_ns, for a trace; waits until then."""
+        """As Work."""
         return self._future.result()
 
     def settle(self) -> None:
         """Wait until it has ended, whatever came of it."""
         concurrent.futures.wait([self._future])
-
-    def wait(self) -> None:
-        self._future.result()
