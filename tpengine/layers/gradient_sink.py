@@ -12,9 +12,10 @@ layers work in anybody's model under any optimizer. `BufferSink` accumulates int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
 
+WeightPairs = Sequence[tuple[Parameter, Tensor, Communicator | None]]
+
 
 @runtime_checkable
 class GradientSink(Protocol):
     """Takes the weight gradients of one backward pass.
 
     `defers` tells a layer that this backward is an input half, and that what it gives now is added later: a layer that
-    would have to gather something for its weight gradient then gives `later` a function that does both.
+    would have to gather something for its weight gradients alone then leaves the gather to `weight_grads`.
 
     `partial` names the ranks that hold the same parameter and each only a part of its gradient's sum (norm weights:
     tp; replicated KV weights: the replicas). Whoever owns the sink sees that the sum over them is taken, now or
@@ -42,8 +45,21 @@ class GradientSink(Protocol):
     def defers(self) -> bool:
         """Whether contributions wait for the weight half."""
 
-    def later(self, contribute: Callable[[], None]) -> None:
-        """Run what gives contributions: now, or with the weight half."""
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
+        """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to the gradient of each parameter; one gather for all.
+
+        Args:
+            pairs: (parameter, dy_i, partial), which share x.
+            x: [T, in], or this rank's rows of it if `gather_x` is given.
+            gather_x, gather_dy: the ranks over which x or the dy_i are still to be gathered when the sum is taken.
+        """
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
@@ -63,9 +79,22 @@ class _ImmediateSink:
         """As GradientSink."""
         return False
 
-    def later(self, contribute: Callable[[], None]) -> None:
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
         """As GradientSink."""
-        contribute()
+        full = x if gather_x is None else gather_x.all_gather(x)
+        for param, dy, partial in pairs:
+            self.weight_grad(param, full, dy if gather_dy is None else gather_dy.all_gather(dy.contiguous()), partial)
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        """As GradientSink."""
+        raise NotImplementedError
 
 
 class ParamGradSink(_ImmediateSink):
@@ -196,24 +225,34 @@ class DeferringSink:
         """As GradientSink."""
         return self.halves.is_open
 
-    def later(self, contribute: Callable[[], None]) -> None:
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
         """As GradientSink."""
-        if self.halves.is_open:
-            self.halves.add(contribute)
-        else:
-            contribute()
+        self._now_or_later(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.weight_grad(param, x, dy, partial))
+        self._now_or_later(self.inner.weight_grad, param, x, dy, partial)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.add(param, grad, partial))
+        self._now_or_later(self.inner.add, param, grad, partial)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.add_rows(param, rows, grad))
+        self._now_or_later(self.inner.add_rows, param, rows, grad)
+
+    def _now_or_later(self, contribute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.halves.is_open:
+            self.halves.add(functools.partial(contribute, *args, **kwargs))
+        else:
+            contribute(*args, **kwargs)
 
 
 def _gradient_of(param: Parameter) -> Tensor:

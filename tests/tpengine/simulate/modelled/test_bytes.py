@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from tpengine.config import Config, ModelConfig, TrainConfig
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import _tables
 from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import WeightPairs
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
@@ -58,10 +59,8 @@ class KeepingSink:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def later(self, contribute: Callable[[], None]) -> None:
-        for cell in contribute.__closure__ or ():
-            held = cell.cell_contents
-            self.tensors += [t for t in (held if isinstance(held, tuple | list) else [held]) if type(t) is Tensor]
+    def weight_grads(self, pairs: WeightPairs, x: Tensor, **_: Any) -> None:
+        self.tensors += [x, *(dy for _, dy, _ in pairs)]
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Any = None) -> None:
         raise AssertionError("a weight gradient is part of what comes later")
