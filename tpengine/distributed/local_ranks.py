@@ -4,13 +4,12 @@ A rank holds one object; the parent calls its methods on all ranks over pipes. B
 of its pipe and uses no core, so that sets of ranks can take turns on the same cores and keep their memory apart.
 
 This is the parent's side, and imports no torch: what a rank makes is named by text and imported by the rank alone. So
-is the rank's side, rank_process.py, since the check of what imports torch also counts imports inside functions.
+is the rank's side, rank_process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -166,4 +165,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _run_rank(*work: Any) -> None:
     # Ctrl-C reaches the whole foreground group; the parent ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    importlib.import_module("tpengine.distributed.rank_process").serve(*work)
+    # Only here: the file needs torch, and who starts ranks does not.
+    from tpengine.distributed.rank_process import serve
+
+    serve(*work)
