@@ -125,22 +125,20 @@ class GradientBuckets:
             return
         self._missing[index] -= 1
         while self._order and self._missing[self._order[0]] == 0:
-            self._start_next()
+            due = self._order.pop(0)
+            self._pending[due] = self._reduce(due, self.flat[due])
 
     def flush(self) -> None:
         """End the backward pass, contributions missing or not: start the reductions that are left, in order."""
         while self._order:
-            self._start_next()
+            due = self._order.pop(0)
+            self._pending[due] = self._reduce(due, self.flat[due])
         self._missing = {}
-
-    def _start_next(self) -> None:
-        due = self._order.pop(0)
-        if self._on_start is not None:
-            self._on_start(due)
-        self._pending[due] = self._reduce(due, self.flat[due])
 
     def _reduce(self, index: int, flat: Tensor) -> Work:
         """Start summing a bucket over its ranks."""
+        if self._on_start is not None:
+            self._on_start(index)
         if self._before_sum is not None:
             self._before_sum(index)
         comm = self._comms[index]

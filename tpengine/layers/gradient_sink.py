@@ -234,7 +234,13 @@ class DeferringSink:
         gather_dy: Communicator | None = None,
     ) -> None:
         """As GradientSink."""
-        self._now_or_later(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+        # Not by _now_or_later: every weight gradient comes this way.
+        if self.halves.is_open:
+            self.halves.add(
+                functools.partial(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+            )
+        else:
+            self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         """As GradientSink."""
@@ -248,11 +254,11 @@ class DeferringSink:
         """As GradientSink."""
         self._now_or_later(self.inner.add_rows, param, rows, grad)
 
-    def _now_or_later(self, contribute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _now_or_later(self, contribute: Callable[..., None], *args: Any) -> None:
         if self.halves.is_open:
-            self.halves.add(functools.partial(contribute, *args, **kwargs))
+            self.halves.add(functools.partial(contribute, *args))
         else:
-            contribute(*args, **kwargs)
+            contribute(*args)
 
 
 def _gradient_of(param: Parameter) -> Tensor:
