@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.harness.revision import ROOT
 from benchmarks.harness.rows import append, make_row
 from benchmarks.launches import LAUNCHES
+from tpengine.files import write_beside
 
 TARGETS = {
     "sm_80": Target("cuda", 80),
@@ -178,9 +179,7 @@ def write_lock(every: Iterable[Compiled], path: Path = LOCK) -> None:
     """Replace the file; what did not compile is left out, so that it is tried again."""
     rows = {one.key: json.dumps(asdict(one)) for one in every if not one.error}
     ordered = sorted(rows.values())
-    beside = path.with_suffix(".new")
-    beside.write_text("".join(f"{row}\n" for row in ordered))
-    beside.replace(path)
+    write_beside(path, "".join(f"{row}\n" for row in ordered).encode())
 
 
 def _compile_one(

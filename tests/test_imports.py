@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+from support import ROOT
 
 TORCH_FREE = [
     "tpengine",
@@ -28,6 +31,7 @@ TORCH_FREE = [
     "tpengine.simulate.modelled.costs",
     "tpengine.data",
     "tpengine.last_words",
+    "tpengine.files",
     "tpengine.observe.activity",
     "tpengine.observe.watch",
     "tpengine.checkpoint.index",
@@ -62,3 +66,48 @@ def test_public_kernel_names_resolve() -> None:
         assert getattr(tpkernels, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'matmull'"):
         tpkernels.matmull  # noqa: B018
+
+
+# Why each of them does is said in pyproject.toml, beside the contracts.
+IMPORT_LATE = {
+    "tpengine/cli.py",
+    "tpengine/train.py",
+    "tpengine/distributed/local_ranks.py",
+    "benchmarks/training/contestants.py",
+    "benchmarks/kernels/side.py",
+    "benchmarks/kernels/cases/attention.py",
+    "benchmarks/kernels/cases/matmul.py",
+    "benchmarks/kernels/cases/operators.py",
+}
+IMPORT_BY_NAME = {
+    "tpengine/distributed/rank_process.py",
+    "kernels/tpkernels/__init__.py",
+    "benchmarks/harness/registry.py",
+    "benchmarks/kernels/cases/cases.py",
+}
+OURS = ("tpengine", "tpkernels", "benchmarks")
+
+
+def imports_in_functions(tree: ast.Module) -> Iterator[str]:
+    """What of ours is imported inside functions."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name.split(".")[0] in OURS)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+                yield node.module
+
+
+def test_our_modules_are_imported_at_the_top_but_for_the_named() -> None:
+    late, by_name = set(), set()
+    folders = [ROOT / "tpengine", ROOT / "kernels" / "tpkernels", ROOT / "benchmarks"]
+    for path in (file for folder in folders for file in folder.rglob("*.py")):
+        text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+        if any(imports_in_functions(ast.parse(text))):
+            late.add(name)
+        if "import_module(" in text or "__import__(" in text:
+            by_name.add(name)
+    assert late == IMPORT_LATE
+    assert by_name == IMPORT_BY_NAME

@@ -69,7 +69,7 @@ class EngineSide:
         self.trainer.train_step(0)
         if not self.trainer.model.is_last:
             return float("-inf")
-        return float(self.trainer.losses.sum()) / self._num_targets
+        return float(self.trainer.batch.losses.sum()) / self._num_targets
 
     def gradients(self) -> dict[str, Tensor]:
         """As Side."""

@@ -102,8 +102,9 @@ class WaitingSteps:
         is_first, is_last = chunk == 0, chunk == len(self._plan.chunks) - 1
         return Stage(
             lambda x: _Waiting.apply(x, self._pauses, self._halves, chunk),
-            (lambda _: tensor) if is_first else None,
-            (lambda y, _: y.sum()) if is_last else None,
+            _Same(tensor),
+            is_first=is_first,
+            is_last=is_last,
         )
 
     def _wait(self, action: Action) -> None:
@@ -165,6 +166,24 @@ class _Waiting(Function):
         if halves.is_open:
             halves.add(pauses[Kind.W, chunk])
         return dy.clone(), None, None, None
+
+
+class _Same:
+    """Micro-batches of one tensor (pipeline.stage.Batch)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def begin(self, microbatch: int) -> None:
+        """Nothing: no layer drops."""
+
+    def tokens(self, microbatch: int) -> Tensor:
+        """As Batch."""
+        return self._tensor
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        """As Batch."""
+        return y.sum()
 
 
 class _TogetherExecutor(Executor):

@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+from tpengine.files import sync_directory
+
 # As `of_step` spells a number, and no other way.
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
@@ -103,12 +105,3 @@ class CheckpointDirectory:
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Have what was renamed in a directory on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,12 +16,12 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tpengine.data.stored_tokens import StoredTokens
+from tpengine.files import write_beside
 
 _PIECE_BYTES = 1 << 20
 _HEX = re.compile("[0-9a-f]{64}")
@@ -93,14 +93,9 @@ def noted_sha256(tokens: StoredTokens, directories: Iterable[Path]) -> str:
 def note_sha256(tokens: StoredTokens, sha256: str, directory: Path) -> bool:
     """Leave a note for later runs; false where it cannot be written."""
     note = _note(tokens, directory)
-    # Ranks of several hosts may write at once.
-    beside = note.with_name(f"{note.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_text(json.dumps({**tokens.file.identity()._asdict(), "sha256": sha256}))
-        beside.replace(note)
+        write_beside(note, json.dumps({**tokens.file.identity()._asdict(), "sha256": sha256}).encode())
     except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         return False
     return True
 

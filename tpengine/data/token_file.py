@@ -8,7 +8,6 @@ instructions for it compute it twice as fast as BLAKE2b.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.data.stored_tokens import OpenFile, StoredTokens, Tokens
+from tpengine.files import written_beside
 
 _MAGIC, _VERSION = b"TPTOKENS", 1
 _HEADER = struct.Struct("<8sIIQQ32s")
@@ -92,28 +92,21 @@ def _beside(path: Path) -> Path:
 def _write_beside(path: Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int) -> int:
     """Write a temporary file and rename it. An OSError is the target's."""
     dtype = next(d for code, d in _DTYPES.items() if vocab_size <= 256**code)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(bytes(_HEADER_BYTES))
-            count, content = 0, hashlib.sha256()
-            for piece in _pieces(tokens):
-                check_tokens(piece, vocab_size, "vocab_size")
-                narrow = np.ascontiguousarray(piece, dtype=dtype).reshape(-1).data
-                content.update(narrow)
-                file.write(narrow)
-                count += piece.size
-            if not count:
-                raise ValueError(f"a token file must hold at least 1 token: got none for {path}: check the source")
-            file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, vocab_size, count, content.digest()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        # Gone after the rename; where it could not be made, it cannot be removed either.
-        with contextlib.suppress(OSError):
-            beside.unlink()
+    with written_beside(path) as beside, beside.open("wb") as file:
+        file.write(bytes(_HEADER_BYTES))
+        count, content = 0, hashlib.sha256()
+        for piece in _pieces(tokens):
+            check_tokens(piece, vocab_size, "vocab_size")
+            narrow = np.ascontiguousarray(piece, dtype=dtype).reshape(-1).data
+            content.update(narrow)
+            file.write(narrow)
+            count += piece.size
+        if not count:
+            raise ValueError(f"a token file must hold at least 1 token: got none for {path}: check the source")
+        file.seek(0)
+        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, vocab_size, count, content.digest()))
+        file.flush()
+        os.fsync(file.fileno())
     return count
 
 

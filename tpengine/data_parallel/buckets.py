@@ -5,7 +5,7 @@ start only while armed, and in exactly the order given: a bucket that completes 
 must issue the same collectives in the same order.
 
 What is deliberately elsewhere: which parameters share a bucket and who adds to the views. In the engine these are
-parameters.bucket_layouts (torch-free) and gradients.BufferSink: buckets lie in promote_types(dtype, float32), are
+parameters.bucket_layouts (torch-free) and gradient_sink.BufferSink: buckets lie in promote_types(dtype, float32), are
 zeroed when a step begins, accumulate over its micro-batches and are armed for the backward pass the plan names. For
 any `nn.Module` both are data_parallel.module.
 """
@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from tpengine.layers.collectives import Communicator, Work
 
 _Value = TypeVar("_Value", torch.dtype, torch.device)
 
@@ -30,13 +32,6 @@ class Layout(Protocol):
     def numels(self) -> tuple[int, ...]: ...
 
 
-class Reduction(Protocol):
-    """A sum over ranks under way."""
-
-    def wait(self) -> object: ...
-    def is_completed(self) -> bool: ...
-
-
 class GradientBuckets:
     """The gradient buffers of one rank.
 
@@ -44,8 +39,10 @@ class GradientBuckets:
         layouts: which parameters lie in each bucket, by bucket index.
         shaped: by name, a tensor of each gradient's shape and strides: its parameter.
         contributions: how many contributions one backward pass makes to each.
-        reduce: starts summing a bucket's flat tensor over its ranks: (bucket index, tensor) -> pending sum.
+        comms: the ranks over which each bucket is summed, by bucket index.
         dtype, device: of the buffers; None takes each bucket's from its members, which must agree.
+        in_tree: sum in a balanced tree of ranks, whatever the transport.
+        before_sum: called with the bucket's index when all contributions are there, before they are summed.
         count_usage: each buffer ends in one more element a parameter, for its owner to say who used it: a count that
             is summed along with the gradients.
 
@@ -66,12 +63,15 @@ class GradientBuckets:
         layouts: Mapping[int, Layout],
         shaped: Mapping[str, Tensor],
         contributions: Mapping[str, int],
-        reduce: Callable[[int, Tensor], Reduction],
+        comms: Mapping[int, Communicator],
         dtype: torch.dtype | None,
         device: torch.device | None,
+        *,
+        in_tree: bool = False,
+        before_sum: Callable[[int], None] | None = None,
         count_usage: bool = False,
     ) -> None:
-        self._reduce = reduce
+        self._comms, self._in_tree, self._before_sum = comms, in_tree, before_sum
         self.flat: dict[int, Tensor] = {}
         self.sums: dict[int, Tensor] = {}
         self.usage: dict[int, Tensor] = {}
@@ -94,7 +94,7 @@ class GradientBuckets:
             self._expected[index] = sum(contributions[name] for name in layout.names)
         self._missing: dict[int, int] = {}
         self._order: list[int] = []
-        self._pending: dict[int, Reduction] = {}
+        self._pending: dict[int, Work] = {}
         self._on_start: Callable[[int], None] | None = None
 
     def zero(self) -> None:
@@ -115,26 +115,34 @@ class GradientBuckets:
         self._missing = {index: self._expected[index] for index in order}
         self._on_start = on_start
 
-    def contributed(self, name: str) -> None:
-        """Count one contribution to a gradient; start whatever reduction has become due."""
-        index = self._bucket_of[name]
+    def place(self, name: str) -> tuple[Tensor, int]:
+        """Where a gradient lies: its view, and its bucket."""
+        return self.gradients[name], self._bucket_of[name]
+
+    def contributed(self, index: int) -> None:
+        """Count one contribution to a gradient in bucket `index`; start whatever reduction has become due."""
         if index not in self._missing:
             return
         self._missing[index] -= 1
         while self._order and self._missing[self._order[0]] == 0:
-            self._start_next()
+            due = self._order.pop(0)
+            self._pending[due] = self._reduce(due, self.flat[due])
 
     def flush(self) -> None:
         """End the backward pass, contributions missing or not: start the reductions that are left, in order."""
         while self._order:
-            self._start_next()
+            due = self._order.pop(0)
+            self._pending[due] = self._reduce(due, self.flat[due])
         self._missing = {}
 
-    def _start_next(self) -> None:
-        due = self._order.pop(0)
+    def _reduce(self, index: int, flat: Tensor) -> Work:
+        """Start summing a bucket over its ranks."""
         if self._on_start is not None:
-            self._on_start(due)
-        self._pending[due] = self._reduce(due, self.flat[due])
+            self._on_start(index)
+        if self._before_sum is not None:
+            self._before_sum(index)
+        comm = self._comms[index]
+        return comm.start_all_reduce_in_tree(flat) if self._in_tree else comm.start_all_reduce(flat)
 
     def disarm(self) -> None:
         """End the backward pass: every armed bucket must have started its reduction."""
@@ -146,15 +154,15 @@ class GradientBuckets:
                 f"{late}: a parameter took no part in the backward pass"
             )
 
-    def wait(self, index: int) -> Reduction:
+    def wait(self, index: int) -> Work:
         """Wait until the sum of bucket `index` is there; return it, for who asks when it ended."""
-        pending = self._pending.pop(index)
-        pending.wait()
-        return pending
+        work = self._pending.pop(index)
+        work.wait()
+        return work
 
     def is_complete(self, index: int) -> bool:
         """Whether `wait` of bucket `index` would return at once."""
-        return self._pending[index].is_completed()
+        return self._pending[index].is_complete()
 
 
 def _strides(member: Tensor) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel import BlockSums, GradientBuckets
 from tpengine.distributed.groups import Communicators
-from tpengine.layers.collectives import Pending
 from tpengine.layers.gradient_sink import BufferSink
 from tpengine.layers.virtual import VirtualRanks
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
@@ -75,17 +74,13 @@ class FastGradients:
             layouts,
             held,
             {name: 2 if tied_ends and name == EMBEDDING else 1 for name in held},
-            reduce=lambda index, flat: over[layouts[index].reduce_over].start_all_reduce(flat),
+            {index: over[layout.reduce_over] for index, layout in layouts.items()},
             dtype=dtype,
             device=device,
         )
         self.of: Mapping[str, Tensor] = self.buckets.gradients
         self.summed: Collection[Tensor] = self.buckets.flat.values()
-        names = {parameter: name for name, parameter in held.items()}
-        sink.attach(
-            {parameter: self.of[name] for parameter, name in names.items()},
-            lambda parameter: self.buckets.contributed(names[parameter]),
-        )
+        sink.attach({parameter: self.buckets.place(name) for name, parameter in held.items()}, self.buckets)
 
     def begin(self) -> None:
         """As StepGradients."""
@@ -144,7 +139,14 @@ class ExactGradients:
         leaves = _Leaves(pieces, virtual, tied_ends)
         shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
         self.buckets = GradientBuckets(
-            layouts, shaped, dict.fromkeys(shaped, 1), reduce=self._reduce, dtype=dtype, device=device
+            layouts,
+            shaped,
+            dict.fromkeys(shaped, 1),
+            dict.fromkeys(layouts, comms.dp),
+            dtype=dtype,
+            device=device,
+            in_tree=True,
+            before_sum=self._end_block,
         )
         self._blocks = BlockSums(self.buckets.flat, num_blocks)
         buffers = self.buckets.gradients
@@ -153,7 +155,6 @@ class ExactGradients:
         self.summed: Collection[Tensor] = self.of.values()
         for gradient in buffers.values():
             assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
-        self._comms = comms
         num_held = len(virtual.held)
         # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
         self._shared_by = {
@@ -164,9 +165,10 @@ class ExactGradients:
             )
             if comm is not None
         }
+        place = self.buckets.place
         for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
-            self._attach(sink, {held[piece]: leaf for piece, leaf in leaves.of_rank(i).items()})
-            self._attach(head_sink, {held[piece]: leaf for piece, leaf in leaves.of_head(i).items()})
+            sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_rank(i).items()}, self.buckets)
+            head_sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_head(i).items()}, self.buckets)
 
     def begin(self) -> None:
         """As StepGradients."""
@@ -193,20 +195,10 @@ class ExactGradients:
                 for gradient, total in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
                     gradient.copy_(total.view(gradient.shape))
 
-    def _reduce(self, index: int, flat: Tensor) -> Pending:
-        self._end_block(index)
-        return self._comms.dp.start_all_reduce_in_tree(flat)
-
     def _end_block(self, index: int) -> None:
         if self.on_block_end is not None:
             self.on_block_end({name: self.buckets.gradients[name] for name in self._layouts[index].names})
         self._blocks.end_block(index)
-
-    def _attach(self, sink: BufferSink, leaf_of: Mapping[Parameter, str]) -> None:
-        sink.attach(
-            {parameter: self.buckets.gradients[leaf] for parameter, leaf in leaf_of.items()},
-            lambda parameter: self.buckets.contributed(leaf_of[parameter]),
-        )
 
 
 class _Leaves:

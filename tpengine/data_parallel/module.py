@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
-from tpengine.layers.collectives import Communicator, Pending
+from tpengine.layers.collectives import Communicator
 from tpengine.layers.replicated import check_beside_parallel_layers
 from tpengine.model.meta_modules import is_on_meta
 
@@ -89,7 +89,7 @@ class DataParallel:
                 "a model must have its values before they are made equal on all replicas: parameters or buffers are on "
                 "the meta device: fill it first, with to_empty and reset_parameters, or by a Pipeline's init"
             )
-        self._comm, self._num_replicas = communicator, communicator.size
+        self._num_replicas = communicator.size
         check_same([f"bucket_bytes {bucket_bytes}", *describe_model(model)], device_of(model), communicator)
         check_beside_parallel_layers(model)
         broadcast_model(model, communicator)
@@ -100,14 +100,14 @@ class DataParallel:
             dict(enumerate(layouts)),
             trained,
             contributions=dict.fromkeys(trained, 1),
-            reduce=self._start,
+            comms=dict.fromkeys(range(len(layouts)), communicator),
             dtype=None,
             device=None,
+            before_sum=self._fill,
             count_usage=True,
         )
         self._model = model
-        self._names = {p: name for name, p in trained.items()}
-        self._views = {p: self.buckets.gradients[name] for name, p in trained.items()}
+        self._places = {p: self.buckets.place(name) for name, p in trained.items()}
         self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
         self._synchronises = True
@@ -125,7 +125,7 @@ class DataParallel:
         for it, and it contributes zeros. It reduces whatever `.grad` holds, so a second call in a row (on all ranks)
         takes the mean of equal gradients: harmless, and as dear as the first.
         """
-        elsewhere = {n: p for n, p in self._model.named_parameters() if p.requires_grad and p not in self._views}
+        elsewhere = {n: p for n, p in self._model.named_parameters() if p.requires_grad and p not in self._places}
         thawed = [name for name, parameter in elsewhere.items() if self._frozen.get(name) is parameter]
         if len(thawed) < len(elsewhere):
             raise RuntimeError(
@@ -145,7 +145,7 @@ class DataParallel:
             if not all(used):
                 used = (self.buckets.usage[index] != 0).tolist()
             for parameter, anyone in zip(members, used, strict=True):
-                parameter.grad = self._views[parameter] if anyone else None
+                parameter.grad = self._places[parameter][0] if anyone else None
         self._backward = None
         self.buckets.arm(range(len(self._members)))
 
@@ -182,11 +182,11 @@ class DataParallel:
             self._move_to_bucket(parameter)
             if self._synchronises:
                 self._backward = backward
-                self.buckets.contributed(self._names[parameter])
+                self.buckets.contributed(self._places[parameter][1])
 
     def _move_to_bucket(self, parameter: Parameter) -> bool:
         """Make `.grad` the parameter's view; return whether there was a gradient. Without one the view is zero."""
-        view, grad = self._views[parameter], parameter.grad
+        (view, _), grad = self._places[parameter], parameter.grad
         if grad is None:
             view.zero_()
             return False
@@ -200,8 +200,8 @@ class DataParallel:
             parameter.grad = view
         return True
 
-    def _start(self, index: int, flat: Tensor) -> Pending:
-        """Begin to sum a bucket: gradients that only no_sync saw are already in it, those nobody made become zero."""
+    def _fill(self, index: int) -> None:
+        """Fill a bucket before its sum: what only no_sync saw is already in it, what nobody made is zero."""
         used = [self._move_to_bucket(parameter) for parameter in self._members[index]]
         self._used_here[index] = used
         if all(used):
@@ -209,7 +209,6 @@ class DataParallel:
         else:
             # Summed in the bucket's dtype, where large counts may round; only "more than none" is asked of them.
             self.buckets.usage[index].copy_(torch.tensor(used))
-        return self._comm.start_all_reduce(flat)
 
 
 @dataclass(frozen=True)

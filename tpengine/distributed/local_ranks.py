@@ -3,14 +3,13 @@
 A rank holds one object, and the parent calls its methods on all ranks over pipes. Between calls a rank blocks in
 reading its pipe and uses no core. So several sets of ranks can take turns on the same cores, with separate memory.
 
-This is the parent's side and imports no torch: the object of a rank is named as text, and only the rank imports it.
-rank_process.py, the rank's side, is named as text too, because the test of imports also follows imports in functions.
+This is the parent's side and imports no torch: the object of a rank is named as text, and only the rank imports it, as
+it imports its own side, rank_process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -166,4 +165,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _run_rank(*work: Any) -> None:
     # The terminal sends Ctrl-C to the ranks too; they ignore it, and the parent ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    importlib.import_module("tpengine.distributed.rank_process").serve(*work)
+    # Only here: the file needs torch, and who starts ranks does not.
+    from tpengine.distributed.rank_process import serve
+
+    serve(*work)

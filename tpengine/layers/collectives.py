@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from tpkernels.derivatives import differentiable_once
-from tpkernels.exchange.communicator import Communicator, Pending
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 
-__all__ = ["Communicator", "Pending", "all_reduce", "copy", "gather", "reduce_scatter"]
+__all__ = ["Communicator", "Work", "all_reduce", "copy", "gather", "reduce_scatter"]
 
 
 class _Gather(torch.autograd.Function):

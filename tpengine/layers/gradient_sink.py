@@ -12,9 +12,10 @@ layers work in anybody's model under any optimizer. `BufferSink` accumulates int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
 
+WeightPairs = Sequence[tuple[Parameter, Tensor, Communicator | None]]
+
 
 @runtime_checkable
 class GradientSink(Protocol):
     """Takes the weight gradients of one backward pass.
 
     `defers` tells a layer that this backward is an input half, and that what it gives now is added later: a layer that
-    would have to gather something for its weight gradient then gives `later` a function that does both.
+    would have to gather something for its weight gradients alone then leaves the gather to `weight_grads`.
 
     `partial` names the ranks that hold the same parameter and each only a part of its gradient's sum (norm weights:
     tp; replicated KV weights: the replicas). Whoever owns the sink sees that the sum over them is taken, now or
@@ -42,8 +45,21 @@ class GradientSink(Protocol):
     def defers(self) -> bool:
         """Whether contributions wait for the weight half."""
 
-    def later(self, contribute: Callable[[], None]) -> None:
-        """Run what gives contributions: now, or with the weight half."""
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
+        """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to the gradient of each parameter; one gather for all.
+
+        Args:
+            pairs: (parameter, dy_i, partial), which share x.
+            x: [T, in], or this rank's rows of it if `gather_x` is given.
+            gather_x, gather_dy: the ranks over which x or the dy_i are still to be gathered when the sum is taken.
+        """
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
@@ -63,9 +79,22 @@ class _ImmediateSink:
         """As GradientSink."""
         return False
 
-    def later(self, contribute: Callable[[], None]) -> None:
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
         """As GradientSink."""
-        contribute()
+        full = x if gather_x is None else gather_x.all_gather(x)
+        for param, dy, partial in pairs:
+            self.weight_grad(param, full, dy if gather_dy is None else gather_dy.all_gather(dy.contiguous()), partial)
+
+    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+        """As GradientSink."""
+        raise NotImplementedError
 
 
 class ParamGradSink(_ImmediateSink):
@@ -86,48 +115,51 @@ class ParamGradSink(_ImmediateSink):
         add_rows_(_gradient_of(param), rows, grad.to(param.dtype))
 
 
-class BufferSink(_ImmediateSink):
-    """Accumulate into given buffers; tell a listener of each contribution.
+class Buckets(Protocol):
+    """What counts contributions to gradients: data_parallel.GradientBuckets."""
 
-    Args:
-        on_contribution: called with the parameter after each contribution has been added.
+    def contributed(self, index: int) -> None:
+        """Count one contribution to a gradient in bucket `index`, after it has been added."""
+
+
+class BufferSink(_ImmediateSink):
+    """Accumulate into buffers that lie in buckets, which count contributions.
 
     Deferred partial sums: `partial` is ignored here; the bucket that holds the parameter is summed over those ranks
     together with data parallelism (parameters.ParameterSpec.reduce_over).
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Parameter, Tensor] = {}
-        self._listener: Callable[[Parameter], None] | None = None
+        self._places: dict[Parameter, tuple[Tensor, int]] = {}
+        self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """A copied module's gradients go to its own parameters: the buffers and the listener are the original's."""
+        """A copied module's gradients go to its own parameters: the buffers and their buckets are the original's."""
         return ParamGradSink()
 
-    def attach(self, buffers: Mapping[Parameter, Tensor], listener: Callable[[Parameter], None]) -> None:
-        """Say where each parameter's gradient goes and who is told of contributions.
+    def attach(self, places: Mapping[Parameter, tuple[Tensor, int]], buckets: Buckets) -> None:
+        """Say where each parameter's gradient goes.
 
         Args:
-            buffers: parameter -> tensor of its shape in the accumulation dtype, zeroed by its owner.
-            listener: called with the parameter after each contribution.
+            places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
+            buckets: count the contributions.
         """
-        self._buffers, self._listener = dict(buffers), listener
+        self._places, self._buckets = dict(places), buckets
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        accumulate_wgrad(self._buffers[param], dy, x)
-        self._contributed(param)
+        buffer, bucket = self._places[param]
+        accumulate_wgrad(buffer, dy, x)
+        self._buckets.contributed(bucket)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
-        self._buffers[param].add_(grad)
-        self._contributed(param)
+        buffer, bucket = self._places[param]
+        buffer.add_(grad)
+        self._buckets.contributed(bucket)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        add_rows_(self._buffers[param], rows, grad)
-        self._contributed(param)
-
-    def _contributed(self, param: Parameter) -> None:
-        if self._listener is not None:
-            self._listener(param)
+        buffer, bucket = self._places[param]
+        add_rows_(buffer, rows, grad)
+        self._buckets.contributed(bucket)
 
 
 class WeightHalves:
@@ -193,24 +225,40 @@ class DeferringSink:
         """As GradientSink."""
         return self.halves.is_open
 
-    def later(self, contribute: Callable[[], None]) -> None:
+    def weight_grads(
+        self,
+        pairs: WeightPairs,
+        x: Tensor,
+        *,
+        gather_x: Communicator | None = None,
+        gather_dy: Communicator | None = None,
+    ) -> None:
         """As GradientSink."""
+        # Not by _now_or_later: every weight gradient comes this way.
         if self.halves.is_open:
-            self.halves.add(contribute)
+            self.halves.add(
+                functools.partial(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+            )
         else:
-            contribute()
+            self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.weight_grad(param, x, dy, partial))
+        self._now_or_later(self.inner.weight_grad, param, x, dy, partial)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.add(param, grad, partial))
+        self._now_or_later(self.inner.add, param, grad, partial)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
         """As GradientSink."""
-        self.later(lambda: self.inner.add_rows(param, rows, grad))
+        self._now_or_later(self.inner.add_rows, param, rows, grad)
+
+    def _now_or_later(self, contribute: Callable[..., None], *args: Any) -> None:
+        if self.halves.is_open:
+            self.halves.add(functools.partial(contribute, *args))
+        else:
+            contribute(*args)
 
 
 def _gradient_of(param: Parameter) -> Tensor:

@@ -88,25 +88,22 @@ class _ColumnParallel(torch.autograd.Function):
         refuse_second_order("a column-parallel layer")
         kept, packed = ctx.saved_tensors
         layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
-        is_trained = any(layer.weight.requires_grad for layer in layers)
+        pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
+        pairs = [
+            (layer.weight, piece, layer.replicas)
+            for layer, piece in zip(layers, pieces, strict=True)
+            if layer.weight.requires_grad
+        ]
         dx = None
         if ctx.needs_input_grad[0]:
             terms = [(dy, ctx.prepared.dgrad if ctx.prepared else packed)]
-            if is_whole or sink.defers or not is_trained:
+            if is_whole or sink.defers or not pairs:
                 dx = matmul_scatter(terms, comm, "all_gather_matmul")
             else:
                 dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
                 is_whole = True
-        pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
-
-        def contribute() -> None:
-            full = kept if is_whole else comm.all_gather(kept)
-            for layer, piece in zip(layers, pieces, strict=True):
-                if layer.weight.requires_grad:
-                    layer.sink.weight_grad(layer.weight, full, piece, layer.replicas)
-
-        if is_trained:
-            sink.later(contribute)
+        if pairs:
+            sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm)
         return (dx, None, None, None, None) + (None,) * len(pieces)
 
 
@@ -142,12 +139,8 @@ class _RowParallel(torch.autograd.Function):
         dxs, full = gather_matmul(dy, matrices, comm, x.shape[0], "matmul_reduce_scatter", keep=keep)
         if parameter.requires_grad:
             # Only one of the two is to live until the weight half.
-            is_whole, kept = full is not None, dy if full is None else full
-
-            def contribute() -> None:
-                sink.weight_grad(parameter, x, kept if is_whole else comm.all_gather(kept.contiguous()))
-
-            sink.later(contribute)
+            kept, gather = (dy, comm) if full is None else (full, None)
+            sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
         return dxs[0] if dxs else None, None, None, None
 
 
@@ -265,7 +258,7 @@ class PackedWeights:
     mended by packing again.
 
     Args:
-        layers: column-parallel layers of one input size and one communicator.
+        layers: column-parallel layers of one input size, one communicator and one sink, or such as do the same.
     """
 
     def __init__(self, *layers: ColumnParallelLinear) -> None:

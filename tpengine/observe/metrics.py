@@ -22,6 +22,7 @@ import torch
 from tpkernels.work import attention_work
 
 from tpengine.config import Config
+from tpengine.files import write_beside
 from tpengine.layout.parameters import num_matmul_parameters
 
 # Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
@@ -197,9 +198,7 @@ def _keep_records_before(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    beside = path.with_name(".metrics.jsonl")
-    beside.write_text("".join(kept))
-    beside.rename(path)
+    write_beside(path, "".join(kept).encode())
 
 
 def keep_aside(path: Path) -> Path | None:

@@ -1,6 +1,6 @@
 """Where an nn.Sequential is cut into the parts of a pipeline: by what each module costs, or by hand.
 
-What modules cost and return is sequential_profile's.
+What modules cost and return is said by profile.py.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ class RankPipeline:
     def weight_half(self, action: Action) -> None:
         """Run W."""
         assert self._halves is not None, "a plan with I and W needs somewhere to keep weight halves"
+        chunk, microbatch = action.piece
+        self.stages[chunk].begin(microbatch)
         self._halves.run(action.piece)
         self._live.remove(action.piece)
 

@@ -3,16 +3,16 @@
 The same generators, lowering, verifier and executor as the transformer's step; only the handlers differ. What the plan
 calls CLIP and STEP belongs to the user's optimizer, outside.
 
-What is deliberately elsewhere: what the modules cost (sequential_profile) and where they are cut (sequential_cut),
-values of modules on the meta device (meta_modules), the weights of micro-batches in the loss (pipeline_loss), data
-parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
+What is deliberately elsewhere: what is refused before anything runs (checks.py), what the modules cost (profile.py) and
+where they are cut (cut.py), values of modules on the meta device (model/meta_modules.py), the weights of micro-batches
+in the loss (loss.py), data parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -20,21 +20,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, differing_members
+from tpengine.distributed.agreement import broadcast_model
 from tpengine.distributed.messages import broadcast_json
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, WeightHalves
 from tpengine.layers.replicated import carry_over, check_beside_parallel_layers
 from tpengine.model.meta_modules import Init, fill_modules, is_on_meta, materialise
+from tpengine.pipeline.checks import (
+    autocast_of,
+    check_arguments,
+    check_autocast,
+    check_same_arguments,
+    check_same_plan,
+    ranks_where,
+    schedule_of_all,
+    sink_of,
+)
 from tpengine.pipeline.cut import check_cut, chunks_of, cut_by_cost, cut_by_hand
 from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.pipeline.loss import Count, Loss, PipelineLoss
-from tpengine.pipeline.profile import children_of, profile_on_rank_0, slowest_over_world
-from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.profile import ModuleProfile, children_of, profile_on_rank_0, slowest_over_world
+from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
-from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, make_schedule, verify
-from tpengine.plan.schedules.file import format_schedule
+from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, verify
 
 # How long a message waits for a rank that lives, as over gloo: another rank may be busy with the caller's own work.
 _MESSAGE_SECONDS = 1800.0
@@ -61,7 +70,7 @@ class Pipeline:
         schedule: a name in tpengine.plan.SCHEDULES, or the path of a text file with one.
         chunks_per_rank: parts that a rank holds with schedule interleaved; the other schedules fix it.
         cut: modules of each part, in model order; default a cut that balances the modules' counted cost (flops and
-            sizes: sequential_profile.profile), the same on every replica and every start. "measured": seconds of the
+            sizes: see pipeline/profile.py), the same on every replica and every start. "measured": seconds of the
             sample on this machine instead, once; all ranks of the default group must construct their pipelines
             together, and get one cut, by the slowest pipeline of each module. A model that cannot run fails on all.
         init: gives modules on the meta device their values. A function: init(module, index) fills all parameters and
@@ -121,27 +130,36 @@ class Pipeline:
         self._sample_shape, self._dtype = sample.shape, sample.dtype
         # A sample on the meta device is refused below, on all ranks alike.
         self._device = torch.device("cpu") if sample.is_meta else sample.device
-        self._autocast = _autocast_of(self._device)
-        arguments = [
-            f"num_micro_batches {num_micro_batches}",
-            f"schedule {schedule} {chunks_per_rank}",
-            f"cut {cut if cut is None or isinstance(cut, str) else list(cut)}",
-            f"sample {list(sample.shape)} {sample.dtype} {sample.device.type}",
-            f"init {'a state dict' if isinstance(init, Mapping) else 'none' if init is None else 'a function'}",
-            f"count {'none' if count is None else 'given'}, {1 if replicas is None else replicas.size} replicas",
-            f"autocast {self._autocast}",
-        ]
-        modules = [type(model).__qualname__, *map(str, model._modules.values())]
-        check_same([*describe_model(model), *modules, *arguments], self._device, self._comm)
-        _check_arguments(model, sample, num_micro_batches, cut, init)
-        if replicas is not None and count is None:
-            raise ValueError(
-                f"replicas are for counting valid targets over them: {replicas.size} replicas, and no count: pass "
-                "count, or leave replicas out and average the gradients with DataParallel"
-            )
+        self._autocast = autocast_of(self._device)
+        # Agree: all ranks have the same model, arguments and schedule, and these can work.
+        given = model, sample, num_micro_batches, schedule, chunks_per_rank, cut, init, count, replicas
+        check_same_arguments(*given, self._device, self._comm)
+        check_arguments(model, sample, num_micro_batches, cut, init, count, replicas)
         check_beside_parallel_layers(model)
-        made = self._schedule_of_all(schedule, model, chunks_per_rank)
+        made = schedule_of_all(schedule, model, num_micro_batches, chunks_per_rank, self._device, self._comm)
         broadcast_model(model, self._comm)
+        # Cut: which modules each rank holds, and the plan of a step.
+        profiles = self._cut(model, sample, cut, made.ranks)
+        self.plan = self._lowered(made, training=True)
+        check_same_plan(self.plan, self._device, self._comm)
+        # Build this rank's stage.
+        self._build_stage(model, init, profiles)
+        self._halves = WeightHalves()
+        if made.splits_backward:
+            _defer_weight_gradients(self.stage, self._halves)
+        self._received: set[int] = set()
+        num_replicas = 1 if replicas is None else replicas.size
+        self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
+        self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
+
+    def _cut(
+        self,
+        model: nn.Sequential,
+        sample: Tensor,
+        cut: Sequence[int] | Literal["measured"] | None,
+        ranks: Sequence[int],
+    ) -> list[ModuleProfile]:
+        """Say which modules each part holds, and what crosses between parts; return what each module does."""
         profiles, problem = [], ""
         try:
             profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
@@ -154,14 +172,15 @@ class Pipeline:
         if cut == "measured":
             costs = slowest_over_world(costs, problem, Communicator(dist.group.WORLD), self._device)
         if cut is None or cut == "measured":
-            self.layers = cut_by_cost(costs, made.ranks)
+            self.layers = cut_by_cost(costs, ranks)
         else:
-            self.layers = cut_by_hand(cut, len(model), len(made.ranks))
-        check_cut(model, self.layers, made.ranks, profiles)
-        self._chunks = chunks_of(self.layers, made.ranks, profiles)
-        self.plan = self._lowered(made, training=True)
-        _check_same_plan(self.plan, self._device, self._comm)
+            self.layers = cut_by_hand(cut, len(model), len(ranks))
+        check_cut(model, self.layers, ranks, profiles)
+        self._chunks = chunks_of(self.layers, ranks, profiles)
+        return profiles
 
+    def _build_stage(self, model: nn.Sequential, init: Init | None, profiles: Sequence[ModuleProfile]) -> None:
+        """Take this rank's modules, and give those on the meta device memory and values."""
         self._held = self.plan.chunks_of(self._comm.rank)
         children = children_of(model)
         mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
@@ -169,22 +188,12 @@ class Pipeline:
         self.stage.training = model.training
         if init is not None:
             self._fill_stage(model, init)
-        self._halves = WeightHalves()
-        if made.splits_backward:
-            _defer_weight_gradients(self.stage, self._halves)
         self._modules = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
         # A module that works in place must not do so on the received tensor, which collects the gradient.
         self._copies_input = {
             chunk: chunk > 0 and any(module.in_place for module in profiles[slice(*self.layers[chunk])])
             for chunk in self._held
         }
-        self._received: set[int] = set()
-        self._inputs: Sequence[Tensor] = ()
-        self._targets: Sequence[Tensor] = ()
-        self._outputs: list[Tensor] = []
-        num_replicas = 1 if replicas is None else replicas.size
-        self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
-        self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
 
     @property
     def is_first(self) -> bool:
@@ -225,8 +234,7 @@ class Pipeline:
                 every rank of every replica: the loss's own numbers of valid targets are not those of `count`. What the
                 step has added to `.grad` is not to be used then.
         """
-        self._take(inputs, targets, training=True)
-        self._run(self.plan, training=True)
+        self._run(self.plan, _Trained(*self._taken(inputs, targets, training=True), self._loss))
         sums = self._comm.all_reduce_(self._loss.sums)
         if self._loss.counts and self._replicas is not None:
             # What one pipeline refuses all refuse: the others would wait for its gradients.
@@ -246,18 +254,18 @@ class Pipeline:
         Raises:
             ValueError: as `step`.
         """
-        self._take(inputs, None, training=False)
-        self._outputs = []
-        self._run(self._forward_plan, training=False)
-        return torch.cat(self._outputs) if self.is_last else None
+        mine, _ = self._taken(inputs, None, training=False)
+        batch = _Mapped(mine, self._apart)
+        self._run(self._forward_plan, batch)
+        return torch.cat(batch.outputs) if self.is_last else None
 
-    def _run(self, plan: Plan, *, training: bool) -> None:
+    def _run(self, plan: Plan, batch: Batch) -> None:
         rank = self._comm.rank
         self._received.clear()
         pipeline = RankPipeline(
             plan,
             rank,
-            self._stages(training=training),
+            self._stages(batch),
             self._group,
             self._device,
             self._mailbox,
@@ -273,13 +281,14 @@ class Pipeline:
         }
         Executor(dist.get_rank(), handlers, self._trace).run(plan.actions[rank])
 
-    def _stages(self, *, training: bool) -> dict[int, Stage]:
+    def _stages(self, batch: Batch) -> dict[int, Stage]:
         last = len(self.layers) - 1
         return {
             chunk: Stage(
-                lambda x, chunk=chunk: self._compute(x, chunk),  # type: ignore[misc]
-                (lambda mb: self._inputs[mb]) if chunk == 0 else None,
-                (self._weighted_loss if training else self._keep) if chunk == last else None,
+                partial(self._compute, chunk=chunk),
+                batch,
+                is_first=chunk == 0,
+                is_last=chunk == last,
                 apart=self._apart,
             )
             for chunk in self._held
@@ -295,27 +304,24 @@ class Pipeline:
         """Copy what lies in a receive slot: what a stage of views makes does, and the slot is soon written again."""
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
 
-    def _weighted_loss(self, output: Tensor, microbatch: int) -> Tensor:
-        return self._loss.weighted(output, self._targets[microbatch], microbatch)
-
-    def _keep(self, output: Tensor, _: int) -> Tensor:
-        self._outputs.append(self._apart(output))
-        return output
-
-    def _take(self, inputs: Tensor | None, targets: Tensor | None, *, training: bool) -> None:
+    def _taken(
+        self, inputs: Tensor | None, targets: Tensor | None, *, training: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
         problem: ValueError | None = None
         num_targets = 0
+        mine: Sequence[Tensor] = ()
+        wanted: Sequence[Tensor] = ()
         try:
-            _check_autocast(self._autocast, self._device)
-            self._inputs = self._split("inputs", inputs, self.is_first)
-            self._targets = self._split("targets", targets, self.is_last and training)
+            check_autocast(self._autocast, self._device)
+            mine = self._split("inputs", inputs, self.is_first)
+            wanted = self._split("targets", targets, self.is_last and training)
             if self.is_last and training:
-                num_targets = self._loss.prepare(self._targets)
+                num_targets = self._loss.prepare(wanted)
         except ValueError as error:
             problem = error
-        mine = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
-        said = self._comm.all_gather(mine).tolist()
+        report = torch.tensor([[problem is not None, num_targets]], dtype=torch.int64, device=self._device)
+        said = self._comm.all_gather(report).tolist()
         refusing = [rank for rank, (refuses, _) in enumerate(said) if refuses]
         num_targets = sum(number for _, number in said)
         elsewhere = 0
@@ -330,6 +336,7 @@ class Pipeline:
             raise ValueError("every replica's batch must fit: another replica refused its own: see its message")
         if training:
             self._loss.begin(num_targets)
+        return mine, wanted
 
     def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
         """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
@@ -363,7 +370,7 @@ class Pipeline:
             fill_modules(modules, init, seed, self._device, made)
         except Exception as error:
             problem = error
-        refusing = self._ranks_where(problem is not None)
+        refusing = ranks_where(problem is not None, self._device, self._comm)
         if problem is not None:
             raise ValueError(
                 str(problem) if isinstance(problem, ValueError) else f"init fails: {problem!r}"
@@ -373,29 +380,6 @@ class Pipeline:
                 f"every rank must be able to fill its modules: ranks {refusing} could not: see their message"
             )
         carry_over(self.stage, made)
-
-    def _schedule_of_all(self, name: str, model: nn.Sequential, chunks_per_rank: int) -> Schedule:
-        """The schedule, after a look at whether it is one on every rank, and the same: files may differ."""
-        made, problem = None, ""
-        try:
-            made = make_schedule(name, self._comm.size, self._num, chunks_per_rank)
-            _check_schedule(made, model)
-        except ValueError as error:
-            problem = str(error)
-        refusing = self._ranks_where(bool(problem))
-        if problem or refusing or made is None:
-            raise ValueError(problem or f"every rank must be able to read schedule {name}: ranks {refusing} cannot")
-        if differing := differing_members(format_schedule(made).encode(), self._device, self._comm):
-            raise ValueError(
-                f"all ranks must have the same schedule: {name} of ranks {differing} differs from that of rank 0: give "
-                "all ranks the same file"
-            )
-        return made
-
-    def _ranks_where(self, mine: bool) -> list[int]:
-        """The ranks on which something is so; collective."""
-        said = self._comm.all_gather(torch.tensor([mine], dtype=torch.uint8, device=self._device))
-        return [rank for rank, is_so in enumerate(said.tolist()) if is_so]
 
     @cached_property
     def _forward_plan(self) -> Plan:
@@ -416,87 +400,48 @@ class Pipeline:
         return plan
 
 
-def _autocast_of(device: torch.device) -> str:
-    """The dtype that autocast computes in here, or "off"."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return str(torch.get_autocast_dtype(device.type)) if is_on else "off"
+class _Given:
+    """The micro-batches of a batch; nothing here depends on their numbers."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+
+    def begin(self, microbatch: int) -> None:
+        pass
+
+    def tokens(self, microbatch: int) -> Tensor:
+        return self._inputs[microbatch]
 
 
-def _check_autocast(constructed: str, device: torch.device) -> None:
-    if _autocast_of(device) != constructed:
-        raise ValueError(
-            f"autocast must be as it was when the pipeline was made: then {constructed}, now {_autocast_of(device)}: "
-            "construct the pipeline and run its steps under the same autocast, or put autocast inside the modules"
-        )
+class _Trained(_Given):
+    """A batch that ends in its loss."""
+
+    def __init__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: PipelineLoss) -> None:
+        super().__init__(inputs)
+        self._targets, self._loss = targets, loss
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        return self._loss.weighted(y, self._targets[microbatch], microbatch)
 
 
-def _check_arguments(
-    model: nn.Sequential,
-    sample: Tensor,
-    num_micro_batches: int,
-    cut: Sequence[int] | str | None,
-    init: Init | None,
-) -> None:
-    if type(model).forward is not nn.Sequential.forward:
-        raise ValueError(
-            f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
-            "nn.Sequential of its parts"
-        )
-    if sample.dim() == 0 or sample.shape[0] == 0:
-        raise ValueError(f"a sample must have rows: got shape {list(sample.shape)}: pass the input of a micro-batch")
-    if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be at least 1: got {num_micro_batches}: use 8")
-    if isinstance(cut, str) and cut != "measured":
-        raise ValueError(f"cut must be the modules of each part, or 'measured': got '{cut}': leave it out")
-    if sample.is_meta:
-        raise ValueError("a sample names the device to compute on: it is on the meta device: make it on a real one")
-    if is_on_meta(model) != (init is not None):
-        raise ValueError(
-            "modules on the meta device need values, and others have theirs: init is for modules on the meta device: "
-            + ("pass init, a function or a state dict" if init is None else "none is there: leave init out")
-        )
+class _Mapped(_Given):
+    """A batch whose outputs are kept."""
 
+    def __init__(self, inputs: Sequence[Tensor], apart: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(inputs)
+        self._apart = apart
+        self.outputs: list[Tensor] = []
 
-def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
-    num_chunks = len(schedule.ranks)
-    if len(model) < num_chunks:
-        raise ValueError(
-            f"every part of the model needs a module: {len(model)} modules, {schedule.name} makes {num_chunks} parts "
-            f"for {schedule.num_ranks} ranks: use fewer ranks or chunks, or split a module"
-        )
-    if not schedule.splits_backward:
-        return
-    for name, module in model.named_modules():
-        trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if trained and _sink_of(module) is None:
-            raise ValueError(
-                "a schedule that splits backward needs modules that give weight gradients to a sink: schedule "
-                f"{schedule.name}, module {name} is {type(module).__qualname__}, whose halves autograd computes at "
-                "once: use modules of tpengine.layers, or schedule 1f1b or interleaved"
-            )
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        self.outputs.append(self._apart(y))
+        return y
 
 
 def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:
     for module in stage.modules():
-        sink = _sink_of(module)
+        sink = sink_of(module)
         if isinstance(sink, DeferringSink):
             # Of a pipeline made before from the same modules.
             sink.halves = halves
         elif sink is not None:
             module.sink = DeferringSink(sink, halves)  # type: ignore[assignment]
-
-
-def _sink_of(module: nn.Module) -> GradientSink | None:
-    sink = getattr(module, "sink", None)
-    # A parameter may have that name too.
-    return sink if isinstance(sink, GradientSink) else None
-
-
-def _check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:
-    """Compare the plan over the ranks, as nodes may differ in version: what was verified is what runs."""
-    differing = differing_members(plan.text().encode(), device, comm)
-    if differing:
-        raise RuntimeError(
-            f"all ranks must have the same plan: ranks {differing} differ from rank 0: start every rank with the same "
-            "version"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,26 @@ from tpengine.plan import Kind
 from tpengine.training.trainer import RunError, Trainer
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """Micro-batches that nothing is learned from (pipeline.stage.Batch): `on_logits` sees what the model says."""
+
+    all_tokens: Tensor
+    on_logits: Callable[[Tensor, int], None]
+
+    def begin(self, microbatch: int) -> None:
+        """Nothing: without training no layer drops."""
+
+    def tokens(self, microbatch: int) -> Tensor:
+        """As Batch."""
+        return self.all_tokens[microbatch]
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        """As Batch."""
+        self.on_logits(y, microbatch)
+        return y
+
+
 class ForwardPass:
     """Runs the trainer's model forward over given micro-batches, pipelined.
 
@@ -34,21 +55,16 @@ class ForwardPass:
         self._trainer = trainer
         self._plan = forward_plan(trainer.config, trainer.layout, num_micro_batches, micro_batch_size)
 
-    def run(self, first_input: Callable[[int], Tensor], on_logits: Callable[[Tensor, int], None]) -> None:
+    def run(self, tokens: Tensor, on_logits: Callable[[Tensor, int], None]) -> None:
         """Run one pass; collective over all ranks.
 
         Args:
-            first_input: micro-batch -> tokens[T]; called on the first stage.
+            tokens: [micro-batches, T]; used on the first stage.
             on_logits: (logits[T, V/tp], micro-batch) -> None; called on the last stage.
         """
         trainer = self._trainer
         at = trainer.mesh.at.pp
-
-        def take_logits(logits: Tensor, microbatch: int) -> Tensor:
-            on_logits(logits, microbatch)
-            return logits
-
-        stages = trainer.make_stages(first_input, take_logits)
+        stages = trainer.make_stages(_Evaluated(tokens, on_logits))
         pipeline = RankPipeline(self._plan, at, stages, trainer.mesh.pp, trainer.device, trainer.mailbox)
         handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
         Executor(dist.get_rank(), handlers, activity=trainer.activity).run(self._plan.actions[at])
@@ -83,7 +99,7 @@ def held_out_loss(trainer: Trainer) -> float | None:
         sums[0, place] = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
         sums[1, place] = (target != IGNORED_LABEL).sum()
 
-    ForwardPass(trainer, each, size).run(lambda mb: tokens[mb], add_loss)
+    ForwardPass(trainer, each, size).run(tokens, add_loss)
     trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)
@@ -182,7 +198,7 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
             candidates = tp.all_gather(candidate[None])
             drawn[0] = candidates[candidates[:, 0].argmax(), 1].long()
 
-        forward.run(lambda _, padded=padded: to_device(padded, trainer.device), draw)  # type: ignore[misc]
+        forward.run(to_device(padded[None], trainer.device), draw)
         trainer.activity.begin("agreeing on the next token")
         trainer.comms.pp.all_reduce_max_(drawn)
         tokens.append(int(drawn))

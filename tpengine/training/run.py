@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +26,7 @@ from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
+from tpengine.files import written_beside
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -81,7 +83,8 @@ def train(job: Job, watch: Watch) -> None:
     start(job.device, job.launch, job.meeting.store)
     try:
         with _pulse(job, watch):
-            _train(job, watch)
+            # Nothing here keeps the run: see below.
+            _loop(_set_up(job, watch))
     except RunError as error:
         # All ranks are here. What the traceback keeps alive holds process groups.
         traceback.clear_frames(error.__traceback__)
@@ -108,33 +111,125 @@ def _end_groups(watch: Watch) -> None:
     stop()
 
 
-def _train(job: Job, watch: Watch) -> None:
-    config, corpus, device = job.config, job.corpus, job.device
-    console = console_for(job.launch.rank)
+@dataclass(frozen=True)
+class _Run:
+    """What a run consists of once it is set up.
+
+    Attributes:
+        checkpoint: where it goes on; None at step 0.
+        content: compares the text with what it was when the run began.
+    """
+
+    job: Job
+    watch: Watch
+    console: Console
+    trainer: Trainer
+    checkpoint: Checkpoint | None
+    checkpoints: RunCheckpoints
+    skipped: SkippedSteps
+    content: ContentCheck
+
+    @property
+    def first_step(self) -> int:
+        """The step that comes first, 0-based."""
+        return 0 if self.checkpoint is None else self.checkpoint.index.step
+
+
+def _set_up(job: Job, watch: Watch) -> _Run:
+    """Build the model and its groups, and bring back what a checkpoint holds; collective."""
     watch.activity.begin("building the model and its groups")
-    trainer = Trainer(config, corpus, device, activity=watch.activity)
-    watch.explain = partial(explain, trainer, Peers(device))
+    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity)
+    watch.explain = partial(explain, trainer, Peers(job.device))
     watch.waits = lambda what: bool(awaited(trainer, what))
     watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(trainer, job.checkpoint)
-    first_step = 0 if checkpoint is None else checkpoint.index.step
-    checkpoints = RunCheckpoints(trainer, job.run_dir)
-    skipped = SkippedSteps(trainer, job.run_dir)
-    share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
-    content = ContentCheck(corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
-    with _open_writer(trainer, job, console, checkpoint) as writer, checkpoints, content:
-        profiler = Profiler(trainer, job.run_dir, first_step, partial(console.print, markup=False, highlight=False))
-        _steps(trainer, first_step, console, writer, checkpoints, skipped, profiler, watch, content)
-    held_out = None
+    checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
+    share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
+    content = ContentCheck(job.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
+    return _Run(job, watch, console_for(job.launch.rank), trainer, checkpoint, checkpoints, skipped, content)
+
+
+def _loop(run: _Run) -> None:
+    """Train the steps that are left, write what they measured, then evaluate and sample; collective."""
+    job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
+    with _open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
+        say = partial(run.console.print, markup=False, highlight=False)
+        profiler = Profiler(trainer, job.run_dir, run.first_step, say)
+        watch.timeout_seconds = job.config.train.timeout_seconds
+        watch.stoppable = True
+        with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
+            for step in range(run.first_step, job.config.train.steps):
+                if skipped.leaves_out(step):
+                    _write(writer, progress, left_out_record(step, skipped.num_until(step)))
+                    checkpoints.after_step(step + 1)
+                    continue
+                profiler.begin(step)
+                begin = time.perf_counter()
+                result = trainer.train_step(step, partial(_figures, begin, job.device, watch, content))
+                seconds, memory, stop_signal, content_flag = result.largest
+                # A GPU's work is done by now; what the other ranks told was before theirs was.
+                seconds = max(seconds, time.perf_counter() - begin)
+                record = step_record(
+                    job.config,
+                    job.device,
+                    step=step,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    lr=result.lr,
+                    step_seconds=seconds,
+                    peak_memory_bytes=int(memory),
+                    skipped=result.skipped,
+                    skipped_steps=skipped.num_until(step) + result.skipped,
+                )
+                trainer.activity.begin("writing what it measured", timed=False)
+                _write(writer, progress, record)
+                profiler.end(step, seconds)
+                if content_flag:
+                    raise RunError(content.explain(int(content_flag)))
+                skipped.note(step, result)
+                if stop_signal:
+                    progress.__exit__()
+                    profiler.finish()
+                    watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
+                checkpoints.after_step(step + 1)
+        profiler.finish()
+        _end_steps(run)
+    _evaluate(run)
+
+
+def _write(writer: MetricsWriter | None, progress: ProgressLine, record: dict[str, Any]) -> None:
+    """Write a step's record, and show it."""
+    if writer is not None:
+        writer.write(record)
+    progress.update(record)
+
+
+def _end_steps(run: _Run) -> None:
+    """Wait for the last checkpoint, and hear of signals and texts once more, after the last step."""
+    watch, checkpoints = run.watch, run.checkpoints
+    checkpoints.wait()
+    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(run.content.flag)], run.job.device)
+    if content_flag:
+        raise RunError(run.content.explain(int(content_flag)))
+    if stop_signal:
+        message = checkpoints.save_and_say(run.job.config.train.steps, int(stop_signal))
+        watch.leave_stopped(int(stop_signal), message)
+    watch.parting = checkpoints.where()
+    watch.stoppable = False
+
+
+def _evaluate(run: _Run) -> None:
+    """Show the held-out loss and a sample."""
+    config, trainer, held_out = run.job.config, run.trainer, None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
         if held_out is None:
-            console.print("held-out loss: none, no target of the held-out text is valid")
+            run.console.print("held-out loss: none, no target of the held-out text is valid")
     tokens: list[int] = []
     if config.train.sample_tokens:
         tokens = sample(trainer, read_prompt(trainer, _PROMPT_TOKENS), config.train.sample_tokens)
-    show_result(console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
-    checkpoints.raise_if_the_last_is_missing()
+    show_result(run.console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
+    run.checkpoints.raise_if_the_last_is_missing()
 
 
 @contextlib.contextmanager
@@ -248,76 +343,9 @@ def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
     # A link to somebody else's file is no copy.
     if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
         return
-    beside = path.with_name(f".{path.name}")
-    beside.write_bytes(content)
-    keep_copy_aside(path)
-    beside.replace(path)
-
-
-def _steps(
-    trainer: Trainer,
-    first_step: int,
-    console: Console,
-    writer: MetricsWriter | None,
-    checkpoints: RunCheckpoints,
-    skipped: SkippedSteps,
-    profiler: Profiler,
-    watch: Watch,
-    content: ContentCheck,
-) -> None:
-    config, device = trainer.config, trainer.device
-    watch.timeout_seconds = config.train.timeout_seconds
-    watch.stoppable = True
-    with ProgressLine(console, config.train.steps, first_step) as progress:
-        for step in range(first_step, config.train.steps):
-            if skipped.leaves_out(step):
-                record = left_out_record(step, skipped.num_until(step))
-                if writer is not None:
-                    writer.write(record)
-                progress.update(record)
-                checkpoints.after_step(step + 1)
-                continue
-            profiler.begin(step)
-            begin = time.perf_counter()
-            result = trainer.train_step(step, partial(_figures, begin, device, watch, content))
-            seconds, memory, stop_signal, content_flag = result.largest
-            # A GPU's work is done by now; what the other ranks told was before theirs was.
-            seconds = max(seconds, time.perf_counter() - begin)
-            record = step_record(
-                config,
-                device,
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                step_seconds=seconds,
-                peak_memory_bytes=int(memory),
-                skipped=result.skipped,
-                skipped_steps=skipped.num_until(step) + result.skipped,
-            )
-            trainer.activity.begin("writing what it measured", timed=False)
-            if writer is not None:
-                writer.write(record)
-            progress.update(record)
-            profiler.end(step, seconds)
-            if content_flag:
-                raise RunError(content.explain(int(content_flag)))
-            skipped.note(step, result)
-            if stop_signal:
-                progress.__exit__()
-                profiler.finish()
-                watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
-            checkpoints.after_step(step + 1)
-    profiler.finish()
-    checkpoints.wait()
-    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(content.flag)], device)
-    if content_flag:
-        raise RunError(content.explain(int(content_flag)))
-    if stop_signal:
-        message = checkpoints.save_and_say(config.train.steps, int(stop_signal))
-        watch.leave_stopped(int(stop_signal), message)
-    watch.parting = checkpoints.where()
-    watch.stoppable = False
+    with written_beside(path) as beside:
+        beside.write_bytes(content)
+        keep_copy_aside(path)
 
 
 def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:

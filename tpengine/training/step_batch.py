@@ -20,6 +20,9 @@ from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data import Samples, batch_digest, first_sample_index
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
+from tpengine.layers import vocab_parallel_cross_entropy
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.dropout import Position
 
 _UNREADABLE, _NOT_READ, _READ = -1, 0, 1
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -85,6 +88,49 @@ class StepBatch:
             f"a step needs at least one valid target: all labels of step {step + 1} are ignored: "
             "change --data.ignore-token"
         )
+
+
+class TrainingBatch:
+    """The micro-batches of the step under way, as the stages see them (pipeline.stage.Batch).
+
+    Args:
+        config: validated.
+        mesh: places of the ranks.
+        tp: the ranks that share a row of logits.
+        position: told which micro-batch comes next, for dropout.
+        device: where this rank computes.
+
+    Attributes:
+        step: what was read for the step under way.
+        losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
+    """
+
+    step: StepBatch
+
+    def __init__(self, config: Config, mesh: Mesh, tp: Communicator, position: Position, device: torch.device) -> None:
+        self._vocab_size, self._tp, self._position = config.model.vocab_size, tp, position
+        num_micro_batches = config.train.num_micro_batches
+        self._first_number = mesh.at.dp * num_micro_batches
+        # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
+        self.losses = torch.zeros(mesh.shape.dp * num_micro_batches, dtype=torch.float64, device=device)
+
+    def number_of(self, microbatch: int) -> int:
+        """The number, over all replicas, of a micro-batch of this one."""
+        return self._first_number + microbatch
+
+    def begin(self, microbatch: int) -> None:
+        """As Batch."""
+        self._position.microbatch = self.number_of(microbatch)
+
+    def tokens(self, microbatch: int) -> Tensor:
+        """As Batch."""
+        return self.step.tokens[microbatch]
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        """As Batch, of logits: summed over valid targets, times the step's loss scale."""
+        loss = vocab_parallel_cross_entropy(y, self.step.labels[microbatch], self._vocab_size, self._tp)
+        self.losses[self.number_of(microbatch)] = loss.detach()
+        return loss * self.step.loss_scale.to(loss.dtype)
 
 
 class BatchReader:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.toml import dump_toml
@@ -25,19 +25,19 @@ from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
-from tpengine.layers import vocab_parallel_cross_entropy
+from tpengine.layers.collectives import Work
 from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.layout.parameters import EMBEDDING, kv_replicas, stage_specs
 from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
-from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Recompute
 from tpengine.training.assembly import assemble
 from tpengine.training.optimizer import AdamW, clip_, learning_rate, squared_norms
-from tpengine.training.step_batch import BatchReader, StepBatch
+from tpengine.training.step_batch import BatchReader, StepBatch, TrainingBatch
 
 
 class RunError(RuntimeError):
@@ -87,7 +87,7 @@ class Trainer:
         model: this rank's chunks, in this rank's shards.
         stages, pipeline: the same at run time, by number of the chunk, and what drives them.
         plan, layout, mesh, comms, gradients, optimizer: see their types.
-        losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
+        batch: the micro-batches of the step under way, and their losses.
         grad_norm: of the step under way, before clipping.
         squares: of the same gradient, by the places of its pieces.
         num_updates: steps whose update has been applied, those of the run before a checkpoint too.
@@ -138,17 +138,15 @@ class Trainer:
         self._reader = BatchReader(
             config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
         )
-        self._batch: StepBatch
         self.num_updates = 0
         self._probe: Probe | None = None
-        # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
-        self.losses = torch.zeros(shape.dp * config.train.num_micro_batches, dtype=torch.float64, device=device)
+        self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
         self.squares = torch.zeros(self._num_places, dtype=torch.float64, device=device)
         self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._skip = torch.zeros((), dtype=torch.bool, device=device)
         self._lr = 0.0
         at = self.mesh.at.pp
-        self.stages = self.make_stages(lambda mb: self._batch.tokens[mb], self._weighted_loss)
+        self.stages = self.make_stages(self.batch)
         # Evaluation and sampling run on it too.
         passes = (
             forward_plan(config, self.layout, num_micro_batches, config.train.micro_batch_size)
@@ -159,26 +157,19 @@ class Trainer:
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])
 
-    def forward(self, x: Tensor, chunk: int) -> Tensor:
-        """One of this rank's chunks of the model, on a micro-batch; `chunk` counts them from 0."""
-        y: Tensor = self.model(x, self.config.train.seq_len, chunk)
-        return y
-
-    def make_stages(
-        self, first_input: Callable[[int], Tensor], loss: Callable[[Tensor, int], Tensor]
-    ) -> dict[int, Stage]:
+    def make_stages(self, batch: Batch) -> dict[int, Stage]:
         """This rank's chunks at run time, by number.
 
         Args:
-            first_input: micro-batch -> tokens; used on the first chunk.
-            loss: (logits, micro-batch) -> scalar, or whatever ends a forward pass; used on the last chunk.
+            batch: the micro-batches that they run.
         """
         last = len(self.plan.chunks) - 1
         return {
             chunk: Stage(
-                lambda x, number=number: self.forward(x, number),  # type: ignore[misc]
-                first_input if chunk == 0 else None,
-                loss if chunk == last else None,
+                partial(self.model, seq=self.config.train.seq_len, chunk=number),
+                batch,
+                is_first=chunk == 0,
+                is_last=chunk == last,
                 recompute=self.plan.chunks[chunk].recompute is Recompute.FULL,
             )
             for number, chunk in enumerate(self.plan.chunks_of(self.mesh.at.pp))
@@ -205,7 +196,7 @@ class Trainer:
         """
         self.activity.step = step
         self.activity.begin("counting its targets")
-        self._batch = self._load(step)
+        self.batch.step = self._load(step)
         self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self._run_plan(step)
         self.activity.begin("ending the step with all ranks")
@@ -226,7 +217,7 @@ class Trainer:
             self._probe, self.executor.trace = None, trace
 
     def _run_plan(self, step: int) -> None:
-        self.losses.zero_()
+        self.batch.losses.zero_()
         self.gradients.begin()
         if self._prepares_weights:
             # Every micro-batch multiplies by the same weights.
@@ -240,39 +231,17 @@ class Trainer:
     def _load(self, step: int) -> StepBatch:
         return self._reader.read(step)
 
-    def _weighted_loss(self, logits: Tensor, microbatch: int) -> Tensor:
-        loss = vocab_parallel_cross_entropy(
-            logits, self._batch.labels[microbatch], self.config.model.vocab_size, self.comms.tp
-        )
-        self.losses[self.number_of(microbatch)] = loss.detach()
-        return loss * self._batch.loss_scale.to(loss.dtype)
-
-    def number_of(self, microbatch: int) -> int:
-        """The number, over all replicas, of a micro-batch of this one."""
-        return self.mesh.at.dp * self.config.train.num_micro_batches + microbatch
-
     def _handlers(self) -> dict[Kind, Handler]:
         pipeline = self.pipeline
         return {
             **pipeline.handlers(),
-            Kind.F: self._at_its_place(pipeline.forward),
-            Kind.I: self._at_its_place(pipeline.input_half),
-            Kind.B: self._at_its_place(self._reducing(pipeline.backward)),
-            Kind.W: self._at_its_place(self._reducing(pipeline.weight_half)),
+            Kind.B: self._reducing(pipeline.backward),
+            Kind.W: self._reducing(pipeline.weight_half),
             Kind.WAIT: self._wait,
             Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
             Kind.CLIP: lambda _: self._clip(),
             Kind.STEP: lambda _: self._step(),
         }
-
-    def _at_its_place(self, handler: Handler) -> Handler:
-        """Tell the model first which micro-batch comes, for dropout."""
-
-        def handle(action: Action) -> None:
-            self.model.position.microbatch = self.number_of(action.piece[1])
-            handler(action)
-
-        return handle
 
     def _reducing(self, handler: Handler) -> Handler:
         """Start the reductions that are due, in the plan's order, while the handler adds to weight gradients."""
@@ -302,16 +271,16 @@ class Trainer:
                 self._wait_for(started)
                 continue
             begin, was_complete = trace.now(), self._is_complete(started)
-            trace.waited(started, begin, was_complete, self._wait_for(started))
+            work = self._wait_for(started)
+            trace.waited(started, begin, was_complete, None if work is None else work.ended_ns())
 
-    def _wait_for(self, started: Action) -> int | None:
-        """Wait for a transfer or reduction; return when it was done, in perf_counter_ns, if what carried it knows."""
+    def _wait_for(self, started: Action) -> Work | None:
+        """Wait for a transfer or a reduction; return the reduction."""
         if started.kind is not Kind.REDUCE:
             self.pipeline.wait_for(started)
             return None
         assert started.index is not None
-        ended_ns: Callable[[], int] | None = getattr(self.buckets.wait(started.index), "ended_ns", None)
-        return None if ended_ns is None else ended_ns()
+        return self.buckets.wait(started.index)
 
     def _is_complete(self, started: Action) -> bool:
         if started.kind is not Kind.REDUCE:
@@ -334,7 +303,7 @@ class Trainer:
         owned = {place: self.gradients.of[name] for name, place in self._places.items()}
         figures = squared_norms(owned, self._num_places + 1, self.device)
         if self.model.is_last:
-            loss = self.comms.dp.all_reduce_(self.losses).sum() * self._batch.loss_scale
+            loss = self.comms.dp.all_reduce_(self.batch.losses).sum() * self.batch.step.loss_scale
             # The last place is the loss's: so it travels with the norm, and a NaN is one on every stage.
             if self.mesh.at.tp == 0:
                 figures[-1] = loss
@@ -344,7 +313,7 @@ class Trainer:
         self.grad_norm = self.squares.sum().sqrt()
         # The norm overflows before a moment would: the largest element's square is part of it.
         finite = self._loss.isfinite() & self.grad_norm.isfinite()
-        self._skip = ~(finite & self._batch.usable)
+        self._skip = ~(finite & self.batch.step.usable)
         if self._probe is not None:
             self._skip = torch.ones_like(self._skip)
         clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm)
@@ -363,14 +332,14 @@ class Trainer:
 
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         skip = self._skip.double()
-        own = torch.stack([self._loss, self.grad_norm, skip, self._batch.usable.double()])
+        own = torch.stack([self._loss, self.grad_norm, skip, self.batch.step.usable.double()])
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
         shared = torch.cat([torch.stack([skip, -skip]), to_device(told, self.device)])
         (loss, norm, skipped, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
         # The device has been waited for: what its kernels gave up on is known.
         self.comms.tp.check()
         if not usable:
-            raise RunError(self._batch.refusal(step, all_gather_json(self._batch.error)))
+            raise RunError(self.batch.step.refusal(step, all_gather_json(self.batch.step.error)))
         if some_skip != -all_skip:
             raise RunError(
                 f"all ranks must agree whether a step is finite: in step {step + 1} rank {dist.get_rank()} has loss "

@@ -13,15 +13,14 @@ ranks, so that it is the same on every run.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
 import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import Arena, shard_rows
 from tpkernels.exchange.device_arena import DeviceArena, model_of
+from tpkernels.exchange.pending import Collective, Done, Submitted, Work
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -55,61 +55,6 @@ _CLOSED_TO_CHILDREN = (
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SUMMABLE = frozenset((*_FLOATS, *_INTEGERS))
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any:
-        """Block until the result is there (on CUDA: until the current stream will see it)."""
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-
-
-class _Done:
-    """A collective that has ended, or one of a single rank."""
-
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Staged:
-    """A collective on a host copy of a CUDA tensor: waiting copies the result back."""
-
-    def __init__(self, pending: Pending, host: Tensor, target: Tensor) -> None:
-        self.pending, self.host, self.target = pending, host, target
-
-    def wait(self) -> None:
-        self.pending.wait()
-        self.target.copy_(self.host)
-
-    def is_completed(self) -> bool:
-        return self.pending.is_completed()
-
-
-class _Submitted:
-    """An exchange that the communicator's thread does; the future says when it has ended, as perf_counter_ns."""
-
-    def __init__(self, future: Future[int]) -> None:
-        self._future = future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def ended_ns(self) -> int:
-        """When it ended, by time.perf_counter_ns, for a trace; waits until then."""
-        return self._future.result()
-
-    def settle(self) -> None:
-        """Wait until it has ended, whatever came of it."""
-        concurrent.futures.wait([self._future])
-
-    def wait(self) -> None:
-        self._future.result()
 
 
 class Communicator:
@@ -176,7 +121,7 @@ class Communicator:
                 if self.rank == 0:
                     print(f"tpkernels: group {group.group_name} uses collectives: {error}", file=sys.stderr)
         self._thread: ThreadPoolExecutor | None = None
-        self._newest: _Submitted | None = None
+        self._newest: Submitted | None = None
         self.name = _ALONE
         if group is not None and self.size > 1:
             self.name = next(name for i in itertools.count() if (name := f"{group.group_name}/{i}") not in _BY_NAME)
@@ -348,7 +293,7 @@ class Communicator:
         self.start_all_reduce_in_tree(x).wait()
         return x
 
-    def start_all_reduce_in_tree(self, x: Tensor) -> Pending:
+    def start_all_reduce_in_tree(self, x: Tensor) -> Work:
         """As `start_all_reduce`, in a balanced tree of ranks whatever the transport.
 
         Where there is no arena, it has been done when this returns.
@@ -359,7 +304,7 @@ class Communicator:
         flat = x.reshape(-1)
         total = self._reduce_scatter_by_exchange(flat)
         x.copy_(self._gather_by_collective(total, len(flat)).view(x.shape))
-        return _Done()
+        return Done()
 
     @torch.no_grad()
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -386,7 +331,7 @@ class Communicator:
                 x.copy_(host)
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Pending:
+    def start_all_reduce(self, x: Tensor) -> Work:
         """Begin summing the ranks' tensors in place; `x` must not be touched before `wait()` of the result.
 
         Over an arena a thread of this communicator does it, one sum after the other.
@@ -396,7 +341,7 @@ class Communicator:
             return self._start(x, dist.ReduceOp.SUM)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self.name}")
-        self._newest = _Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
+        self._newest = Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
         return self._newest
 
     def _check_sum(self, x: Tensor, operation: str) -> None:
@@ -404,15 +349,14 @@ class Communicator:
         if x.dtype not in _SUMMABLE and self.size > 1:
             self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
 
-    def _start(self, x: Tensor, op: Any) -> Pending:
+    def _start(self, x: Tensor, op: Any) -> Work:
         if self.size == 1:
-            return _Done()
+            return Done()
         if (self._gloo and x.is_cuda) or not x.is_contiguous():
             # What lies between the elements of a tensor with gaps is nobody's to sum.
             host = x.cpu().contiguous() if self._gloo else x.contiguous()
-            return _Staged(dist.all_reduce(host, op, group=self.group, async_op=True), host, x)
-        pending: Pending = dist.all_reduce(x, op, group=self.group, async_op=True)
-        return pending
+            return Collective(dist.all_reduce(host, op, group=self.group, async_op=True), (host, x))
+        return Collective(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def _gather_by_collective(self, x: Tensor, num_rows: int) -> Tensor:
         most = -(-num_rows // self.size)

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
 from tpkernels.launch import INTERPRETED, signed
+from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
 from tpkernels.symmetric.memory import (
     ALIGNMENT_BYTES,
     HostMemory,
@@ -170,8 +171,6 @@ class DeviceArena:
             memory, copies = HostMemory.allocate(group, total), HostCopies()
             record = torch.zeros(LINE_WORDS, dtype=torch.int32)
         else:
-            from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
-
             memory, record = CudaMemory.allocate(group, total, device), host_record()
             copies = StreamCopies(memory.device)
         members = dist.get_process_group_ranks(group)

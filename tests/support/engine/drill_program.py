@@ -93,7 +93,7 @@ class Accident:
                 die()
             return pending
 
-        trainer.buckets._reduce = reduce_and_die
+        trainer.buckets._reduce = reduce_and_die  # type: ignore[method-assign]
 
     def around(self, trainer: Trainer, handler: Any, kind: str) -> Any:
         def handle(action: Action) -> None:

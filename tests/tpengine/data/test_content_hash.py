@@ -75,14 +75,14 @@ def test_a_note_in_the_run_directory_serves_where_none_can_lie_beside(
     texts.mkdir()
     run_dir.mkdir()
     write_without_hash(texts / "t")
-    write = Path.write_text
+    opens = Path.open
 
-    def refuse(path: Path, *args: Any) -> int:
-        if path.parent == texts:
+    def refuse(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if path.parent == texts and "w" in mode:
             raise OSError(30, "Read-only file system")
-        return write(path, *args)
+        return opens(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus, said = opened(texts / "t")
     assert said and not corpus.is_noted

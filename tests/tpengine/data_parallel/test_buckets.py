@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,11 @@ class Recorder:
         self.started: list[int] = []
         self.waited: list[int] = []
 
-    def __call__(self, index: int, flat: Tensor) -> SimpleNamespace:
+    def of(self, *indices: int) -> dict[int, Any]:
+        """Communicators, one a bucket."""
+        return {index: SimpleNamespace(start_all_reduce=partial(self._start, index)) for index in indices}
+
+    def _start(self, index: int, flat: Tensor) -> SimpleNamespace:
         self.started.append(index)
         return SimpleNamespace(wait=lambda: self.waited.append(index))
 
@@ -31,7 +37,8 @@ def build(recorder: Recorder) -> GradientBuckets:
         5: SimpleNamespace(names=("c", "b"), numels=(6, 6)),
         6: SimpleNamespace(names=("a",), numels=(6,)),
     }
-    return GradientBuckets(layouts, parameters, {"a": 2, "b": 1, "c": 1}, recorder, torch.float32, torch.device("cpu"))
+    contributions = {"a": 2, "b": 1, "c": 1}
+    return GradientBuckets(layouts, parameters, contributions, recorder.of(5, 6), torch.float32, torch.device("cpu"))
 
 
 def test_gradients_are_views_of_the_flat_buffers() -> None:
@@ -46,7 +53,7 @@ def test_nothing_starts_unless_armed() -> None:
     recorder = Recorder()
     buckets = build(recorder)
     for name in "cba":
-        buckets.contributed(name)
+        buckets.contributed(buckets.place(name)[1])
     assert recorder.started == []
 
 
@@ -55,13 +62,13 @@ def test_a_bucket_starts_with_its_last_contribution() -> None:
     buckets = build(recorder)
     marks: list[int] = []
     buckets.arm([5, 6], marks.append)
-    buckets.contributed("c")
+    buckets.contributed(5)
     assert recorder.started == []
-    buckets.contributed("b")
+    buckets.contributed(5)
     assert recorder.started == [5]
-    buckets.contributed("a")
+    buckets.contributed(6)
     assert recorder.started == [5]
-    buckets.contributed("a")
+    buckets.contributed(6)
     assert recorder.started == marks == [5, 6]
     buckets.disarm()
     buckets.wait(6)
@@ -73,19 +80,39 @@ def test_an_early_bucket_waits_its_turn() -> None:
     recorder = Recorder()
     buckets = build(recorder)
     buckets.arm([5, 6])
-    buckets.contributed("a")
-    buckets.contributed("a")
-    buckets.contributed("b")
+    buckets.contributed(6)
+    buckets.contributed(6)
+    buckets.contributed(5)
     assert recorder.started == []
-    buckets.contributed("c")
+    buckets.contributed(5)
     assert recorder.started == [5, 6]
     buckets.disarm()
+
+
+def test_what_comes_before_a_sum_sees_all_contributions() -> None:
+    recorder, order = Recorder(), []
+    layouts = {0: SimpleNamespace(names=("a",), numels=(2,))}
+    parameters = {"a": Parameter(torch.zeros(2))}
+    buckets = GradientBuckets(
+        layouts,
+        parameters,
+        {"a": 1},
+        recorder.of(0),
+        None,
+        None,
+        before_sum=lambda i: order.append((i, *recorder.started)),
+    )
+    gradient, index = buckets.place("a")
+    assert gradient is buckets.gradients["a"] and index == 0
+    buckets.arm([0])
+    buckets.contributed(index)
+    assert order == [(0,)] and recorder.started == [0]
 
 
 def test_a_missing_contribution_is_an_error() -> None:
     buckets = build(Recorder())
     buckets.arm([5, 6])
-    buckets.contributed("a")
+    buckets.contributed(6)
     with pytest.raises(RuntimeError, match=r"missing by bucket \{5: 2, 6: 1\}"):
         buckets.disarm()
 
@@ -93,8 +120,8 @@ def test_a_missing_contribution_is_an_error() -> None:
 def test_a_step_cannot_begin_before_reductions_were_waited_for() -> None:
     buckets = build(Recorder())
     buckets.arm([6])
-    buckets.contributed("a")
-    buckets.contributed("a")
+    buckets.contributed(6)
+    buckets.contributed(6)
     buckets.disarm()
     with pytest.raises(AssertionError, match="not waited for"):
         buckets.zero()
@@ -104,11 +131,11 @@ def test_flush_starts_what_is_left_in_order() -> None:
     recorder = Recorder()
     buckets = build(recorder)
     buckets.arm([5, 6])
-    buckets.contributed("c")
-    buckets.contributed("b")
+    buckets.contributed(5)
+    buckets.contributed(5)
     buckets.flush()
     assert recorder.started == [5, 6]
-    buckets.contributed("a")
+    buckets.contributed(6)
     buckets.flush()
     assert recorder.started == [5, 6]
     buckets.arm([5])
@@ -122,7 +149,7 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
         0: SimpleNamespace(names=("c", "b"), numels=(20, 3)),
         1: SimpleNamespace(names=("a",), numels=(24,)),
     }
-    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1, "c": 1}, Recorder(), None, None)
+    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1, "c": 1}, Recorder().of(0, 1), None, None)
     assert [flat.dtype for flat in buckets.flat.values()] == [torch.float32, torch.bfloat16]
     for name, parameter in parameters.items():
         assert buckets.gradients[name].shape == parameter.shape
@@ -134,7 +161,7 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
 def test_counts_of_users_travel_with_the_gradients() -> None:
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "ab"}
     layouts = {0: SimpleNamespace(names=("b", "a"), numels=(6, 6))}
-    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder(), None, None, count_usage=True)
+    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None, count_usage=True)
     buckets.usage[0].copy_(torch.tensor([True, False]))
     buckets.sums[0].fill_(2)
     assert buckets.flat[0].tolist() == [2] * 12 + [1, 0]
@@ -145,4 +172,4 @@ def test_a_bucket_of_two_dtypes_is_a_mistake() -> None:
     parameters = {"a": Parameter(torch.zeros(2)), "b": Parameter(torch.zeros(2, dtype=torch.float64))}
     layouts = {0: SimpleNamespace(names=("b", "a"), numels=(2, 2))}
     with pytest.raises(AssertionError, match="one dtype and one device"):
-        GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder(), None, None)
+        GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tpengine.data_parallel import DataParallel
-from tpengine.layers.collectives import Communicator, Pending
+from tpengine.layers.collectives import Communicator, Work
 
 TOLERANCE = 1e-9
 
@@ -188,7 +188,7 @@ def usage_not_summed(replicas: DataParallel) -> None:
 def all_counted_as_used(replicas: DataParallel) -> None:
     start = replicas.buckets._reduce
 
-    def claim(index: int, flat: Tensor) -> Pending:
+    def claim(index: int, flat: Tensor) -> Work:
         pending = start(index, flat)
         replicas._used_here[index] = [True] * len(replicas._used_here[index])
         return pending
@@ -197,10 +197,10 @@ def all_counted_as_used(replicas: DataParallel) -> None:
 
 
 def one_bucket_not_summed(replicas: DataParallel) -> None:
-    start = replicas._comm.start_all_reduce
-    left_out = replicas.buckets.flat[1]
+    comm = replicas.buckets._comms[1]
+    start, left_out = comm.start_all_reduce, replicas.buckets.flat[1]
     done = SimpleNamespace(wait=lambda: None)
-    replicas._comm.start_all_reduce = lambda x: done if x is left_out else start(x)  # type: ignore[method-assign]
+    comm.start_all_reduce = lambda x: done if x is left_out else start(x)  # type: ignore[method-assign]
 
 
 def bucket_summed_before_its_last_gradient(replicas: DataParallel) -> None:
@@ -218,9 +218,9 @@ def absent_gradients_not_zeroed(replicas: DataParallel) -> None:
 
 def unsynchronised_start(replicas: DataParallel) -> None:
     """Rank 1 begins from values of its own."""
-    if replicas._comm.rank == 1:
+    if dist.get_rank() == 1:
         with torch.no_grad():
-            for parameter in replicas._views:
+            for parameter in replicas._places:
                 parameter.mul_(1 + 1e-6)
 
 
@@ -343,7 +343,7 @@ class RecordingCommunicator(Communicator):
         super().__init__(group)
         self.events: list[Any] = []
 
-    def start_all_reduce(self, x: Tensor) -> Pending:
+    def start_all_reduce(self, x: Tensor) -> Work:
         self.events.append(x.numel())
         return super().start_all_reduce(x)
 
@@ -395,7 +395,7 @@ def places_of_gradients() -> list[bool]:
         found += [p.grad is not None and p.grad.untyped_storage().data_ptr() == flat for p in model.parameters()]
         model.zero_grad(set_to_none)
         if not set_to_none:
-            found += [p.grad is replicas._views[p] for p in model.parameters()]
+            found += [p.grad is replicas._places[p][0] for p in model.parameters()]
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ def check_sinks_are_kept() -> None:
     model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
     block = Block(FastParts(model, comm, sink=sink))
     buffers = {p: torch.zeros_like(p) for p in block.parameters()}
-    sink.attach(buffers, lambda _: None)
+    sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))
     assert set(values_and_gradients(block, block)) == {"y", "dx"}
     want = {p: buffer.clone() for p, buffer in buffers.items()}
     for buffer in buffers.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def test_the_average_by_hand() -> None:
 
 
 def test_a_copys_gradients_are_its_own() -> None:
-    """Those of the original go to its sink; buffers, listeners and prepared weights are not copied."""
+    """Those of the original go to its sink; buffers, buckets and prepared weights are not copied."""
     comm, told = Communicator(None), []
     halves = WeightHalves()
     for sink in (BufferSink(), DeferringSink(BufferSink(), halves)):
@@ -91,7 +92,9 @@ def test_a_copys_gradients_are_its_own() -> None:
         layer.prepare(T)
         inner = sink if isinstance(sink, BufferSink) else sink.inner
         assert isinstance(inner, BufferSink)
-        inner.attach({p: torch.zeros_like(p) for p in layer.parameters()}, told.append)
+        inner.attach(
+            {p: (torch.zeros_like(p), 0) for p in layer.parameters()}, SimpleNamespace(contributed=told.append)
+        )
         copied = copy.deepcopy(layer)
         assert isinstance(copied.gate_proj.sink, ParamGradSink) and copied._gate_up._prepared is None
         x = torch.randn(T, D)

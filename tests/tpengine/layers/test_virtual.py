@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,7 +214,8 @@ def computed(name: str, num_virtual: int, dtype: torch.dtype, layout: str = "con
     for sink, rank in zip(sinks, virtual.held, strict=True):
         parameters = {name: parameter_of(layer, rank, name) for name in case.weights}
         buffers.append({name: torch.zeros_like(p, dtype=wide) for name, p in parameters.items()})
-        sink.attach({p: buffers[-1][name] for name, p in parameters.items()}, lambda _: None)
+        places = {p: (buffers[-1][name], 0) for name, p in parameters.items()}
+        sink.attach(places, SimpleNamespace(contributed=lambda _: None))
 
     is_lookup, is_head = x.dtype == torch.int64, isinstance(layer, VirtualHead)
     # Tokens and labels are whole on every rank, logits cut by columns into a shard a virtual rank.

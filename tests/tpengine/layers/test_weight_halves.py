@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_nothing_is_added_before_the_weight_half_and_all_of_it_in_order() -> Non
     weight, log = Parameter(torch.zeros(2, 3, dtype=torch.float64)), []
     inner, halves = BufferSink(), WeightHalves()
     buffer = torch.zeros(2, 3, dtype=torch.float64)
-    inner.attach({weight: buffer}, lambda _: log.append(buffer.clone()))
+    inner.attach({weight: (buffer, 0)}, SimpleNamespace(contributed=lambda _: log.append(buffer.clone())))
     sink = DeferringSink(inner, halves)
     x, dy = torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64)
     with halves.of((0, 7)):

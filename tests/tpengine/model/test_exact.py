@@ -50,9 +50,8 @@ from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.norm import rms_norm
 from tpengine.layers.virtual import VirtualRMSNorm
-from tpengine.pipeline.executor import Handler
-from tpengine.plan import Action
 from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
 
 OneProcess = Callable[[Config], Bits]
@@ -312,16 +311,11 @@ def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:
     """Each replica drops by its own count of micro-batches."""
-    at_its_place = Trainer._at_its_place
 
-    def at_local_position(self: Trainer, handler: Handler) -> Handler:
-        def local(action: Action) -> None:
-            self.model.position.microbatch = action.piece[1]
-            handler(action)
+    def begin(self: TrainingBatch, microbatch: int) -> None:
+        self._position.microbatch = microbatch
 
-        return at_its_place(self, local)
-
-    patch.setattr(Trainer, "_at_its_place", at_local_position)
+    patch.setattr(TrainingBatch, "begin", begin)
 
 
 MUTATIONS = (blocks_in_order, virtual_ranks_in_order, partials_in_order, norm_in_one_block, local_dropout)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tpengine.pipeline.stage import Stage
+
+
+def none(*_: object) -> Tensor:
+    raise AssertionError("a stage asks for what its chunk has no use for")
+
+
+class Given:
+    """A batch from functions, which notes what is begun."""
+
+    def __init__(self, tokens: Callable[[int], Tensor] = none, loss: Callable[[Tensor, int], Tensor] = none) -> None:
+        self.tokens, self.loss = tokens, loss
+        self.begun: list[int] = []
+
+    def begin(self, microbatch: int) -> None:
+        self.begun.append(microbatch)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -21,8 +37,9 @@ def test_two_stages_in_one_process_match_the_whole_function(recompute: bool) -> 
     def first_loss(y: Tensor, microbatch: int) -> Tensor:
         return y.square().sum() * (microbatch + 1)
 
-    first = Stage(lambda x: torch.tanh(x @ w0), lambda mb: inputs[mb], None, recompute=recompute)
-    last = Stage(lambda x: torch.tanh(x @ w1), None, first_loss, recompute=recompute)
+    batch = Given(lambda mb: inputs[mb], first_loss)
+    first = Stage(lambda x: torch.tanh(x @ w0), batch, is_first=True, is_last=False, recompute=recompute)
+    last = Stage(lambda x: torch.tanh(x @ w1), batch, is_first=False, is_last=True, recompute=recompute)
     for mb in range(3):
         first.forward(mb)
         last.receive_input(mb, first.take_output(mb).clone())
@@ -41,7 +58,7 @@ def test_two_stages_in_one_process_match_the_whole_function(recompute: bool) -> 
 
 
 def test_a_first_stage_may_have_nothing_to_train() -> None:
-    stage = Stage(lambda x: x.flatten(1), lambda mb: torch.ones(2, 2, 2), None)
+    stage = Stage(lambda x: x.flatten(1), Given(lambda _: torch.ones(2, 2, 2)), is_first=True, is_last=False)
     stage.forward(0)
     stage.receive_output_grad(0, torch.ones(2, 4))
     stage.backward(0)
@@ -49,7 +66,7 @@ def test_a_first_stage_may_have_nothing_to_train() -> None:
 
 
 def test_a_loss_that_needs_no_gradient_is_an_error() -> None:
-    stage = Stage(lambda x: x, lambda mb: torch.ones(2), lambda y, mb: y.sum())
+    stage = Stage(lambda x: x, Given(lambda _: torch.ones(2), lambda y, _: y.sum()), is_first=True, is_last=True)
     stage.forward(0)
     with pytest.raises(RuntimeError, match="does not require grad"):
         stage.backward(0)
@@ -63,7 +80,7 @@ def saved_and_given(recompute: bool) -> tuple[set[int], int]:
         saved.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    stage = Stage(lambda x: x.exp() + 1, None, None, recompute=recompute)
+    stage = Stage(lambda x: x.exp() + 1, Given(), is_first=False, is_last=False, recompute=recompute)
     stage.receive_input(0, torch.ones(4))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(0)
@@ -72,7 +89,7 @@ def saved_and_given(recompute: bool) -> tuple[set[int], int]:
 
 def test_a_sent_output_is_let_go_of_while_its_graph_stays() -> None:
     """y = x + exp(x): addition saves neither term, exp saves its result: y's memory is nobody's once it is sent."""
-    stage = Stage(lambda x: x + x.exp(), None, None)
+    stage = Stage(lambda x: x + x.exp(), Given(), is_first=False, is_last=False)
     stage.receive_input(0, torch.zeros(1000))
     stage.forward(0)
     sent = stage.take_output(0)
@@ -94,7 +111,7 @@ def test_an_input_gradient_is_let_go_of_while_the_input_is_kept() -> None:
         kept.append(x)
         return x * 2
 
-    stage = Stage(forward, None, None)
+    stage = Stage(forward, Given(), is_first=False, is_last=False)
     stage.receive_input(0, torch.zeros(1000))
     stage.forward(0)
     stage.take_output(0)
@@ -116,7 +133,24 @@ def test_recomputation_keeps_the_input_alone() -> None:
 
 
 def test_forward_only_keeps_nothing() -> None:
-    stage = Stage(lambda x: x + 1, lambda mb: torch.full((2,), float(mb)), None)
+    stage = Stage(lambda x: x + 1, Given(lambda mb: torch.full((2,), float(mb))), is_first=True, is_last=False)
     stage.forward_only(5)
     assert stage.take_output(5).tolist() == [6, 6]
     assert not stage._outputs and not stage._inputs
+
+
+def test_the_batch_hears_of_a_micro_batch_before_each_pass_over_it() -> None:
+    begun: list[list[int]] = []
+    batch = Given(loss=lambda y, _: y.sum())
+
+    def forward(x: Tensor) -> Tensor:
+        begun.append(list(batch.begun))
+        return x * 2
+
+    stage = Stage(forward, batch, is_first=False, is_last=True, recompute=True)
+    for mb in (3, 1):
+        stage.receive_input(mb, torch.ones(2))
+        stage.forward(mb)
+    stage.backward(3)
+    stage.begin(1)
+    assert begun == [[3], [3, 1], [3, 1, 3]] and batch.begun == [3, 1, 3, 1]

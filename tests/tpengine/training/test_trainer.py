@@ -50,9 +50,9 @@ def overlapped_step(config: Config) -> tuple[list[str], list[str]]:
     events: list[str] = []
     contributed, reduce = trainer.buckets.contributed, trainer.buckets._reduce
 
-    def record_contribution(name: str) -> None:
+    def record_contribution(bucket: int) -> None:
         events.append("contribution")
-        contributed(name)
+        contributed(bucket)
 
     def record_reduction(index: int, flat: torch.Tensor) -> object:
         events.append(f"r{index}")

@@ -119,7 +119,7 @@ class Witness:
         def forward(action: Action) -> None:
             handlers[Kind.F](action)
             if action.piece[0] == len(self.trainer.plan.chunks) - 1:
-                loss = self.trainer.losses[self.trainer.model.position.microbatch]
+                loss = self.trainer.batch.losses[self.trainer.model.position.microbatch]
                 self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
 
         def clip(action: Action) -> None:
@@ -240,7 +240,7 @@ class Gradients:
         self.trainer.train_step(step)
         if not self.trainer.model.is_last:
             return self._kept
-        losses = self.trainer.losses.numpy().copy()
+        losses = self.trainer.batch.losses.numpy().copy()
         return [*self._kept, Values("loss of each micro-batch", (0,), losses.shape, losses)]
 
     def _keep(self) -> None:

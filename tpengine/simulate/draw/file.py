@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from tpengine import files
 from tpengine.simulate.draw.html import draw_html
 from tpengine.simulate.draw.picture import Picture
 from tpengine.simulate.draw.png import check_png, render_png
@@ -39,9 +39,8 @@ def check_file(path: Path) -> None:
     Raises: ValueError: the file cannot be written; one line with path and reason.
     """
     _check_place(path)
-    # Tried and not asked: what the permissions allow, a file system may still refuse.
-    with _beside(path) as beside:
-        beside.touch()
+    with _refused(path):
+        files.try_to_write(path)
 
 
 def picture_bytes(path: Path, pictures: Sequence[Picture]) -> bytes:
@@ -67,23 +66,17 @@ def write_beside(path: Path, content: bytes) -> None:
     Raises: ValueError: it cannot be written; one line with path and reason.
     """
     _check_place(path)
-    with _beside(path) as beside:
-        beside.write_bytes(content)
-        os.replace(beside, path)
+    with _refused(path):
+        files.write_beside(path, content)
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Give the name to write to before the rename; whatever fails there is refused as of the file itself."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def _refused(path: Path) -> Iterator[None]:
+    """Refuse in one line, as of the file itself, whatever fails beside it."""
     try:
-        yield beside
+        yield
     except OSError as error:
         raise ValueError(f"a file must be writable: {path}: {error.strerror}: choose another file") from None
-    finally:
-        # Gone after the rename; where it could not be made, it cannot be removed either.
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def _check_form(path: Path) -> None:

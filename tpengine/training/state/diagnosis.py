@@ -116,7 +116,7 @@ class _Probe:
     def see_losses(self) -> None:
         """Look at the losses of all micro-batches, which the last stage has."""
         if self._trainer.model.is_last:
-            for micro_batch, loss in enumerate(self._trainer.losses.tolist()):
+            for micro_batch, loss in enumerate(self._trainer.batch.losses.tolist()):
                 if not torch.isfinite(torch.tensor(loss)):
                     self._note(micro_batch, _FORWARD, self._trainer.config.model.num_layers + 3, "the loss")
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from tpengine.checkpoint.directory import sync_directory
 from tpengine.distributed.messages import broadcast_json
+from tpengine.files import write_beside
 from tpengine.observe.metrics import keep_aside
 from tpengine.training.state.diagnosis import find_first
 from tpengine.training.trainer import RunError, StepResult, Trainer
@@ -146,21 +145,13 @@ class SkippedSteps:
         """
         if self._path is None:
             return
-        beside = self._path.with_name(f".{self._path.name}")
         try:
             lines = self._path.read_bytes().splitlines() if self._path.exists() else []
             if lines and _step_of(lines[-1]) in (None, record["step"]):
                 lines.pop()
             lines.append(json.dumps(record).encode())
-            with beside.open("wb") as file:
-                file.write(b"".join(line + b"\n" for line in lines))
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self._path)
-            sync_directory(self._path.parent)
+            write_beside(self._path, b"".join(line + b"\n" for line in lines), durable=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             self._say(f"{self._path} cannot be written: {error}: {without}")
 
     @staticmethod

@@ -78,10 +78,8 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
 
 
 def one_micro_batch_weighs_a_thousandth_more(trainer: Trainer) -> None:
-    stage = trainer.stages[trainer.mesh.at.pp]
-    weighted = stage._loss
-    if weighted is not None:
-        stage._loss = lambda y, mb: weighted(y, mb) * (1.001 if trainer.number_of(mb) == 5 else 1)
+    batch, weighted = trainer.batch, trainer.batch.loss
+    batch.loss = lambda y, mb: weighted(y, mb) * (1.001 if batch.number_of(mb) == 5 else 1)  # type: ignore[method-assign]
 
 
 def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
@@ -196,10 +194,8 @@ def weights_of_one_replica_differ(trainer: Trainer) -> None:
 
 
 def another_micro_batch_read(trainer: Trainer) -> None:
-    stage = trainer.stages[trainer.mesh.at.pp]
-    if stage._first_input is not None:
-        first_input = stage._first_input
-        stage._first_input = lambda mb: first_input(1 if mb == 2 else mb)
+    tokens = trainer.batch.tokens
+    trainer.batch.tokens = lambda mb: tokens(1 if mb == 2 else mb)  # type: ignore[method-assign]
 
 
 # mutation -> the layout that can show it, and how the verdict begins

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tpengine.config import Config, ModelConfig, TrainConfig
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import _tables
 from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import WeightPairs
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
@@ -57,10 +59,8 @@ class KeepingSink:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def later(self, contribute: Callable[[], None]) -> None:
-        for cell in contribute.__closure__ or ():
-            held = cell.cell_contents
-            self.tensors += [t for t in (held if isinstance(held, tuple | list) else [held]) if type(t) is Tensor]
+    def weight_grads(self, pairs: WeightPairs, x: Tensor, **_: Any) -> None:
+        self.tensors += [x, *(dy for _, dy, _ in pairs)]
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Any = None) -> None:
         raise AssertionError("a weight gradient is part of what comes later")
@@ -113,15 +113,12 @@ def kept(
     x, dy = (torch.ones(num_tokens // comm.size, model.hidden_size, dtype=dtype) for _ in range(2))
     is_first, is_last = layers[0] == 0, layers[1] == model.num_layers
 
-    def loss(logits: Tensor, _: int) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, tokens, model.vocab_size, comm) * 0.5
-
-    stage = Stage(
-        lambda x: net(x, train.seq_len),
-        (lambda _: tokens) if is_first else None,
-        loss if is_last else None,
-        recompute=is_full,
+    batch = SimpleNamespace(
+        begin=lambda _: None,
+        tokens=lambda _: tokens,
+        loss=lambda logits, _: vocab_parallel_cross_entropy(logits, tokens, model.vocab_size, comm) * 0.5,
     )
+    stage = Stage(lambda x: net(x, train.seq_len), batch, is_first=is_first, is_last=is_last, recompute=is_full)
     if not is_first:
         stage.receive_input(0, x)
     if not is_last:

@@ -37,19 +37,18 @@ def loss_not_divided_by_micro_batches(trainer: Trainer) -> None:
 
 def mean_of_micro_batch_means(trainer: Trainer) -> None:
     """The classic: every micro-batch weighs the same however many of its labels are ignored."""
-    weighted = trainer._weighted_loss
+    weighted = trainer.batch.loss
 
     def loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-        batch = trainer._batch
+        batch = trainer.batch.step
         valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
         total = trainer.config.train.num_micro_batches * trainer.mesh.shape.dp
-        trainer._batch = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
+        trainer.batch.step = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
         value = weighted(logits, microbatch)
-        trainer._batch = batch
+        trainer.batch.step = batch
         return value
 
-    stage = trainer.stages[trainer.mesh.at.pp]
-    stage._loss = loss if stage._loss is not None else None
+    trainer.batch.loss = loss  # type: ignore[method-assign]
 
 
 def reduce_dropped(trainer: Trainer) -> None:
@@ -136,7 +135,8 @@ def data_order_ignores_the_replica(trainer: Trainer) -> None:
 def positions_shifted(trainer: Trainer) -> None:
     """Sequences are regrouped with the wrong length after the gather."""
     half = trainer.config.train.seq_len // 2
-    trainer.forward = lambda x, chunk: trainer.model(x, half, chunk)  # type: ignore[method-assign]
+    forward = trainer.model.forward
+    trainer.model.forward = lambda x, seq, chunk: forward(x, half, chunk)  # type: ignore[method-assign]
 
 
 # mutation -> the layout (dp, tp, pp) that can show it

@@ -58,17 +58,15 @@ def poisoned(trainer: Trainer, poison: Poison) -> Trainer:
 
     def spoil(loss: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
         def spoilt(logits: Tensor, microbatch: int) -> Tensor:
-            value, number = loss(logits, microbatch), trainer.number_of(microbatch)
+            value, number = loss(logits, microbatch), trainer.batch.number_of(microbatch)
             what = poison.get((trainer.model.position.step, number))
             if what == "loss":
-                trainer.losses[number] = torch.nan
+                trainer.batch.losses[number] = torch.nan
             return value * torch.inf if what == "gradient" else value
 
         return spoilt
 
-    for stage in trainer.stages.values():
-        if stage._loss is not None:
-            stage._loss = spoil(stage._loss)
+    trainer.batch.loss = spoil(trainer.batch.loss)  # type: ignore[method-assign]
     return trainer
 
 

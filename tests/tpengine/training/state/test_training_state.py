@@ -131,7 +131,7 @@ def logits_of(trainer: Trainer) -> torch.Tensor:
     tokens = torch.from_numpy(trainer.corpus.held_out.batch(0, 2)[0]).view(-1)
     seen: list[torch.Tensor] = []
     forward = ForwardPass(trainer, 1, 2)
-    forward.run(lambda _: tokens, lambda logits, _: seen.append(logits.detach().clone()))
+    forward.run(tokens[None], lambda logits, _: seen.append(logits.detach().clone()))
     whole = trainer.comms.tp.all_gather(seen[0].T.contiguous()).T
     return whole[:, : trainer.config.model.vocab_size]
 

@@ -1,0 +1,78 @@
+"""Write a file beside its place and rename it: who reads meanwhile finds the old file or the new one, whole. No torch.
+
+What is deliberately elsewhere: checkpoints, which are directories of many files (checkpoint/directory.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_beside(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace a file, or make it, in one step.
+
+    Args:
+        path: the file.
+        content: what it is to hold.
+        durable: have it on disk, under its name, when this returns.
+
+    Raises:
+        OSError: it cannot be written; then the old one is still there.
+    """
+    with written_beside(path) as beside, beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    if durable:
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Give the name to write to; it takes the place of `path` when the block ends, and is removed if it fails.
+
+    Args:
+        path: the file to be replaced, or made.
+
+    Raises:
+        OSError: it cannot be renamed; then the old one is still there.
+    """
+    with _beside(path) as beside:
+        yield beside
+        os.replace(beside, path)
+
+
+def try_to_write(path: Path) -> None:
+    """Make a file beside `path` and remove it: what the permissions allow, a file system may still refuse.
+
+    Raises:
+        OSError: none can be made.
+    """
+    with _beside(path) as beside:
+        beside.touch()
+
+
+def sync_directory(directory: Path) -> None:
+    """Have what was renamed in a directory on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A name beside `path`, where nothing is left at the end."""
+    # Ranks of several hosts may write the same file at once.
+    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        yield beside
+    finally:
+        # Gone after the rename; where it could not be made, it cannot be removed either.
+        with contextlib.suppress(OSError):
+            beside.unlink()
