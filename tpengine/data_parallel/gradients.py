@@ -1,8 +1,8 @@
 """The gradients of a step: where micro-batches add them, in which order they are summed, and what the optimizer reads.
 
     FastGradients    one buffer a parameter; micro-batches one after the other, then the ranks
-    ExactGradients   one buffer a parameter and virtual rank; blocks of micro-batches in a balanced tree, then the
-                     replicas, then the virtual ranks that hold the same shard: the same order in every layout
+    ExactGradients   one buffer a parameter and shard; blocks of micro-batches in a balanced tree, then the
+                     replicas, then the shards that have the same weights: the same order in every layout
 
 Both accumulate through sinks into flat buckets whose reductions start inside the backward pass that fills them.
 """
@@ -19,8 +19,8 @@ from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel import BlockSums, GradientBuckets
 from tpengine.distributed.groups import Communicators
+from tpengine.layers.exact import Shards
 from tpengine.layers.gradient_sink import BufferSink
-from tpengine.layers.virtual import VirtualRanks
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
 
 
@@ -122,7 +122,7 @@ class ExactGradients:
         layouts: Mapping[int, BucketLayout],
         pieces: Mapping[str, Piece],
         held: Mapping[str, Parameter],
-        virtual: VirtualRanks,
+        shards: Shards,
         chunk_of: Mapping[int, int],
         tied_ends: bool,
         comms: Communicators,
@@ -136,7 +136,7 @@ class ExactGradients:
         self._block_length = num_micro_batches // num_blocks
         self._layouts, self._chunk_of = layouts, chunk_of
         self.on_block_end: Callable[[Mapping[str, Tensor]], None] | None = None
-        leaves = _Leaves(pieces, virtual, tied_ends)
+        leaves = _Leaves(pieces, shards, tied_ends)
         shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
         self.buckets = GradientBuckets(
             layouts,
@@ -155,7 +155,7 @@ class ExactGradients:
         self.summed: Collection[Tensor] = self.of.values()
         for gradient in buffers.values():
             assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
-        num_held = len(virtual.held)
+        num_held = len(shards.held)
         # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
         self._shared_by = {
             comm: [self.of[name] for name, piece in pieces.items() if chosen(piece) and piece.num_holders > num_held]
@@ -208,9 +208,9 @@ class _Leaves:
         of_piece: the buffers of each piece, in the order in which they are added.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], virtual: VirtualRanks, tied_ends: bool) -> None:
+    def __init__(self, pieces: Mapping[str, Piece], shards: Shards, tied_ends: bool) -> None:
         self._pieces, self._tied_ends = pieces, tied_ends
-        self._held = virtual.held
+        self._held = shards.held
         self.of_piece: dict[str, list[str]] = {
             name: [
                 leaf_name(piece.spec.name, i, head)

@@ -38,7 +38,7 @@ class PreparedWeight:
     def __init__(self, weight: Tensor, num_rows: int, parameters: Sequence[Tensor]) -> None:
         self.forward = PreparedMatrix(weight.T, num_rows)
         self.dgrad = PreparedMatrix(weight, num_rows)
-        self._made_of = _contents(parameters)
+        self._made_of = contents_of(parameters)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied layer is not prepared: its weight is another one."""
@@ -46,10 +46,11 @@ class PreparedWeight:
 
     def if_current(self, parameters: Sequence[Tensor]) -> PreparedWeight | None:
         """This, unless a parameter has been written to or replaced since."""
-        return self if _contents(parameters) == self._made_of else None
+        return self if contents_of(parameters) == self._made_of else None
 
 
-def _contents(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+def contents_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """What tells later whether parameters have been written to or replaced: where they lie, and autograd's count."""
     return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
 
 
@@ -218,6 +219,7 @@ class ColumnParallelLinear(nn.Module):
         shards = comm.size // (replicas.size if replicas else 1)
         rows = check_divides("column-parallel out_features", out_features, shards)
         self.comm, self.replicas, self.gathers_again = comm, replicas, gathers_again
+        self.borrows = False
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -225,6 +227,10 @@ class ColumnParallelLinear(nn.Module):
         if replicas is not None and not self.weight.is_meta:
             # Their gradients are summed, so they must start equal, whatever each rank's generator drew.
             replicas.broadcast_(self.weight.detach())
+
+    def borrow(self, owner: ColumnParallelLinear) -> None:
+        """Use the weight of another layer of the same shape, which goes on as its own: one parameter of both."""
+        self.weight, self.borrows = owner.weight, True
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
@@ -255,7 +261,7 @@ class PackedWeights:
 
     The layers' parameters are views of the storage and stay parameters of their own. Whatever replaces their memory
     (`module.to`, `load_state_dict(assign=True)`, `copy.deepcopy`) is noticed at the next forward, by address, and
-    mended by packing again.
+    mended by packing again. A borrowed weight lies elsewhere: the storage has a copy, renewed when it has changed.
 
     Args:
         layers: column-parallel layers of one input size, one communicator and one sink, or such as do the same.
@@ -264,18 +270,18 @@ class PackedWeights:
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         self.layers = layers
         self._storage = self._pack()
+        self._copied: list[tuple[int, int]] = []
         self._prepared: PreparedWeight | None = None
 
     def prepare(self, num_tokens: int) -> None:
         """As ColumnParallelLinear.prepare, for all of them as one."""
         weights = [layer.weight for layer in self.layers]
-        if not self._is_packed(weights):
-            self._storage = self._pack()
+        self._update(weights)
         self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.size, weights)
 
     def release(self) -> None:
-        """Give the prepared copies' memory back."""
-        self._prepared = None
+        """Give the prepared copies' memory back; borrowed weights are copied again, whatever autograd has counted."""
+        self._prepared, self._copied = None, []
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x[T/tp, D] -> (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
@@ -290,16 +296,24 @@ class PackedWeights:
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
         comm = self.layers[0].comm
         _check_gather(x, weights, comm)
-        if not self._is_packed(weights):
-            self._storage = self._pack()
+        self._update(weights)
         prepared = self._prepared and self._prepared.if_current(weights)
         y: Tensor = _ColumnParallel.apply(x, self._storage, prepared, self.layers, comm, *weights)
         return y
 
+    def _update(self, weights: Sequence[Tensor]) -> None:
+        """Make the storage hold the weights as they are now."""
+        borrowed = contents_of([layer.weight for layer in self.layers if layer.borrows])
+        if not self._is_packed(weights):
+            self._storage = self._pack()
+        elif borrowed != self._copied:
+            self._copy_borrowed()
+        self._copied = borrowed
+
     def _is_packed(self, weights: Sequence[Tensor]) -> bool:
         address = self._storage.data_ptr()
-        for weight in weights:
-            if weight.data_ptr() != address or weight.dtype != self._storage.dtype:
+        for layer, weight in zip(self.layers, weights, strict=True):
+            if (weight.data_ptr() != address and not layer.borrows) or weight.dtype != self._storage.dtype:
                 return False
             address += weight.numel() * weight.element_size()
         return True
@@ -309,8 +323,16 @@ class PackedWeights:
         storage = torch.cat([layer.weight.detach() for layer in self.layers])
         pieces = storage.split([layer.weight.shape[0] for layer in self.layers])
         for layer, piece in zip(self.layers, pieces, strict=True):
-            layer.weight.data = piece
+            if not layer.borrows:
+                layer.weight.data = piece
         return storage
+
+    @torch.no_grad()
+    def _copy_borrowed(self) -> None:
+        pieces = self._storage.split([layer.weight.shape[0] for layer in self.layers])
+        for layer, piece in zip(self.layers, pieces, strict=True):
+            if layer.borrows:
+                piece.copy_(layer.weight)
 
 
 class RowParallelLinear(nn.Module):

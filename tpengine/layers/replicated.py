@@ -20,9 +20,9 @@ from torch.nn import Parameter
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.embedding import VocabParallelEmbedding
+from tpengine.layers.exact import ShardCommunicator
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import RMSNorm
-from tpengine.layers.virtual import VirtualLayer, VirtualRMSNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -179,11 +179,9 @@ def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
     alike: dict[Parameter, Communicator] = {}
     for part in model.modules():
         if isinstance(part, RMSNorm):
-            alike[part.weight] = part.comm
-        elif isinstance(part, VirtualRMSNorm):
-            alike[part.weight] = part.virtual.comm
+            alike[part.weight] = _real(part.comm)
         elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
-            alike[part.weight] = part.replicas
+            alike[part.weight] = _real(part.replicas)
         for parameter in part.parameters(recurse=False):
             if hasattr(part, _SUMS):
                 alike[parameter] = getattr(part, _SUMS)
@@ -197,12 +195,13 @@ def _of_layers(model: nn.Module) -> dict[Tensor, int]:
     over: dict[Tensor, int] = {}
     for part in model.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | RMSNorm):
-            over[part.weight] = part.comm.size
-        elif isinstance(part, VirtualRMSNorm):
-            over[part.weight] = part.virtual.comm.size
-        elif isinstance(part, VirtualLayer):
-            over |= dict.fromkeys(part.parameters(), part.virtual.comm.size)
+            over[part.weight] = _real(part.comm).size
     return over
+
+
+def _real(ranks: Communicator) -> Communicator:
+    """The processes that a layer is over; exact mode's layers are over shards, of which a process holds several."""
+    return ranks.holders if isinstance(ranks, ShardCommunicator) else ranks
 
 
 def _unsummed(model: nn.Module, over: Mapping[Tensor, int]) -> dict[str, Parameter]:

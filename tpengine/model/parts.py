@@ -1,4 +1,4 @@
-"""Which layers a transformer is built of: fast ones, a shard a rank, or exact mode's, several virtual ranks a rank.
+"""Which layers a transformer is built of: one over all tp ranks, or in exact mode the same one over each shard.
 
 The model knows neither: it asks its parts for a norm, an attention, ..., and for the pieces of the parameter table that
 this rank holds.
@@ -11,25 +11,17 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.embedding import VocabParallelEmbedding
+from tpengine.layers.exact import ExactLayer, ExactMatmuls, ExactNorm, Shards, collect, stacked, whole
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
-from tpengine.layers.virtual import (
-    VirtualAttention,
-    VirtualEmbedding,
-    VirtualHead,
-    VirtualRanks,
-    VirtualRMSNorm,
-    VirtualSwiGLU,
-)
 
 
 class Parts(Protocol):
@@ -49,7 +41,7 @@ class Parts(Protocol):
     def table_size(self) -> int: ...
     @property
     def held(self) -> range: ...
-    def norm(self) -> RMSNorm | VirtualRMSNorm: ...
+    def norm(self) -> RMSNorm | ExactNorm: ...
     def attention(self, dropout: Dropout | None) -> nn.Module: ...
     def mlp(self, dropout: Dropout | None) -> nn.Module: ...
     def embedding(self, num_embeddings: int) -> nn.Module: ...
@@ -159,12 +151,12 @@ class FastParts:
 
 
 class ExactParts:
-    """The layers of exact mode.
+    """The layers of exact mode: those of FastParts, over one shard each.
 
     Args:
         model: sizes.
-        virtual: the virtual ranks.
-        sinks: one a held virtual rank.
+        shards: V and the tp ranks.
+        sinks: one a held shard.
         head_sinks: those of the output head, which must not add to what a tied embedding's lookup adds to.
         dtype, device: as ColumnParallelLinear.
     """
@@ -172,98 +164,78 @@ class ExactParts:
     def __init__(
         self,
         model: ModelConfig,
-        virtual: VirtualRanks,
+        shards: Shards,
         *,
         sinks: Sequence[GradientSink] | None = None,
         head_sinks: Sequence[GradientSink] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.tp, self.virtual = model, virtual.comm, virtual
-        self._sinks, self._head_sinks, self._dtype, self._device = sinks, head_sinks, dtype, device
+        self.model, self.tp, self.shards = model, shards.comm, shards
+
+        def of_each(sinks: Sequence[GradientSink] | None) -> list[FastParts]:
+            sink_of: Sequence[GradientSink | None] = sinks or [None] * len(shards.held)
+            return [
+                FastParts(
+                    model,
+                    shards.ranks_of(shard),
+                    replicas=shards.replicas_of(shard, model.num_kv_heads),
+                    sink=sink,
+                    dtype=dtype,
+                    device=device,
+                )
+                for shard, sink in zip(shards.held, sink_of, strict=True)
+            ]
+
+        self._each, self._each_head, self._has_sinks = of_each(sinks), of_each(head_sinks), sinks is not None
 
     @property
     def table_size(self) -> int:
-        """The virtual ranks."""
-        return self.virtual.size
+        """The shards."""
+        return self.shards.size
 
     @property
     def held(self) -> range:
-        """The virtual ranks that this one plays."""
-        return self.virtual.held
+        """The shards that this rank holds."""
+        return self.shards.held
 
-    def norm(self) -> VirtualRMSNorm:
+    def norm(self) -> ExactNorm:
         """As FastParts.norm."""
-        model = self.model
-        return VirtualRMSNorm(
-            model.hidden_size,
-            self.virtual,
-            eps=model.norm_eps,
-            sinks=self._sinks,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        return ExactNorm(self.shards, [parts.norm() for parts in self._each])
 
     def attention(self, dropout: Dropout | None) -> nn.Module:
-        """As FastParts.attention."""
-        model = self.model
-        return VirtualAttention(
-            model.hidden_size,
-            model.num_heads,
-            model.num_kv_heads,
-            self.virtual,
-            rope_theta=model.rope_theta,
-            dropout=dropout,
-            sinks=self._sinks,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        """As FastParts.attention.
+
+        Raises:
+            ValueError: no sinks, and ranks share a KV head, each with a part of its gradient.
+        """
+        num_kv_heads, num_ranks = self.model.num_kv_heads, self.tp.size
+        if not self._has_sinks and num_kv_heads < num_ranks:
+            raise ValueError(
+                f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
+                f"{num_kv_heads}, tp {num_ranks}: pass sinks"
+            )
+        return ExactMatmuls(self.shards, [parts.attention(dropout) for parts in self._each], collect)
 
     def mlp(self, dropout: Dropout | None) -> nn.Module:
         """As FastParts.mlp."""
-        return VirtualSwiGLU(
-            self.model.hidden_size,
-            self.model.ffn_size,
-            self.virtual,
-            dropout=dropout,
-            sinks=self._sinks,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        return ExactMatmuls(self.shards, [parts.mlp(dropout) for parts in self._each], collect)
 
     def embedding(self, num_embeddings: int) -> nn.Module:
         """As FastParts.embedding."""
-        return VirtualEmbedding(
-            num_embeddings,
-            self.model.hidden_size,
-            self.virtual,
-            sinks=self._sinks,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        return ExactLayer(self.shards, [parts.embedding(num_embeddings) for parts in self._each], whole, collect)
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[n, T, V/(n tp)]."""
-        weights: Sequence[Parameter] | None = None
+        tables: Sequence[nn.Module | None] = [None] * len(self._each_head)
         if tied_to is not None:
-            assert isinstance(tied_to, VirtualEmbedding)
-            weights = tied_to.weights
-        return VirtualHead(
-            self.model.hidden_size,
-            num_embeddings,
-            self.virtual,
-            weights=weights,
-            sinks=self._head_sinks,
-            dtype=self._dtype,
-            device=self._device,
-        )
+            assert isinstance(tied_to, ExactLayer)
+            tables = list(tied_to.shards.values())
+        heads = [parts.head(num_embeddings, table) for parts, table in zip(self._each_head, tables, strict=True)]
+        return ExactMatmuls(self.shards, heads, stacked)
 
     def module_name(self, name: str, holder: int) -> str:
-        """A shard is held under its first virtual rank here: layers.0.mlp.shards.5.up_proj.weight."""
-        *path, module, weight = name.split(".")
-        if module.endswith("norm"):
-            return name
-        shard = ["shards", str(max(holder, self.held.start))]
-        within = [module] if path else []
-        owner = path or [module]
-        return ".".join([*owner, *shard, *within, weight])
+        """A shard is held under its first number here: layers.0.mlp.shards.5.up_proj.weight."""
+        path = name.split(".")
+        layer = 3 if path[0] == "layers" else 1
+        return ".".join([*path[:layer], "shards", str(max(holder, self.held.start)), *path[layer:]])

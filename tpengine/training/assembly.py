@@ -1,4 +1,4 @@
-"""A rank's model and gradients, put together: fast, or exact with its virtual ranks and a sink for each of them."""
+"""A rank's model and gradients, put together: fast, or exact with its shards and a sink for each of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tpengine.data_parallel.gradients import ExactGradients, FastGradients, Step
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
+from tpengine.layers.exact import Shards
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
-from tpengine.layers.virtual import VirtualRanks
 from tpengine.layout.step_plan import Layout
 from tpengine.model.parts import ExactParts, FastParts, Parts
 from tpengine.model.transformer import Transformer
@@ -69,11 +69,11 @@ def _exact(
 ) -> tuple[Transformer, StepGradients]:
     make_deterministic(device)
     dtype = getattr(torch, config.train.dtype)
-    virtual = VirtualRanks(comms.tp, virtual_tp_of(config))
-    sinks, head_sinks = ([BufferSink() for _ in virtual.held] for _ in range(2))
+    shards = Shards(comms.tp, virtual_tp_of(config))
+    sinks, head_sinks = ([BufferSink() for _ in shards.held] for _ in range(2))
     parts = ExactParts(
         config.model,
-        virtual,
+        shards,
         sinks=[DeferringSink(sink, halves) for sink in sinks],
         head_sinks=[DeferringSink(sink, halves) for sink in head_sinks],
         dtype=dtype,
@@ -84,7 +84,7 @@ def _exact(
         layout.buckets_of(mesh.at.pp),
         model.pieces,
         model.held,
-        virtual,
+        shards,
         {index: bucket.chunks[0] for index, bucket in layout.buckets.items()},
         tied_ends=config.model.tie_embeddings and layout.ends_share_a_rank and mesh.at.pp == layout.ranks[0],
         comms=comms,

@@ -18,7 +18,7 @@ class LateWitness(Witness):
         seen = super().step(step)
         if step == 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
             block: Any = self.trainer.model.layers["1"]
-            weight = block.mlp.shards["7"]["up_proj"].weight
+            weight = block.mlp.shards["7"].up_proj.weight
             weight.data.view(torch.int32)[0, 0].bitwise_xor_(1)
         return seen
 

@@ -1,7 +1,7 @@
 """What tests of exact mode share: a small configuration, its training on one rank, the bits of what comes of it.
 
 The bits are one SHA-256 a shard of weights, summed gradients and optimizer state, under the shard's place in the
-parameter table of the virtual ranks, which no layout changes.
+parameter table of the shards, which no layout changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tpengine.layout.parameters import pieces_of, stage_specs
 from tpengine.training.trainer import Trainer
 
 STEPS = 3
-# 8 virtual ranks and 8 blocks of micro-batches, the most there are; four times the work.
+# 8 shards and 8 blocks of micro-batches, the most there are; four times the work.
 WIDE: dict[str, Any] = {"heads": 8, "micro_batches": 8}
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def exact_config(
     micro_batches: int = 4,
     steps: int = STEPS,
 ) -> Config:
-    """A small model whose every step is clipped: as many virtual ranks as heads, 4 or 8.
+    """A small model whose every step is clipped: as many shards as heads, 4 or 8.
 
     5 layers are uneven on 2 and 4 stages, 250 tokens are padded, 2 KV heads are fewer than tp 4. `micro_batches` are
     those of a step, whatever dp is.

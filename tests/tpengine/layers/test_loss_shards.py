@@ -25,10 +25,10 @@ def assert_close(what: str, got: Tensor, want: Tensor) -> None:
     assert error <= 1e-12 * want.abs().max().item(), f"{what}: error {error}"
 
 
-def sharded_loss(num_virtual: int, dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Loss and dz, whole, of logits in a shard a virtual rank."""
+def sharded_loss(num_shards: int, dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Loss and dz, whole, of logits in one block per shard of exact mode."""
     comm = Communicator(dist.group.WORLD)
-    z = rearrange((5 * tensor(0, T, VOCAB)).to(dtype), "t (v c) -> v t c", v=num_virtual)
+    z = rearrange((5 * tensor(0, T, VOCAB)).to(dtype), "t (v c) -> v t c", v=num_shards)
     local = z.chunk(comm.size)[comm.rank].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(local, labels(vocab_size), vocab_size, comm)
     (loss * 0.37).backward()

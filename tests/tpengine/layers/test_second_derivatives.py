@@ -19,8 +19,8 @@ from tpengine.layers import (
 )
 from tpengine.layers.attention import rope
 from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
+from tpengine.layers.exact import Shards, collect, spread, stacked
 from tpengine.layers.mlp import gated_silu
-from tpengine.layers.virtual import VirtualRanks, collect, spread
 
 D, T = 4, 6
 LABELS = torch.arange(T) % 4
@@ -37,7 +37,7 @@ def raised_by(call: Callable[[], object]) -> str:
 def errors_of_derivatives() -> dict[str, tuple[str, str, str]]:
     """What a second derivative of each raises, of a sum and of squares, and what a tangent does."""
     comm = Communicator(dist.group.WORLD)
-    virtual = VirtualRanks(comm, 2)
+    shards = Shards(comm, 2)
     norm = RMSNorm(D, comm)
     table, tokens = VocabParallelEmbedding(8, D, comm), torch.arange(T) % 8
     angles = torch.rand(T, 2)
@@ -46,8 +46,9 @@ def errors_of_derivatives() -> dict[str, tuple[str, str, str]]:
         "reduce_scatter": lambda x: reduce_scatter(x, comm),
         "all_reduce": lambda x: all_reduce(x, comm),
         "copy": lambda x: copy(x, comm),
-        "spread": lambda x: spread(x, virtual)[0],
-        "collect": lambda x: collect([x], virtual),
+        "spread": lambda x: spread(x, shards)[0],
+        "collect": lambda x: collect([x], shards),
+        "stacked": lambda x: stacked([x], shards),
         "column-parallel": ColumnParallelLinear(D, 2 * comm.size, comm),
         "row-parallel": RowParallelLinear(D * comm.size, 2, comm),
         "norm": norm,
@@ -78,7 +79,7 @@ def errors_of_derivatives() -> dict[str, tuple[str, str, str]]:
 
 def test_no_derivative_is_left_out(ranks: RankPool) -> None:
     for found in ranks.run(errors_of_derivatives, 2):
-        assert len(found) == 14
+        assert len(found) == 15
         for name, (of_sum, of_squares, of_tangent) in found.items():
             assert of_sum == of_squares and "differentiable once" in of_sum, (name, of_sum, of_squares)
             sinks = ("column-parallel", "row-parallel", "norm", "norm with a residual", "embedding")

@@ -48,8 +48,7 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.norm import rms_norm
-from tpengine.layers.virtual import VirtualRMSNorm
+from tpengine.layers.exact import Shards
 from tpengine.training.evaluate import held_out_loss, sample
 from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
@@ -100,10 +99,10 @@ def test_a_layout_gives_the_bits_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 8, 1), (8, 1, 1)])
-def test_as_many_virtual_ranks_and_blocks_as_there_can_be(
+def test_as_many_shards_and_blocks_as_there_can_be(
     ranks: RankPool, one_process: OneProcess, dp: int, tp: int, pp: int
 ) -> None:
-    """On 8 ranks of an axis each plays one."""
+    """On 8 ranks of an axis each has one."""
     config = exact_config(dp, tp, pp, **WIDE, steps=2)
     assert_same_bits(bits_of(ranks, config), one_process(config))
 
@@ -119,7 +118,7 @@ def test_as_many_virtual_ranks_and_blocks_as_there_can_be(
         # Dropout masks, attention's too, are drawn again.
         pytest.param((1, 1, 2), {"schedule": "interleaved", "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param((1, 2, 1), {"recompute": "attention"}, marks=pytest.mark.slow),
-        # Attention takes another way, the head has weights of its own, every virtual rank has a KV head.
+        # Attention takes another way, the head has weights of its own, every shard has a KV head.
         ((2, 2, 1), {"dropout": 0.0, "tied": False, "kv_heads": 4}),
         # 2 blocks of 3 micro-batches, one a replica.
         ((2, 2, 1), {"micro_batches": 6, "kv_heads": 1, "steps": 2}),
@@ -280,8 +279,8 @@ def blocks_in_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockSums, "end_block", lambda self, index: None)
 
 
-def virtual_ranks_in_order(patch: pytest.MonkeyPatch) -> None:
-    """The virtual ranks' gradients are."""
+def shards_in_order(patch: pytest.MonkeyPatch) -> None:
+    """The shards' gradients are."""
     patch.setattr("tpengine.data_parallel.gradients.tree_sum", in_order)
 
 
@@ -297,16 +296,12 @@ def in_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
-    """A norm weight's gradient is summed over all tokens of a rank at once, and the other virtual ranks add nothing."""
+    """A norm weight's gradient is summed over all tokens of a rank at once, and the other shards add nothing."""
 
-    def forward(self: VirtualRMSNorm, x: Tensor) -> Tensor:
-        blocks = [x, *[x[:0]] * (len(self.sinks) - 1)]
-        comm = self.virtual.comm
-        return torch.cat(
-            [rms_norm(b, self.weight, self.eps, comm, sink) for b, sink in zip(blocks, self.sinks, strict=True)]
-        )
+    def in_one_block(x: Tensor, shards: Shards) -> list[Tensor]:
+        return [x, *[x[:0]] * (len(shards.held) - 1)]
 
-    patch.setattr(VirtualRMSNorm, "forward", forward)
+    patch.setattr("tpengine.layers.exact.token_blocks", in_one_block)
 
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:
@@ -318,7 +313,7 @@ def local_dropout(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainingBatch, "begin", begin)
 
 
-MUTATIONS = (blocks_in_order, virtual_ranks_in_order, partials_in_order, norm_in_one_block, local_dropout)
+MUTATIONS = (blocks_in_order, shards_in_order, partials_in_order, norm_in_one_block, local_dropout)
 
 
 def train_broken(config: Config, mutation: str) -> Found:

@@ -50,7 +50,7 @@ class Place:
         if self.microbatch >= 0:
             parts.append(f"micro-batch {self.microbatch}")
         if self.shard >= 0:
-            parts.append(f"virtual rank {self.shard}")
+            parts.append(f"shard {self.shard}")
         return ", ".join(parts)
 
 

@@ -78,7 +78,7 @@ def test_a_difference_ends_in_its_name_and_exit_code_1(
     lines = capsys.readouterr().out.splitlines()
     assert sum(" != " in line for line in lines) >= 2, "the second step's hashes"
     assert re.match(
-        r"not identical: step 2: output of layers\.1\.mlp, micro-batch \d, virtual rank \d; made by "
+        r"not identical: step 2: output of layers\.1\.mlp, micro-batch \d, shard \d; made by "
         r"tp 1 x pp 1 x dp 2: 0F\d on rank 1; one process: 0F\d on rank 0",
         lines[-1],
     ), lines[-1]

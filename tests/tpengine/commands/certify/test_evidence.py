@@ -75,7 +75,5 @@ def test_groups_change_with_their_own_tensors_only() -> None:
 
 
 def test_a_place_reads_as_a_sentence() -> None:
-    assert str(Place(1, Phase.BACKWARD, 3, 0, "gradient of x", 5)) == (
-        "step 2: gradient of x, micro-batch 3, virtual rank 5"
-    )
+    assert str(Place(1, Phase.BACKWARD, 3, 0, "gradient of x", 5)) == ("step 2: gradient of x, micro-batch 3, shard 5")
     assert str(Place(0, Phase.UPDATE, -1, 0, "gradient norm", -1)) == "step 1: gradient norm"

@@ -20,7 +20,7 @@ from tpengine.commands.certify.command import Layout, Options, config_of, verdic
 from tpengine.commands.certify.evidence import Evidence, Observation, Phase
 from tpengine.commands.certify.witness import Witness
 from tpengine.config import Config
-from tpengine.layers import virtual
+from tpengine.layers.exact import Shards
 from tpengine.plan import Kind
 from tpengine.training.trainer import Trainer
 
@@ -68,7 +68,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
     if on_rank(1):
         mlp: Any = trainer.model.layers["2"].mlp
-        sink, up = mlp.sinks[0], mlp.shards["4"]["up_proj"].weight
+        sink, up = mlp.shards["4"].up_proj.sink, mlp.shards["4"].up_proj.weight
         weight_grad = sink.weight_grad
 
         def wrong(param: Tensor, x: Tensor, dy: Tensor, partial: Any = None) -> None:
@@ -96,25 +96,19 @@ def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
 def attention_dropout_of_the_next_head(trainer: Trainer) -> None:
     if on_rank(1):
         attention: Any = trainer.model.layers["0"].self_attn
-        of_heads = attention.dropout.of_heads
-        attention.dropout.of_heads = lambda first, num: of_heads((first + 1) % num, num)
+        dropout = attention.shards["4"].dropout
+        of_heads = dropout.of_heads
+        dropout.of_heads = lambda first, num: of_heads((first + 1) % num, num)
 
 
 def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
     attention: Any = trainer.model.layers["3"].self_attn
-    forward, collect = attention.forward, virtual.collect
+    collect = attention.join
 
-    def swapped(partials: Sequence[Tensor], ranks: virtual.VirtualRanks) -> Tensor:
-        return collect([partials[i] for i in (0, 2, 1, 3)], ranks)
+    def swapped(partials: Sequence[Tensor], shards: Shards) -> Tensor:
+        return collect([partials[i] for i in (0, 2, 1, 3)], shards)
 
-    def forward_swapped(x: Tensor, seq: int) -> Tensor:
-        virtual.collect = swapped  # type: ignore[assignment]
-        try:
-            return forward(x, seq)
-        finally:
-            virtual.collect = collect  # type: ignore[assignment]
-
-    attention.forward = forward_swapped
+    attention.join = swapped
 
 
 def blocks_added_one_after_the_other(trainer: Trainer) -> None:
@@ -129,7 +123,7 @@ def blocks_added_one_after_the_other(trainer: Trainer) -> None:
     blocks.end_block = end_block
 
 
-def one_virtual_ranks_part_of_a_norm_lost(trainer: Trainer) -> None:
+def one_shards_part_of_a_norm_lost(trainer: Trainer) -> None:
     if on_rank(0):
         inner: Any = trainer.gradients._gradients  # type: ignore[attr-defined]
         finish = inner.finish
@@ -202,41 +196,41 @@ def another_micro_batch_read(trainer: Trainer) -> None:
 MUTATIONS: dict[Callable[[Trainer], None], tuple[Layout, str]] = {
     relative_error_in_one_ranks_gradient: (
         Layout(tp=2),
-        "step 1: gradient of layers.2.mlp.up_proj.weight, micro-batch 0, virtual rank 4; made by tp 2 x pp 1 x dp 1: "
+        "step 1: gradient of layers.2.mlp.up_proj.weight, micro-batch 0, shard 4; made by tp 2 x pp 1 x dp 1: "
         "0B0 on rank 1; one process: 0B0",
     ),
     one_micro_batch_weighs_a_thousandth_more: (
         Layout(pp=2),
-        "step 1: gradient of embed_tokens.weight as output head, micro-batch 5, virtual rank 0; made by tp 1 x pp 2 x "
+        "step 1: gradient of embed_tokens.weight as output head, micro-batch 5, shard 0; made by tp 1 x pp 2 x "
         "dp 1: 1B5 on rank 1",
     ),
     dropout_mask_off_by_one_token: (
         Layout(tp=2),
-        "step 1: output of layers.1, micro-batch 0, virtual rank 4; made by tp 2 x pp 1 x dp 1: 0F0 on rank 1",
+        "step 1: output of layers.1, micro-batch 0, shard 4; made by tp 2 x pp 1 x dp 1: 0F0 on rank 1",
     ),
     attention_dropout_of_the_next_head: (Layout(tp=2), "step 1: output of layers.0.self_attn, micro-batch 0"),
     two_chunks_added_in_the_other_order: (Layout(tp=2), "step 1: output of layers.3.self_attn, micro-batch 0"),
     blocks_added_one_after_the_other: (Layout(tp=2), "step 1: summed gradient of norm.weight; made by"),
-    one_virtual_ranks_part_of_a_norm_lost: (
+    one_shards_part_of_a_norm_lost: (
         Layout(tp=2),
         "step 1: summed gradient of layers.1.post_attention_layernorm.weight; made by tp 2 x pp 1 x dp 1: CLIP",
     ),
     one_moment_off_by_one_bit: (
         Layout(tp=2),
-        "step 1: optimizer's exp_avg of layers.4.mlp.down_proj.weight, virtual rank 4; made by tp 2 x pp 1 x dp 1: "
+        "step 1: optimizer's exp_avg of layers.4.mlp.down_proj.weight, shard 4; made by tp 2 x pp 1 x dp 1: "
         "STEP on rank 1",
     ),
     one_rank_does_not_clip: (Layout(tp=2), "step 1: optimizer's exp_avg of "),
     received_activation_off_by_one_bit: (
         Layout(pp=2),
-        "step 1: input of layers.3, micro-batch 0, virtual rank 0; made by tp 1 x pp 2 x dp 1: 1F0 on rank 1",
+        "step 1: input of layers.3, micro-batch 0, shard 0; made by tp 1 x pp 2 x dp 1: 1F0 on rank 1",
     ),
     weights_of_one_replica_differ: (
         Layout(dp=2),
         "step 1: weight layers.0.input_layernorm.weight; made by tp 1 x pp 1 x dp 2: STEP on rank 0; tp 1 x pp 1 x "
         "dp 2: STEP on rank 1",
     ),
-    another_micro_batch_read: (Layout(pp=2), "step 1: output of embed_tokens, micro-batch 2, virtual rank 0"),
+    another_micro_batch_read: (Layout(pp=2), "step 1: output of embed_tokens, micro-batch 2, shard 0"),
 }
 
 
@@ -262,7 +256,7 @@ def test_layouts_see_the_same(ranks: RankPool, one_process: Evidence, layout: La
 
 
 def test_everything_is_seen(one_process: Evidence) -> None:
-    """Each micro-batch's outputs and gradients on each virtual rank, each parameter's sums, weights and moments."""
+    """Each micro-batch's outputs and gradients in each shard, each parameter's sums, weights and moments."""
     config = config_in(ONE)
     blocks = [place for place in one_process.seen if place.name == "output of layers.4"]
     assert sorted((p.microbatch, p.shard) for p in blocks) == [(m, v) for m in range(8) for v in range(8)]

@@ -6,10 +6,12 @@ bits in every world; in bfloat16 at most twice torch's own error. What only a GP
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,18 +23,12 @@ from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.layers import Attention, SwiGLU
+from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.exact import ExactNorm, ShardCommunicator, Shards
 from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
-from tpengine.layers.virtual import (
-    VirtualAttention,
-    VirtualEmbedding,
-    VirtualHead,
-    VirtualRanks,
-    VirtualRMSNorm,
-    VirtualSwiGLU,
-)
+from tpengine.model.parts import ExactParts, FastParts
 
 D, HEADS, HEAD_SIZE, FFN, VOCAB = 48, 8, 6, 72, 104
 BATCH, SEQ = 3, 16
@@ -47,38 +43,48 @@ def tensor(seed: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A global weight: how it is cut over the virtual ranks, in how many shards; None: whole on all of them."""
+    """A global weight: how it is cut over the shards, in how many pieces; None: whole in all of them."""
 
     shape: tuple[int, ...]
     dim: int | None = 0
-    num_shards: int | None = None
+    num_pieces: int | None = None
 
-    def cut(self, whole: Tensor, virtual_rank: int, num_virtual: int) -> Tensor:
+    def cut(self, whole: Tensor, shard: int, num_shards: int) -> Tensor:
         if self.dim is None:
             return whole
-        num = min(self.num_shards or num_virtual, num_virtual)
-        return whole.chunk(num, self.dim)[virtual_rank // (num_virtual // num)]
+        num = min(self.num_pieces or num_shards, num_shards)
+        return whole.chunk(num, self.dim)[shard // (num_shards // num)]
 
-    def gradient(self, of_ranks: Tensor) -> Tensor:
-        """The whole gradient from what each virtual rank has added."""
+    def gradient(self, of_shards: Tensor) -> Tensor:
+        """The whole gradient from what each shard has added."""
         if self.dim is None:
-            return of_ranks.sum(0)
-        num = min(self.num_shards or len(of_ranks), len(of_ranks))
-        shards = of_ranks.unflatten(0, (num, -1)).sum(1)
-        return torch.cat(list(shards), self.dim)
+            return of_shards.sum(0)
+        num = min(self.num_pieces or len(of_shards), len(of_shards))
+        pieces = of_shards.unflatten(0, (num, -1)).sum(1)
+        return torch.cat(list(pieces), self.dim)
 
 
-Sinks = list[BufferSink] | None
+def model_of(kv_heads: int = HEADS) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=D,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        ffn_size=FFN,
+        vocab_size=VOCAB,
+        rope_theta=THETA,
+        norm_eps=EPS,
+    )
 
 
 @dataclass(frozen=True)
 class Case:
     """A layer, its weights by the name of their module in a shard, and the same in plain torch on whole tensors."""
 
-    build: Callable[[VirtualRanks, torch.dtype, Sinks], nn.Module]
+    build: Callable[[ExactParts], nn.Module]
     weights: Mapping[str, Weight]
     plain: Callable[..., Tensor]
     input: Tensor
+    model: ModelConfig = field(default_factory=model_of)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Input, weights and output gradient, whole."""
@@ -111,38 +117,37 @@ def plain_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -
 def attention(kv_heads: int) -> Case:
     kv = Weight((kv_heads * HEAD_SIZE, D), 0, kv_heads)
     return Case(
-        lambda virtual, dtype, sinks: VirtualAttention(
-            D, HEADS, kv_heads, virtual, rope_theta=THETA, sinks=sinks, dtype=dtype
-        ),
+        lambda parts: parts.attention(None),
         {"q_proj": Weight((D, D)), "k_proj": kv, "v_proj": kv, "o_proj": Weight((D, D), 1)},
         plain_attention,
         tensor(0, T, D),
+        model_of(kv_heads),
     )
 
 
 CASES = {
     **{f"attention of {kv_heads} kv heads": attention(kv_heads) for kv_heads in (HEADS, 4, 2, 1)},
     "swiglu": Case(
-        lambda virtual, dtype, sinks: VirtualSwiGLU(D, FFN, virtual, sinks=sinks, dtype=dtype),
+        lambda parts: parts.mlp(None),
         {"gate_proj": Weight((FFN, D)), "up_proj": Weight((FFN, D)), "down_proj": Weight((D, FFN), 1)},
         lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T,
         tensor(0, T, D),
     ),
     "norm": Case(
-        lambda virtual, dtype, sinks: VirtualRMSNorm(D, virtual, eps=EPS, sinks=sinks, dtype=dtype),
+        lambda parts: parts.norm(),
         {"": Weight((D,), None)},
         lambda x, w: F.rms_norm(x, (D,), w, EPS),
         tensor(0, T, D),
     ),
     "embedding": Case(
-        lambda virtual, dtype, sinks: VirtualEmbedding(VOCAB, D, virtual, sinks=sinks, dtype=dtype),
+        lambda parts: parts.embedding(VOCAB),
         {"": Weight((VOCAB, D))},
         lambda tokens, w: F.embedding(tokens, w),
         # Few, so that they repeat.
         torch.randint(0, VOCAB, (T,), generator=torch.Generator().manual_seed(0)) // 3 * 3,
     ),
     "head": Case(
-        lambda virtual, dtype, sinks: VirtualHead(D, VOCAB, virtual, sinks=sinks, dtype=dtype),
+        lambda parts: parts.head(VOCAB, None),
         {"": Weight((VOCAB, D))},
         lambda x, w: x @ w.T,
         tensor(0, T, D),
@@ -155,24 +160,22 @@ Digests = dict[tuple[str, torch.dtype, str, str], str]
 DigestsByWorld = Callable[[int, int], list[Digests]]
 
 
-def world(num_virtual: int) -> VirtualRanks:
-    return VirtualRanks(Communicator(dist.group.WORLD), num_virtual)
+def world(num_shards: int) -> Shards:
+    return Shards(Communicator(dist.group.WORLD), num_shards)
 
 
-def parameter_of(layer: nn.Module, virtual_rank: int, name: str) -> Parameter:
-    if not name:
-        shard = layer if isinstance(layer, VirtualRMSNorm) else layer.shards[str(virtual_rank)]  # type: ignore[index]
-    else:
-        shard = layer.shards[str(virtual_rank)][name]  # type: ignore[index]
-    assert isinstance(shard.weight, Parameter)
-    return shard.weight
+def parameter_of(layer: nn.Module, shard: int, name: str) -> Parameter:
+    of_shard = layer.get_submodule(f"shards.{shard}")
+    weight = of_shard.get_submodule(name).weight
+    assert isinstance(weight, Parameter)
+    return weight
 
 
-def load(layer: nn.Module, case: Case, weights: Mapping[str, Tensor], virtual: VirtualRanks) -> None:
+def load(layer: nn.Module, case: Case, weights: Mapping[str, Tensor], shards: Shards) -> None:
     with torch.no_grad():
-        for rank in virtual.held:
+        for shard in shards.held:
             for name, weight in case.weights.items():
-                parameter_of(layer, rank, name).copy_(weight.cut(weights[name], rank, virtual.size))
+                parameter_of(layer, shard, name).copy_(weight.cut(weights[name], shard, shards.size))
 
 
 def rows(x: Tensor, comm: Communicator) -> Tensor:
@@ -201,28 +204,28 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def computed(name: str, num_virtual: int, dtype: torch.dtype, layout: str = "contiguous") -> dict[str, Tensor]:
-    """y and dx, whole; of each weight the virtual ranks' gradients, one after the other."""
-    case, virtual, lay_out = CASES[name], world(num_virtual), LAYOUTS[layout]
-    comm = virtual.comm
-    sinks = [BufferSink() for _ in virtual.held]
-    layer = case.build(virtual, dtype, sinks)
+def computed(name: str, num_shards: int, dtype: torch.dtype, layout: str = "contiguous") -> dict[str, Tensor]:
+    """y and dx, whole; of each weight the shards' gradients, one after the other."""
+    case, shards, lay_out = CASES[name], world(num_shards), LAYOUTS[layout]
+    comm = shards.comm
+    sinks = [BufferSink() for _ in shards.held]
+    layer = case.build(ExactParts(case.model, shards, sinks=sinks, head_sinks=sinks, dtype=dtype))
     x, weights, dy = case.tensors(dtype)
-    load(layer, case, weights, virtual)
+    load(layer, case, weights, shards)
     wide = accumulation_dtype(dtype)
     buffers = []
-    for sink, rank in zip(sinks, virtual.held, strict=True):
-        parameters = {name: parameter_of(layer, rank, name) for name in case.weights}
+    for sink, shard in zip(sinks, shards.held, strict=True):
+        parameters = {name: parameter_of(layer, shard, name) for name in case.weights}
         buffers.append({name: torch.zeros_like(p, dtype=wide) for name, p in parameters.items()})
         places = {p: (buffers[-1][name], 0) for name, p in parameters.items()}
         sink.attach(places, SimpleNamespace(contributed=lambda _: None))
 
-    is_lookup, is_head = x.dtype == torch.int64, isinstance(layer, VirtualHead)
-    # Tokens and labels are whole on every rank, logits cut by columns into a shard a virtual rank.
+    is_lookup, is_head = x.dtype == torch.int64, name == "head"
+    # Tokens and labels are whole on every rank, logits cut by columns into one block per shard.
     x = x.clone() if is_lookup else lay_out(rows(x, comm)).detach().requires_grad_()
     if is_head:
-        dy = rearrange(dy, "t (v c) -> v t c", v=virtual.size)
-    y = layer(x, SEQ) if isinstance(layer, VirtualAttention) else layer(x)
+        dy = rearrange(dy, "t (v c) -> v t c", v=shards.size)
+    y = layer(x, SEQ) if name.startswith("attention") else layer(x)
     y.backward(lay_out(rows(dy, comm)))
 
     found = {"y": comm.all_gather(y.detach().contiguous())}
@@ -237,7 +240,7 @@ def computed(name: str, num_virtual: int, dtype: torch.dtype, layout: str = "con
 
 
 def whole_gradients(name: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The virtual ranks' gradients put together."""
+    """The shards' gradients put together."""
     weights = {"d" + weight: how for weight, how in CASES[name].weights.items()}
     return {what: weights[what].gradient(value) if what in weights else value for what, value in found.items()}
 
@@ -262,44 +265,44 @@ def assert_close(what: str, got: Tensor, want: Tensor) -> None:
     assert error <= 1e-12 * want.abs().max().item(), f"{what}: error {error}"
 
 
-def check_against_torch(num_virtual: int) -> None:
+def check_against_torch(num_shards: int) -> None:
     for name in CASES:
-        got = whole_gradients(name, computed(name, num_virtual, torch.float64))
+        got = whole_gradients(name, computed(name, num_shards, torch.float64))
         want = by_torch(name, torch.float64)
         assert got.keys() == want.keys()
         for what, value in want.items():
             assert_close(f"{name}, {what}", got[what], value)
 
 
-@pytest.mark.parametrize("num_virtual", [4, 8])
+@pytest.mark.parametrize("num_shards", [4, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_layers_match_torch(ranks: RankPool, num_ranks: int, num_virtual: int) -> None:
-    ranks.run(check_against_torch, num_ranks, num_virtual)
+def test_layers_match_torch(ranks: RankPool, num_ranks: int, num_shards: int) -> None:
+    ranks.run(check_against_torch, num_ranks, num_shards)
 
 
-def digests(num_virtual: int) -> Digests:
+def digests(num_shards: int) -> Digests:
     return {
         (name, dtype, layout, what): digest(value)
         for name in CASES
         for dtype in DTYPES
         for layout in LAYOUTS
-        for what, value in computed(name, num_virtual, dtype, layout).items()
+        for what, value in computed(name, num_shards, dtype, layout).items()
     }
 
 
 @pytest.fixture(scope="module")
 def digests_by_world(ranks: RankPool) -> DigestsByWorld:
-    """(virtual ranks, ranks) -> digests of each rank."""
-    return functools.cache(lambda num_virtual, num_ranks: ranks.run(digests, num_ranks, num_virtual))
+    """(shards, ranks) -> digests of each rank."""
+    return functools.cache(lambda num_shards, num_ranks: ranks.run(digests, num_ranks, num_shards))
 
 
-@pytest.mark.parametrize("num_virtual", [4, 8])
+@pytest.mark.parametrize("num_shards", [4, 8])
 def test_bits_are_the_same_in_every_world_and_wherever_operands_lie(
-    digests_by_world: DigestsByWorld, num_virtual: int
+    digests_by_world: DigestsByWorld, num_shards: int
 ) -> None:
-    (alone,) = digests_by_world(num_virtual, 1)
+    (alone,) = digests_by_world(num_shards, 1)
     for num_ranks in (1, 2, 4):
-        for got in digests_by_world(num_virtual, num_ranks):
+        for got in digests_by_world(num_shards, num_ranks):
             differing = [
                 (name, dtype, layout, what)
                 for (name, dtype, layout, what), value in got.items()
@@ -309,8 +312,8 @@ def test_bits_are_the_same_in_every_world_and_wherever_operands_lie(
 
 
 def test_bits_tell_orders_of_sums_apart(digests_by_world: DigestsByWorld) -> None:
-    """Else equal bits would say nothing: 4 virtual ranks give other bits than 8, where they add anything in dx."""
-    (of_four,), (of_eight,) = (digests_by_world(num_virtual, 1) for num_virtual in (4, 8))
+    """Else equal bits would say nothing: 4 shards give other bits than 8, where they add anything in dx."""
+    (of_four,), (of_eight,) = (digests_by_world(num_shards, 1) for num_shards in (4, 8))
     for name in CASES.keys() - {"embedding", "norm"}:
         key = (name, torch.float32, "contiguous", "dx")
         assert of_four[key] != of_eight[key], name
@@ -331,35 +334,31 @@ def test_error_in_bfloat16_is_at_most_twice_torchs(ranks: RankPool, num_ranks: i
 
 
 def check_dropout() -> None:
-    """Virtual ranks drop what one rank of the fast layers drops."""
-    virtual, alone = world(8), Communicator(None)
+    """Shards drop what one rank drops that holds all of a layer."""
+    shards = world(8)
     position = Position(step=3, microbatch=1, training=True)
     dropout = Dropout(0.25, seed=7, site="here", position=position)
     double = torch.float64
-    pairs = {
-        f"attention of {HEADS} kv heads": (
-            VirtualAttention(D, HEADS, HEADS, virtual, rope_theta=THETA, dropout=dropout, dtype=double),
-            Attention(D, HEADS, HEADS, alone, rope_theta=THETA, dropout=dropout, dtype=double),
-        ),
-        "swiglu": (
-            VirtualSwiGLU(D, FFN, virtual, dropout=dropout, dtype=double),
-            SwiGLU(D, FFN, alone, dropout=dropout, dtype=double),
-        ),
+    exact = ExactParts(model_of(), shards, dtype=double)
+    alone = FastParts(model_of(), Communicator(None), dtype=double)
+    pairs: dict[str, tuple[nn.Module, Any]] = {
+        f"attention of {HEADS} kv heads": (exact.attention(dropout), alone.attention(dropout)),
+        "swiglu": (exact.mlp(dropout), alone.mlp(dropout)),
     }
     for name, (layer, fast) in pairs.items():
         case, arguments = CASES[name], [SEQ] if name.startswith("attention") else []
         x, weights, _ = case.tensors(double)
-        load(layer, case, weights, virtual)
+        load(layer, case, weights, shards)
         with torch.no_grad():
             for weight, value in weights.items():
                 getattr(fast, weight).weight.copy_(value)
-        local, whole = rows(x, virtual.comm).clone().requires_grad_(), x.clone().requires_grad_()
+        local, whole = rows(x, shards.comm).clone().requires_grad_(), x.clone().requires_grad_()
         got, want = layer(local, *arguments), fast(whole, *arguments)
         got.square().sum().backward()
         want.square().sum().backward()
         assert local.grad is not None and whole.grad is not None
-        assert_close(f"{name}, y", got, rows(want, virtual.comm))
-        assert_close(f"{name}, dx", local.grad, rows(whole.grad, virtual.comm))
+        assert_close(f"{name}, y", got, rows(want, shards.comm))
+        assert_close(f"{name}, dx", local.grad, rows(whole.grad, shards.comm))
         position.training = False
         assert not torch.allclose(layer(local, *arguments), got), "nothing was dropped"
         position.training = True
@@ -372,22 +371,21 @@ def test_dropout_is_that_of_the_fast_layers(ranks: RankPool, num_ranks: int) -> 
 
 def gradients_by_default(kv_heads: int) -> dict[str, Tensor]:
     """`weight.grad` by shard, in a model of one's own: an embedding that is also the head, a norm, attention."""
-    virtual, double = world(8), torch.float64
-    embedding = VirtualEmbedding(VOCAB, D, virtual, dtype=double)
-    norm = VirtualRMSNorm(D, virtual, eps=EPS, dtype=double)
-    attention = VirtualAttention(D, HEADS, kv_heads, virtual, rope_theta=THETA, dtype=double)
-    head = VirtualHead(D, VOCAB, virtual, weights=embedding.weights, dtype=double)
+    shards = world(8)
+    parts = ExactParts(model_of(kv_heads), shards, dtype=torch.float64)
+    embedding, norm, attention = parts.embedding(VOCAB), parts.norm(), parts.attention(None)
+    head = parts.head(VOCAB, embedding)
     layers = {"embedding": embedding, "norm": norm, f"attention of {kv_heads} kv heads": attention}
     for name, layer in layers.items():
-        load(layer, CASES[name], CASES[name].tensors(double)[1], virtual)
+        load(layer, CASES[name], CASES[name].tensors(torch.float64)[1], shards)
     x = embedding(CASES["embedding"].input)
     logits = head(x + attention(norm(x), SEQ))
     target = rearrange(tensor(8, T, VOCAB), "t (v c) -> v t c", v=8)
-    (logits * rows(target, virtual.comm)).sum().backward()
+    (logits * rows(target, shards.comm)).sum().backward()
     return {
-        f"{name} {weight} {rank}": parameter_of(layer, rank, weight).grad  # type: ignore[misc]
+        f"{name} {weight} {shard}": parameter_of(layer, shard, weight).grad  # type: ignore[misc]
         for name, layer in layers.items()
-        for rank in virtual.held
+        for shard in shards.held
         for weight in CASES[name].weights
     }
 
@@ -405,18 +403,18 @@ def plain_gradients(kv_heads: int) -> dict[str, Tensor]:
     y = x + plain_attention(F.rms_norm(x, (D,), norm, EPS), *projections)
     (y @ table.T * tensor(8, T, VOCAB)).sum().backward()
     return {
-        f"{name} {weight} {rank}": CASES[name].weights[weight].cut(leaf.grad, rank, 8)  # type: ignore[arg-type]
+        f"{name} {weight} {shard}": CASES[name].weights[weight].cut(leaf.grad, shard, 8)  # type: ignore[arg-type]
         for (name, weight), leaf in leaves.items()
-        for rank in range(8)
+        for shard in range(8)
     }
 
 
 @pytest.mark.parametrize(("num_ranks", "kv_heads"), [(1, 1), (2, 2), (4, 4), (4, 8)])
 def test_weight_grad_is_whole_without_a_sink(ranks: RankPool, num_ranks: int, kv_heads: int) -> None:
-    """Of a parameter that several virtual ranks use, `weight.grad` is the sum over all of them:
+    """Of a parameter that several shards use, `weight.grad` is the sum over all of them:
 
     - a norm weight, held by every rank: the layer sums it over ranks at once;
-    - a KV head's weight: a rank that has it plays all virtual ranks that share it, else the layer is refused;
+    - a KV head's weight: a rank that has it holds all shards that share it, else the layer is refused;
     - an embedding that is also the head: both uses together.
 
     The orders of these sums depend on the number of ranks, hence their last bits do: the engine has sinks of its own.
@@ -431,7 +429,7 @@ def test_weight_grad_is_whole_without_a_sink(ranks: RankPool, num_ranks: int, kv
 
 
 def build_attention(kv_heads: int) -> None:
-    VirtualAttention(D, HEADS, kv_heads, world(8))
+    ExactParts(model_of(kv_heads), world(8)).attention(None)
 
 
 def test_ranks_that_share_a_kv_head_need_sinks(ranks: RankPool) -> None:
@@ -441,19 +439,19 @@ def test_ranks_that_share_a_kv_head_need_sinks(ranks: RankPool) -> None:
 
 def train_with_torchs_optimizer() -> list[Tensor]:
     """Gate, up and down projection after 5 steps, whole."""
-    virtual, case = world(4), CASES["swiglu"]
-    layer = VirtualSwiGLU(D, FFN, virtual, dtype=torch.float64)
+    shards, case = world(4), CASES["swiglu"]
+    layer = ExactParts(case.model, shards, dtype=torch.float64).mlp(None)
     x, weights, target = case.tensors(torch.float64)
-    load(layer, case, weights, virtual)
+    load(layer, case, weights, shards)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     for _ in range(5):
         optimizer.zero_grad()
-        (layer(rows(x, virtual.comm)) - rows(target, virtual.comm)).square().sum().backward()
+        (layer(rows(x, shards.comm)) - rows(target, shards.comm)).square().sum().backward()
         optimizer.step()
     return [
-        torch.cat(list(virtual.comm.all_gather(torch.stack(mine))), how.dim)
+        torch.cat(list(shards.comm.all_gather(torch.stack(mine))), how.dim)
         for name, how in case.weights.items()
-        for mine in [[parameter_of(layer, rank, name).detach() for rank in virtual.held]]
+        for mine in [[parameter_of(layer, shard, name).detach() for shard in shards.held]]
     ]
 
 
@@ -473,20 +471,65 @@ def test_any_optimizer_trains_them(ranks: RankPool, num_ranks: int) -> None:
             torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-9)
 
 
+def parts_of(shards: Shards, **sizes: int) -> ExactParts:
+    settings: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 8, **sizes}
+    return ExactParts(ModelConfig(**settings), shards)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda v: VirtualRMSNorm(8, v)(torch.zeros(10, 8)), "10 tokens, virtual ranks 4: pad to 12"),
-        (lambda v: VirtualEmbedding(12, 8, v)(torch.zeros(10, dtype=torch.int64)), "virtual ranks 4: pad to 12"),
-        (lambda v: VirtualEmbedding(12, 8, v)(torch.full((4,), 12)), "got 12 to 12, vocabulary 12: use 0 to 11"),
-        (lambda v: VirtualEmbedding(13, 8, v), "num_embeddings 13 is not divisible by 4 shards: use 12 or 16"),
-        (lambda v: VirtualHead(8, 13, v), "out_features 13 is not divisible by 4 shards: use 12 or 16"),
-        (lambda v: VirtualSwiGLU(8, 13, v), "ffn_size 13 is not divisible by 4 shards: use 12 or 16"),
-        (lambda v: VirtualAttention(24, 6, 6, v), "num_heads 6 is not divisible by 4 shards: use 4 or 8"),
-        (lambda v: VirtualAttention(24, 12, 3, v), "num_kv_heads 3, virtual ranks 4: use num_kv_heads 4"),
-        (lambda v: VirtualRanks(v.comm, 6), "6 virtual, 1 real: use 8 on 1, 2, 4 or 8 ranks"),
+        (lambda v: parts_of(v).norm()(torch.zeros(10, 8)), "10 tokens, shards 4: pad to 12"),
+        (lambda v: parts_of(v).embedding(12)(torch.zeros(10, dtype=torch.int64)), "10 tokens, shards 4: pad to 12"),
+        (lambda v: parts_of(v).embedding(12)(torch.full((4,), 12)), "got 12 to 12, vocabulary 12: use 0 to 11"),
+        (lambda v: parts_of(v).embedding(13), "13 rows, tp 4: pad to 16"),
+        (lambda v: parts_of(v).head(13, None), "out_features 13 is not divisible by 4 shards: use 12 or 16"),
+        (lambda v: parts_of(v, ffn_size=13).mlp(None), "out_features 13 is not divisible by 4 shards: use 12 or 16"),
+        (
+            lambda v: parts_of(v, hidden_size=24, num_heads=6, num_kv_heads=6).attention(None),
+            "num_heads 6, num_kv_heads 6, tp 4: use num_heads a multiple of num_kv_heads and tp",
+        ),
+        (
+            lambda v: parts_of(v, hidden_size=24, num_heads=12, num_kv_heads=3).attention(None),
+            "num_kv_heads 3, tp 4, replicas None: use num_kv_heads 4",
+        ),
+        (lambda v: Shards(v.comm, 6), "6 shards, tp 1: use 8 on 1, 2, 4 or 8 ranks"),
     ],
 )
-def test_impossible_shapes_are_refused(build: Callable[[VirtualRanks], object], message: str) -> None:
+def test_impossible_shapes_are_refused(build: Callable[[Shards], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(VirtualRanks(Communicator(None), 4))
+        build(Shards(Communicator(None), 4))
+
+
+def test_a_kv_heads_weight_is_one_parameter_of_the_shards_that_share_it() -> None:
+    """Also in a copy and after another has taken its memory's place; each shard multiplies by what it is now."""
+    case, shards = CASES["attention of 2 kv heads"], Shards(Communicator(None), 8)
+    layer = ExactParts(case.model, shards, dtype=torch.float64).attention(None)
+    x, weights, _ = case.tensors(torch.float64)
+    load(layer, case, weights, shards)
+    kv = {id(parameter_of(layer, shard, "k_proj")) for shard in shards.held}
+    assert len(kv) == 2 and len(list(layer.parameters())) == 2 * 8 + 2 * 2
+    assert_close("y", layer(x, SEQ), case.plain(x, *weights.values()))
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for name in ("k_proj", "v_proj"):
+            weights[name] *= -2
+            for shard in (0, 4):
+                parameter_of(layer, shard, name).mul_(-2)
+                # As load_state_dict(assign=True): other memory.
+                parameter_of(other, shard, name).data = parameter_of(layer, shard, name).detach().clone()
+    for changed in (layer, other):
+        assert_close("y", changed(x, SEQ), case.plain(x, *weights.values()))
+
+
+def test_a_shards_ranks_exchange_nothing_by_themselves() -> None:
+    ranks, x = ShardCommunicator(2, 4, Communicator(None)), torch.ones(3, 2)
+    assert ranks.all_gather(x) is x and ranks.reduce_scatter(x) is x
+    assert torch.equal(ranks.all_reduce_(x), torch.ones(3, 2)), "of one real rank"
+    with pytest.raises(AssertionError, match="exchanges nothing by itself"):
+        ranks.all_reduce_max_(x)
+
+
+def test_the_norms_of_all_shards_have_one_weight() -> None:
+    norm = parts_of(Shards(Communicator(None), 4)).norm()
+    assert isinstance(norm, ExactNorm) and list(norm.parameters()) == [norm.weight]

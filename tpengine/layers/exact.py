@@ -1,0 +1,309 @@
+"""Exact mode: the ordinary layers, each over one of V fixed shards, so that no layout changes a bit.
+
+    spread:    x[T/tp, D] -> X[T, D], once for each held shard;   dx = reduce_scatter of their dX, in a balanced tree
+    collect:   partial y_v[T, D] of each shard v -> y[T/tp, D], added in a balanced tree;   dy_v = all_gather(dy)
+
+A rank holds V/tp shards and computes one after the other. In between the two an ordinary layer does what rank v of
+tp = V would do, in shapes that follow from V and T. So no operation's shape, stride or alignment depends on tp, and
+neither do its bits; nor do the trees (exchange/tree.py). Elementwise additions and products between activations need no
+such care: their results do not depend on shapes.
+
+The decision a reader will question: a layer does not know that it computes a shard. It is made over a ShardCommunicator
+of V ranks, which hands through what others gather and sum. What is added to an ordinary layer is added to exact mode.
+
+The price: gathers and sums are not overlapped with matmuls, partial sums travel in at least float32, each matmul is a
+V/tp-th of the fast one's, and with fewer KV heads than shards K and V are computed for each shard.
+
+Sources: TBIK (arXiv 2511.17826) makes forward passes of any tp agree by one binary tree inside a GPU and between them;
+EasyScale (SC 2023) has data-parallel workers of a fixed number play by any number of GPUs. Here both are one idea, also
+for backward, pipelines, dropout and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from tpkernels.derivatives import differentiable_once
+
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
+from tpengine.layers.norm import RMSNorm
+from tpengine.layout.parameters import ALIGNMENT_BYTES
+
+
+class ShardCommunicator(Communicator):
+    """The ranks of a layer that computes one shard: it has been given all tokens, and others sum what it returns.
+
+        all_gather(x) = x;   reduce_scatter(y) = y
+
+    Args:
+        rank, size: the number of the shard, and how many there are.
+        holders: the real ranks that hold those shards, over which the gradient of a parameter is summed that shards
+            have in common, where no sink of the engine's does that later.
+    """
+
+    def __init__(self, rank: int, size: int, holders: Communicator) -> None:
+        super().__init__(None)
+        self.rank, self.size, self.holders = rank, size, holders
+
+    def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
+        """Return x: it holds all rows."""
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return x: `collect` adds it to the other shards' terms."""
+        return x
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over the real ranks in place: each of a rank's shards brings its own term. Returns x."""
+        return self.holders.all_reduce_(x)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """Overwrite with the tensor of the first real rank. Returns x."""
+        return self.holders.broadcast_(x)
+
+    def _start(self, x: Tensor, op: Any) -> NoReturn:
+        raise AssertionError("a layer of one shard exchanges nothing by itself")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The V shards of exact mode, and which of them this rank holds.
+
+    Attributes:
+        comm: the real tp ranks; their number divides `size`.
+        size: V, a power of two.
+
+    Raises:
+        ValueError: V is no power of two, or the real ranks do not divide it.
+    """
+
+    comm: Communicator
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.size & (self.size - 1) or self.size % self.comm.size:
+            raise ValueError(
+                f"shards must be a power of two that the tp ranks divide: {self.size} shards, tp {self.comm.size}: "
+                "use 8 on 1, 2, 4 or 8 ranks"
+            )
+
+    @property
+    def held(self) -> range:
+        """Those that this rank computes."""
+        each = self.size // self.comm.size
+        return range(self.comm.rank * each, (self.comm.rank + 1) * each)
+
+    def ranks_of(self, shard: int) -> ShardCommunicator:
+        """What the layers of a shard are made over."""
+        return ShardCommunicator(shard, self.size, self.comm)
+
+    def replicas_of(self, shard: int, num_kv_heads: int) -> ShardCommunicator | None:
+        """The shards that share this one's KV head; None if each has its own."""
+        num = self.size // num_kv_heads
+        return ShardCommunicator(shard % num, num, Communicator(None)) if num > 1 else None
+
+
+class _Spread(torch.autograd.Function):
+    """x[T/tp, D] -> X[T, D] for each held shard;  dx = tree_reduce_scatter(dX_v)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.dtype = shards.comm, x.dtype
+        full = _aligned(shards.comm.all_gather(x))
+        return tuple(full.view_as(full) for _ in shards.held)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.comm.reduce_scatter_in_tree(grads).to(ctx.dtype), None
+
+
+class _Collect(torch.autograd.Function):
+    """y_v[T, D] of each held shard -> y[T/tp, D] = tree_reduce_scatter(y_v);  dy_v = all_gather(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: Shards, *partials: Tensor) -> Tensor:
+        ctx.comm, ctx.num = shards.comm, len(partials)
+        return shards.comm.reduce_scatter_in_tree(partials).to(partials[0].dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        full = _aligned(ctx.comm.all_gather(dy.contiguous()))
+        return (None,) + (full,) * ctx.num
+
+
+class _Stack(torch.autograd.Function):
+    """y_v[T, C] of each of the n held shards -> y[n, T, C];  dy_v = dy[v], each where an operand of its own lies."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        return torch.stack(outputs)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_aligned(of_shard) for of_shard in dy)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x without gaps, beginning at a cache line: a library may add in another order elsewhere."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
+
+
+def spread(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
+    """Give every held shard all tokens: X_v[T, D] = all_gather(x[T/tp, D]); gradients are added in a tree."""
+    return _Spread.apply(x, shards)
+
+
+def whole(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
+    """Give every held shard x[T, ...], which holds all tokens on every rank."""
+    check_tokens(len(x), shards.size, "shards")
+    return (x,) * len(shards.held)
+
+
+def token_blocks(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
+    """Give every held shard T/V of this rank's tokens x[T/tp, D]."""
+    check_tokens(len(x) * shards.comm.size, shards.size, "shards")
+    # Sums over strided rows are taken in another order.
+    return x.contiguous().chunk(len(shards.held))
+
+
+def collect(partials: Sequence[Tensor], shards: Shards) -> Tensor:
+    """Add the shards' partial tensors in a tree, keep this rank's tokens: y[T/tp, D] from y_v[T, D]."""
+    y: Tensor = _Collect.apply(shards, *partials)
+    return y
+
+
+def stacked(outputs: Sequence[Tensor], shards: Shards) -> Tensor:
+    """Keep what each of the n held shards gives apart: y[n, T, C] from y_v[T, C]."""
+    y: Tensor = _Stack.apply(*outputs)
+    return y
+
+
+def concatenated(blocks: Sequence[Tensor], shards: Shards) -> Tensor:
+    """Put blocks of tokens together: y[T/tp, D] from y_v[T/V, D]."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+
+
+class ExactLayer(nn.Module):
+    """An ordinary layer, computed shard by shard.
+
+        y = join(layer_v(x_v) for every held shard v),   x_v = take(x)_v
+
+    Args:
+        shards: all shards.
+        layers: the layer of each held shard, made over `shards.ranks_of(v)`. They are one layer's: parameters that
+            shards have in common become one (norms; a KV head's weights).
+        take: `spread`, `whole` or `token_blocks`.
+        join: `collect`, `stacked` or `concatenated`.
+
+    Attributes:
+        shards: the layer of each held shard, by its number.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        layers: Sequence[nn.Module],
+        take: Callable[[Tensor, Shards], Sequence[Tensor]],
+        join: Callable[[Sequence[Tensor], Shards], Tensor],
+    ) -> None:
+        super().__init__()
+        self.cut, self.take, self.join = shards, take, join
+        self.shards = nn.ModuleDict({str(shard): layer for shard, layer in zip(shards.held, layers, strict=True)})
+        _share_parameters(layers, shards.held)
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        """Compute the layer; `arguments` go to every shard's as they are."""
+        inputs = self.take(x, self.cut)
+        layers = self.shards.values()
+        return self.join([layer(of, *arguments) for layer, of in zip(layers, inputs, strict=True)], self.cut)
+
+
+class ExactMatmuls(ExactLayer):
+    """An ExactLayer that multiplies all tokens by weights: attention, a feed-forward network, the output matrix.
+
+    Args:
+        shards, layers, join: as ExactLayer.
+
+    The bits are those of prepared weights: what `prepare` is not called for, forward prepares.
+    """
+
+    def __init__(
+        self, shards: Shards, layers: Sequence[nn.Module], join: Callable[[Sequence[Tensor], Shards], Tensor]
+    ) -> None:
+        super().__init__(shards, layers, spread, join)
+        self._prepared_of: list[tuple[int, int]] | None = None
+        self._linears = [part for part in self.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        """x[T/tp, D] -> y, as the layer's."""
+        if self._prepared_of != self._contents():
+            self.prepare(len(x) * self.cut.comm.size)
+        return super().forward(x, *arguments)
+
+    def prepare(self, num_tokens: int) -> None:
+        """As ColumnParallelLinear.prepare, for all shards.
+
+        Args:
+            num_tokens: T, which each shard multiplies.
+        """
+        for layer in self._layers():
+            layer.prepare(num_tokens * self.cut.size)
+        self._prepared_of = self._contents()
+
+    def release(self) -> None:
+        """As ColumnParallelLinear.release, for all shards."""
+        self._prepared_of = None
+        for layer in self._layers():
+            layer.release()
+
+    def _layers(self) -> Iterator[Any]:
+        yield from self.shards.values()
+
+    def _contents(self) -> list[tuple[int, int]]:
+        return contents_of([linear.weight for linear in self._linears])
+
+
+class ExactNorm(ExactLayer):
+    """RMSNorm in blocks of T/V tokens, one a shard, which adds its part of the weight's gradient to its own sink.
+
+    Args:
+        shards: all shards; V divides T.
+        layers: the norm of each held shard.
+    """
+
+    def __init__(self, shards: Shards, layers: Sequence[RMSNorm]) -> None:
+        super().__init__(shards, layers, token_blocks, concatenated)
+
+    @property
+    def weight(self) -> Parameter:
+        """The weight [D] of all shards."""
+        return next(self.parameters())
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As RMSNorm.add, in two passes: the sum is one of whole tensors."""
+        total = x + residual
+        return self(total), total
+
+
+def _share_parameters(layers: Sequence[nn.Module], held: range) -> None:
+    """Make one parameter of each that several held shards have: that of the first of them."""
+    for shard, layer in zip(held, layers, strict=True):
+        for name, part in layer.named_modules():
+            if isinstance(part, RMSNorm):
+                first: Any = layers[0].get_submodule(name)
+                part.weight = first.weight
+            elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
+                holder = max(shard - part.replicas.rank, held.start)
+                if holder < shard:
+                    owner: Any = layers[holder - held.start].get_submodule(name)
+                    part.borrow(owner)
