@@ -94,27 +94,27 @@ class FastGradients:
 
 
 class ExactGradients:
-    """A gradient is a buffer for each virtual rank that this one plays, all summed in balanced trees.
+    """A gradient is one buffer per shard that this rank holds, all summed in balanced trees.
 
-        gradient of a shard = tree over its virtual ranks of (tree over blocks of (sum over the block's micro-batches))
+        gradient of a piece = tree over the shards that have it of (tree over blocks of (sum over the micro-batches))
 
     Args:
         layouts: buckets by index, of parameters.exact_gradients.
         pieces, held: what this rank holds, and the parameters, by piece.
-        virtual: the virtual ranks.
+        shards: all shards, and which of them this rank holds.
         chunk_of: the chunk that fills each bucket, by index.
         tied_ends: the embedding is also the output head of this rank, which then has a buffer of its own.
         comms: the ranks.
         num_micro_batches: of a step and replica.
         num_blocks: of them, on this replica.
         dtype, device: of the buffers.
-        sinks, head_sinks: what the layers and the output head add to, one a held virtual rank.
+        sinks, head_sinks: what the layers and the output head add to, one per held shard.
 
     Attributes:
         on_block_end: called with a bucket's gradients, by buffer, when they hold the sum of a block of micro-batches.
 
     Memory: num_gradient_buffers(num_blocks) buffers of all gradients; those of norms, and of KV heads fewer than
-        virtual ranks, once for each virtual rank.
+        shards, once per shard.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ExactGradients:
                 self._end_block(index)
 
     def finish(self) -> None:
-        """Add the virtual ranks' gradients of each shard, those of this rank and then those of others."""
+        """Add the shards' gradients of each piece, those of this rank and then those of others."""
         for terms in self._terms.values():
             if len(terms) > 1:
                 tree_sum(terms, out=terms[0])
@@ -202,7 +202,7 @@ class ExactGradients:
 
 
 class _Leaves:
-    """Which buffer each virtual rank adds to.
+    """Which buffer each shard adds to.
 
     Attributes:
         of_piece: the buffers of each piece, in the order in which they are added.
@@ -221,7 +221,7 @@ class _Leaves:
         }
 
     def of_rank(self, i: int) -> dict[str, str]:
-        """piece -> buffer, of the held virtual rank number i, outside the head."""
+        """piece -> buffer, of the held shard number i, outside the head."""
         return {name: leaf_name(p.spec.name, i) for name, p in self._pieces.items() if i in self._ranks_of(p)}
 
     def of_head(self, i: int) -> dict[str, str]:
@@ -236,6 +236,6 @@ class _Leaves:
         return self._tied_ends and piece.spec.name == EMBEDDING
 
     def _ranks_of(self, piece: Piece) -> Iterable[int]:
-        """The held virtual ranks, counted from the first held, that hold this piece."""
+        """The held shards, counted from the first held, that have this piece."""
         first = piece.holder - self._held.start
         return range(max(first, 0), min(first + piece.num_holders, len(self._held)))

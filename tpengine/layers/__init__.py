@@ -6,7 +6,7 @@ gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
 replicated.py      modules that every tensor-parallel rank holds whole
 clip.py            the norm of all gradients of a model of your own
-virtual.py         the layers of exact mode
+exact.py           exact mode: the wrapper that computes a layer shard by shard
 """
 
 from tpengine.config import IGNORED_LABEL

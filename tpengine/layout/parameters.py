@@ -83,7 +83,7 @@ class Piece:
         name: unique on the rank: the parameter's own, followed by the shard's number in brackets where a rank holds
             several.
         spec: the parameter, from the table of `tp`.
-        tp: over how many ranks the table cuts: the real ones, or exact mode's virtual ones.
+        tp: over how many ranks the table cuts: the real ones, or exact mode's shards.
         holder: the first of them that holds this shard.
     """
 
@@ -217,32 +217,32 @@ def gradients_of(specs: Sequence[ParameterSpec], tp: int) -> tuple[Gradient, ...
     return tuple(Gradient(spec.name, spec.local_numel(tp), spec.reduce_over) for spec in specs)
 
 
-def leaf_name(name: str, virtual_rank: int, head: bool = False) -> str:
-    """Name of the buffer that the rank's virtual rank, counted from its first, adds to; `head`: as output head."""
-    return f"{name}#{virtual_rank}{'#head' if head else ''}"
+def leaf_name(name: str, shard: int, head: bool = False) -> str:
+    """Name of the buffer that the rank's shard, counted from its first, adds to; `head`: as output head."""
+    return f"{name}#{shard}{'#head' if head else ''}"
 
 
 def leaf_parts(leaf: str) -> tuple[str, int, bool]:
     """What `leaf_name` made a name of."""
-    name, virtual_rank, *head = leaf.split("#")
-    return name, int(virtual_rank), bool(head)
+    name, shard, *head = leaf.split("#")
+    return name, int(shard), bool(head)
 
 
 def exact_gradients(
-    specs: Sequence[ParameterSpec], virtual_tp: int, num_held: int, embedding_uses: Sequence[bool]
+    specs: Sequence[ParameterSpec], num_shards: int, num_held: int, embedding_uses: Sequence[bool]
 ) -> tuple[Gradient, ...]:
-    """A buffer for each parameter and virtual rank: in exact mode each adds to its own, and they are added at the end.
+    """A buffer for each parameter and shard: in exact mode each adds to its own, and they are added at the end.
 
     Args:
-        specs: of a chunk, from the table of `virtual_tp` ranks.
-        num_held: virtual ranks a real one plays.
+        specs: of a chunk, from the table of `num_shards` ranks.
+        num_held: shards that a rank holds.
         embedding_uses: the uses that the chunk makes of the embedding table, each with buffers of its own; True where
             it is the head of a model whose embedding lies on the same rank.
     """
     # Each buffer begins at a cache line, so that its alignment does not follow from what lies before it.
     elements = ALIGNMENT_BYTES // 4
     return tuple(
-        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(virtual_tp) // elements) * elements, "dp")
+        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(num_shards) // elements) * elements, "dp")
         for spec in specs
         for head in (embedding_uses if spec.name == EMBEDDING else (False,))
         for rank in range(num_held)

@@ -57,8 +57,8 @@ def show_plan(
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
-        virtual = f"{virtual_tp_of(config)} virtual tp ranks, {num_blocks(config)} blocks of micro-batches"
-        lines.append(("sums", f"exact, the bits of every other layout: {virtual}"))
+        sizes = f"{virtual_tp_of(config)} shards, {num_blocks(config)} blocks of micro-batches"
+        lines.append(("sums", f"exact, the bits of every other layout: {sizes}"))
     if device.type == "cpu":
         share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
         lines.append(("threads", f"{torch.get_num_threads()} per rank{share}"))

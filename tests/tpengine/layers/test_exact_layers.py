@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tpengine.config import ModelConfig
+from tpengine.layers.attention import attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.exact import ExactNorm, ShardCommunicator, Shards
 from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
+from tpengine.layers.mlp import gated_silu
 from tpengine.model.parts import ExactParts, FastParts
 
 D, HEADS, HEAD_SIZE, FFN, VOCAB = 48, 8, 6, 72, 104
@@ -278,6 +280,52 @@ def check_against_torch(num_shards: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_layers_match_torch(ranks: RankPool, num_ranks: int, num_shards: int) -> None:
     ranks.run(check_against_torch, num_ranks, num_shards)
+
+
+def tree(terms: list[Tensor]) -> Tensor:
+    """(t0 + t1) + (t2 + t3) and so on, of a power of two of terms."""
+    half = len(terms) // 2
+    return terms[0] if not half else tree(terms[:half]) + tree(terms[half:])
+
+
+def by_products(name: str, num_shards: int) -> dict[str, Tensor]:
+    """What exact mode is defined to compute, in float32: torch's products of each shard, their sums in a tree."""
+    case, kv_heads = CASES[name], CASES[name].model.num_kv_heads
+    x, weights, dy = case.tensors(torch.float32)
+    found: dict[str, list[Tensor]] = {what: [] for what in ("y", "dx", *("d" + weight for weight in weights))}
+    for shard in range(num_shards):
+        *inputs, output = (w.cut(weights[n], shard, num_shards).contiguous() for n, w in case.weights.items())
+        packed = torch.cat(inputs)
+        product = (x @ packed.T).requires_grad_()
+        if name == "swiglu":
+            hidden = gated_silu(product)
+        else:
+            hidden = attend(product, HEADS // num_shards, max(1, kv_heads // num_shards), SEQ, THETA, None)
+        hidden.backward(dy @ output)
+        assert product.grad is not None
+        found["y"].append(hidden.detach() @ output.T)
+        found["dx"].append(product.grad @ packed)
+        columns = product.grad.split([len(w) for w in inputs], dim=1)
+        grads = [(torch.zeros_like(w), dz, x) for w, dz in zip(inputs, columns, strict=True)]
+        grads.append((torch.zeros_like(output), dy, hidden.detach()))
+        for weight, (buffer, dz, z) in zip(weights, grads, strict=True):
+            found["d" + weight].append(buffer.addmm_(dz.T, z))
+    return {what: tree(terms) if what in ("y", "dx") else torch.stack(terms) for what, terms in found.items()}
+
+
+def check_against_products() -> None:
+    for name in CASES:
+        if name.startswith("attention") or name == "swiglu":
+            for num_shards in (4, 8):
+                got, want = computed(name, num_shards, torch.float32), by_products(name, num_shards)
+                assert got.keys() == want.keys()
+                differing = [what for what, value in want.items() if not torch.equal(got[what], value)]
+                assert not differing, f"{name} in {num_shards} shards: {differing}"
+
+
+def test_bits_are_those_of_each_shards_products_added_in_a_tree(ranks: RankPool) -> None:
+    """The definition, written out. Recorded hashes would hold for one matrix library and one processor only."""
+    ranks.run(check_against_products, 1)
 
 
 def digests(num_shards: int) -> Digests:
