@@ -7,7 +7,7 @@ presets.py       named runs
 exact_sizes.py   how exact mode cuts model and batch, independently of the layout
 """
 
-from tpengine.config.exact_sizes import num_blocks, virtual_tp_of
+from tpengine.config.exact_sizes import num_blocks, num_shards_of
 from tpengine.config.rules import profiled_steps, resolve_layout, schedule_of, validate
 from tpengine.config.settings import (
     IGNORED_LABEL,
@@ -30,9 +30,9 @@ __all__ = [
     "TrainConfig",
     "decay_steps_of",
     "num_blocks",
+    "num_shards_of",
     "profiled_steps",
     "resolve_layout",
     "schedule_of",
     "validate",
-    "virtual_tp_of",
 ]

@@ -13,10 +13,10 @@ import math
 from tpengine.config.settings import Config
 
 # Every shard is a smaller matrix product and one more partial sum: 8 allow the layouts of a node.
-MOST_VIRTUAL_RANKS = 8
+MOST_SHARDS = 8
 
 
-def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int) -> int:
+def num_shards(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int) -> int:
     """Return V, the number of shards: the largest power of two up to 8 that fits the model and the micro-batch.
 
     V divides query heads, feed-forward width and tokens of a micro-batch, and divides the KV heads or is divided by
@@ -24,13 +24,13 @@ def virtual_tp(num_heads: int, num_kv_heads: int, ffn_size: int, num_tokens: int
     """
     common = math.gcd(num_heads, ffn_size, num_tokens)
     return next(
-        v for v in (MOST_VIRTUAL_RANKS, 4, 2, 1) if common % v == 0 and (num_kv_heads % v == 0 or v % num_kv_heads == 0)
+        v for v in (MOST_SHARDS, 4, 2, 1) if common % v == 0 and (num_kv_heads % v == 0 or v % num_kv_heads == 0)
     )
 
 
-def virtual_dp(num_micro_batches: int) -> int:
+def largest_dp(num_micro_batches: int) -> int:
     """Return W: the largest power of two up to 8 that divides the micro-batches of a step, over all replicas."""
-    return math.gcd(num_micro_batches, MOST_VIRTUAL_RANKS)
+    return math.gcd(num_micro_batches, MOST_SHARDS)
 
 
 def num_gradient_buffers(num_blocks: int) -> int:
@@ -38,13 +38,13 @@ def num_gradient_buffers(num_blocks: int) -> int:
     return num_blocks.bit_length()
 
 
-def virtual_tp_of(config: Config) -> int:
+def num_shards_of(config: Config) -> int:
     """Return the number of shards of exact mode (V in the module docstring)."""
     model, train = config.model, config.train
     tokens = train.micro_batch_size * train.seq_len
-    return virtual_tp(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
+    return num_shards(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
 
 
 def num_blocks(config: Config) -> int:
     """Return the number of blocks of micro-batches that exact mode sums (W above). The layout must be resolved."""
-    return virtual_dp(config.train.num_micro_batches * (config.parallel.dp or 1))
+    return largest_dp(config.train.num_micro_batches * (config.parallel.dp or 1))

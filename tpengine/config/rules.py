@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from tpengine.config.exact_sizes import MOST_VIRTUAL_RANKS, virtual_dp, virtual_tp_of
+from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.settings import Config, ModelConfig, ParallelConfig, round_up
 from tpengine.plan import Schedule, make_schedule
 
@@ -276,21 +276,21 @@ def _check_layout(config: Config) -> None:
 
 def _check_exact(config: Config, tp: int, dp: int) -> None:
     model, train = config.model, config.train
-    virtual = virtual_tp_of(config)
-    if virtual % tp:
+    shards = num_shards_of(config)
+    if shards % tp:
         raise ValueError(
-            f"with train.reduction exact tp must divide the number of shards, {virtual}, that num_heads "
+            f"with train.reduction exact tp must divide the number of shards, {shards}, that num_heads "
             f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
             f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, virtual), virtual)}, or train.reduction fast"
+            f"{_nearest_where('tp', tp, partial(_divides, shards), shards)}, or train.reduction fast"
         )
-    blocks = virtual_dp(train.num_micro_batches * dp)
+    blocks = largest_dp(train.num_micro_batches * dp)
     if blocks % dp:
         # Independent of the micro-batches: dp divides the number of blocks if it is a power of two up to 8.
         raise ValueError(
             f"with train.reduction exact dp must divide the {blocks} blocks that the {train.num_micro_batches} * {dp} "
             f"micro-batches of a step are summed in: dp {dp}: use "
-            f"{_nearest_where('dp', dp, partial(_divides, MOST_VIRTUAL_RANKS), MOST_VIRTUAL_RANKS)}, "
+            f"{_nearest_where('dp', dp, partial(_divides, MOST_SHARDS), MOST_SHARDS)}, "
             "or train.reduction fast"
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tpkernels.work import attention_work, matmul_work
 
-from tpengine.config import Config, ModelConfig, schedule_of, virtual_tp_of
+from tpengine.config import Config, ModelConfig, num_shards_of, schedule_of
 from tpengine.layout.parameters import (
     EMBEDDING,
     BucketLayout,
@@ -171,7 +171,7 @@ def chunk_gradients(
     """
     model, tp, exact = config.model, config.parallel.tp, config.train.reduction == "exact"
     assert tp, "resolve the layout first: config.validate"
-    table_size = virtual_tp_of(config) if exact else tp
+    table_size = num_shards_of(config) if exact else tp
     last = len(ranks) - 1
     shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
     found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan, clock
@@ -57,7 +57,7 @@ def show_plan(
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
-        sizes = f"{virtual_tp_of(config)} shards, {num_blocks(config)} blocks of micro-batches"
+        sizes = f"{num_shards_of(config)} shards, {num_blocks(config)} blocks of micro-batches"
         lines.append(("sums", f"exact, the bits of every other layout: {sizes}"))
     if device.type == "cpu":
         share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""

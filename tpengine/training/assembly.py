@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.data_parallel.gradients import ExactGradients, FastGradients, StepGradients
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
@@ -69,7 +69,7 @@ def _exact(
 ) -> tuple[Transformer, StepGradients]:
     make_deterministic(device)
     dtype = getattr(torch, config.train.dtype)
-    shards = Shards(comms.tp, virtual_tp_of(config))
+    shards = Shards(comms.tp, num_shards_of(config))
     sinks, head_sinks = ([BufferSink() for _ in shards.held] for _ in range(2))
     parts = ExactParts(
         config.model,

@@ -21,8 +21,8 @@ from tpengine.config import (
     OptimConfig,
     ParallelConfig,
     TrainConfig,
+    num_shards_of,
     validate,
-    virtual_tp_of,
 )
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import pieces_of, stage_specs
@@ -163,7 +163,7 @@ def merge(config: Config, found: Sequence[Found]) -> Bits:
         assert numbers_of_rank == numbers, f"loss or norm of rank {rank} differ from rank 0's"
         for key, value in digests_of_rank.items():
             assert digests.setdefault(key, value) == value, f"rank {rank} holds another {key} than a rank before it"
-    size = virtual_tp_of(config)
+    size = num_shards_of(config)
     kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (config.train.dtype == "bfloat16")
     table = {
         (spec.name, piece.holder // piece.num_holders, kind)

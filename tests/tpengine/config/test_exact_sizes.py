@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate, virtual_tp_of
-from tpengine.config.exact_sizes import num_gradient_buffers, virtual_dp, virtual_tp
+from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, num_shards_of, validate
+from tpengine.config.exact_sizes import largest_dp, num_gradient_buffers, num_shards
 
 POWERS = (1, 2, 4, 8)
 SIZES = st.integers(1, 12).flatmap(lambda odd: st.sampled_from((1, 2, 4, 8, 16)).map(lambda power: odd * power))
@@ -33,18 +33,18 @@ def is_legal(tp: int, heads: int, kv_heads: int, ffn: int, tokens: int) -> bool:
 @example((8, 8, 96, 48))
 @example((6, 3, 48, 48))
 @settings(derandomize=True, deadline=None)
-def test_virtual_tp_is_the_largest_power_of_two_that_tp_could_be(model: tuple[int, int, int, int]) -> None:
-    virtual = virtual_tp(*model)
-    assert virtual in POWERS
-    assert virtual == max(tp for tp in POWERS if is_legal(tp, *model))
+def test_num_shards_is_the_largest_power_of_two_that_tp_could_be(model: tuple[int, int, int, int]) -> None:
+    shards = num_shards(*model)
+    assert shards in POWERS
+    assert shards == max(tp for tp in POWERS if is_legal(tp, *model))
 
 
 @given(models())
 @settings(derandomize=True, deadline=None)
-def test_the_powers_of_two_that_tp_may_be_are_the_divisors_of_virtual_tp(model: tuple[int, int, int, int]) -> None:
-    virtual = virtual_tp(*model)
+def test_the_powers_of_two_that_tp_may_be_are_the_divisors_of_num_shards(model: tuple[int, int, int, int]) -> None:
+    shards = num_shards(*model)
     for tp in POWERS:
-        assert (virtual % tp == 0) == is_legal(tp, *model)
+        assert (shards % tp == 0) == is_legal(tp, *model)
 
 
 @given(models(), st.sampled_from(POWERS))
@@ -57,7 +57,7 @@ def test_configurations_agree(model: tuple[int, int, int, int], tp: int) -> None
         parallel=ParallelConfig(tp=tp, pp=1, dp=1),
         train=TrainConfig(seq_len=tokens, micro_batch_size=1, reduction="exact"),
     )
-    assert virtual_tp_of(config) == virtual_tp(*model)
+    assert num_shards_of(config) == num_shards(*model)
     if is_legal(tp, *model):
         assert validate(config, tp) == config
     else:
@@ -67,15 +67,15 @@ def test_configurations_agree(model: tuple[int, int, int, int], tp: int) -> None
 
 @given(st.integers(1, 10_000))
 @settings(derandomize=True, deadline=None)
-def test_virtual_dp_is_the_largest_power_of_two_up_to_8_that_divides(num_micro_batches: int) -> None:
-    assert virtual_dp(num_micro_batches) == max(n for n in POWERS if num_micro_batches % n == 0)
+def test_largest_dp_is_the_largest_power_of_two_up_to_8_that_divides(num_micro_batches: int) -> None:
+    assert largest_dp(num_micro_batches) == max(n for n in POWERS if num_micro_batches % n == 0)
 
 
 @given(st.integers(1, 1000), st.sampled_from(POWERS))
 @settings(derandomize=True, deadline=None)
 def test_replicas_have_whole_blocks(num_micro_batches: int, dp: int) -> None:
     """A power of two up to 8 always divides the blocks, and no block lies on two replicas."""
-    blocks = virtual_dp(num_micro_batches * dp)
+    blocks = largest_dp(num_micro_batches * dp)
     assert blocks % dp == 0
     assert num_micro_batches % (blocks // dp) == 0
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.commands.certify.evidence import Difference, Evidence
-from tpengine.config import Config, ParallelConfig, validate, virtual_tp_of
-from tpengine.config.exact_sizes import virtual_dp
+from tpengine.config import Config, ParallelConfig, num_shards_of, validate
+from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.presets import PRESETS
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
@@ -149,7 +149,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
     """
     base = PRESETS[options.preset]()
     in_all = base.train.num_micro_batches
-    for axis, size, most in (("tp", layout.tp, virtual_tp_of(base)), ("dp", layout.dp, virtual_dp(in_all))):
+    for axis, size, most in (("tp", layout.tp, num_shards_of(base)), ("dp", layout.dp, largest_dp(in_all))):
         if most % size:
             legal = [n for n in range(1, most + 1) if most % n == 0]
             raise ValueError(

@@ -31,7 +31,7 @@ from tpkernels.work import (
     rope_work,
 )
 
-from tpengine.config import Config, num_blocks, virtual_tp_of
+from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.layout.parameters import pieces_of, stage_specs
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
@@ -124,7 +124,7 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
     element = narrow + wide * (_MOMENTS + (narrow != wide))
     exact = config.train.reduction == "exact"
-    table_size = virtual_tp_of(config) if exact else layout.tp
+    table_size = num_shards_of(config) if exact else layout.tp
     num_buffers = num_gradient_buffers(num_blocks(config) // layout.dp) if exact else 1
     held = range(table_size // layout.tp)
     ranks = []
