@@ -92,6 +92,8 @@ class Preloaded:
             [sys.executable, "-B", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=dict(environment)
         )
         theirs.close()
+        # Tensors that a task takes or returns are shared memory, which only processes with this key may ask for.
+        self._orders.send_bytes(bytes(multiprocessing.current_process().authkey))
 
     def fork(self, order: Program | str) -> tuple[int, Connection]:
         """A process of its own for an order, a program or WORKER: its id, and the connection to it."""
@@ -121,6 +123,7 @@ def main(number: int) -> None:
     # What is there now stays: a child's collector need not look at it, and copies no page for that.
     gc.freeze()
     orders = Connection(number)
+    multiprocessing.current_process().authkey = orders.recv_bytes()
     while True:
         try:
             order = orders.recv()
