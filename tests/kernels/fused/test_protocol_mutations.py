@@ -1,8 +1,9 @@
 """Rung: interpreter, several processes. What is taken out of the fused operators' kernels is noticed.
 
-Only a wrong result, calls that differ, or ranks of which none can go on are a verdict. Where a fault shows only when
-one rank is slower than the others, rank 0 waits at that place until nothing that it has done so far lets any other
-rank go on (standstill.py): no sleep decides.
+Only a wrong result, calls that differ, or ranks of which none can go on are a verdict. What is taken out shows when one
+rank, or its copy engine, is slower than the others; so rank 0 is kept back at that place until nothing that it has done
+so far lets anybody else go on (standstill.py). No sleep decides. Calls run forward alone: who waits for a copy engine
+outside a kernel would not poll.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import CountMutations
-from support.ranks.arena_ranks import cases
-from support.ranks.kernel_ranks import kernel_communicator, wrong_results
+from support.ranks.kernel_ranks import kernel_communicator
 from support.ranks.rank_pool import RankPool
 from support.ranks.standstill import Standstill
 from tpkernels.exchange.arena import CallMismatch
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.symmetric.signals import PeerError
 
 pytest.importorskip("triton")
 
-STRATEGIES = ("fused", "push")
-# Calls move in several pieces.
 ARENA_BYTES = 1 << 13
+# Several tiles of what is interpreted.
+COLUMNS = 40
 
 
 def skipped(*_: Any, **__: Any) -> Any:
@@ -44,24 +46,28 @@ def early(control: Any, peer: Any, num_tiles: Any) -> bool:
     return True
 
 
-def first_wrong_case(comm: Communicator, first: int) -> str:
-    """The operators over some numbers of tokens, from the case of this number on."""
-    many = [*cases((40,), dim=33)[::3], *cases((40,))[1:4:2]]
-    return next((wrong for case in many[first:] + many[:first] for wrong in wrong_results(comm, [case])), "")
+def arena_of(comm: Communicator) -> DeviceArena:
+    assert comm.device_arena is not None
+    return comm.device_arena
 
 
-def first_wrong_sum(comm: Communicator, _: int) -> str:
-    """Three sums in a row in one generation of the arena, as a replayed CUDA graph of one call makes them.
+def first_wrong_gather(comm: Communicator) -> str:
+    """Three gathers, each of other numbers: x_r[2, 3] holds number + r, the matrix ones."""
+    for number in (1.0, 5.0, 9.0):
+        (y,) = all_gather_matmul(torch.full((2, 3), number + comm.rank), [torch.ones(COLUMNS, 3)], comm)
+        rows = torch.arange(comm.size).repeat_interleave(2)[:, None]
+        if not torch.equal(y, (3 * (number + rows)).expand(-1, COLUMNS)):
+            return f"rank {comm.rank}: the products of {number} are {y.tolist()}"
+    return ""
 
-    Of several tiles for each owner. No copy engine is waited for, whose rank would not poll meanwhile.
-    """
-    arena, columns = comm.device_arena, 40
-    assert arena is not None
+
+def first_wrong_sum(comm: Communicator) -> str:
+    """Three sums in a row in one generation of the arena, as a replayed CUDA graph of one call makes them."""
     for number in (1.0, 2.0, 3.0):
-        arena._generation = 0  # `begin` takes the other
+        arena_of(comm)._generation = 0  # `begin` takes the other
         # [T, F/tp] @ [D, F/tp]^T, summed over the ranks
-        y = matmul_reduce_scatter(torch.full((2 * comm.size, 3), number), torch.ones(columns, 3), comm)
-        if not torch.equal(y, torch.full((2, columns), 3 * number * comm.size)):
+        y = matmul_reduce_scatter(torch.full((2 * comm.size, 3), number), torch.ones(COLUMNS, 3), comm)
+        if not torch.equal(y, torch.full((2, COLUMNS), 3 * number * comm.size)):
             return f"rank {comm.rank}: sums of {number} are {y.tolist()}"
     return ""
 
@@ -72,28 +78,53 @@ class Mutation(NamedTuple):
     Attributes:
         place: the module of tpkernels and the function in it.
         other: what stands there instead.
-        strategy, case: where it is noticed first, of STRATEGIES and `first_wrong_case`.
-        late: before this function, of a module, rank 0 waits for all others to wait; none: ranks dawdle at random.
+        late: the function, of a module, before which rank 0 is kept back.
         check: what the ranks run.
+        strategy: how they exchange.
+        for_kernel: rank 0's copy engine is kept back until its own kernel waits, not until the other ranks do.
     """
 
     place: tuple[str, str]
     other: Callable[..., Any]
+    late: tuple[str, str]
+    check: Callable[[Communicator], str]
     strategy: str = "fused"
-    case: int = 0
-    late: tuple[str, str] | None = None
-    check: Callable[[Communicator, int], str] = first_wrong_case
+    for_kernel: bool = False
 
 
 MUTATIONS = {
-    "tiles do not wait for the copy": Mutation(("fused.gather_kernel", "wait_for_copy"), skipped, case=1),
-    "tiles do not wait for what is pushed": Mutation(("fused.gather_kernel", "wait"), skipped, "push"),
-    "sums do not wait": Mutation(("fused.on_device", "launch_wait"), skipped, case=2),
-    "nobody is told of partial sums": Mutation(("fused.scatter_kernel", "notify"), skipped, case=1),
+    "tiles do not wait for the copy": Mutation(
+        ("fused.gather_kernel", "wait_for_copy"),
+        skipped,
+        late=("exchange.copies", "_has_published"),
+        check=first_wrong_gather,
+        for_kernel=True,
+    ),
+    "tiles do not wait for what is pushed": Mutation(
+        ("fused.gather_kernel", "wait"),
+        skipped,
+        late=("fused.on_device", "launch_gather_matmul"),
+        check=first_wrong_gather,
+        strategy="push",
+    ),
+    "sums do not wait": Mutation(
+        ("fused.on_device", "launch_wait"),
+        skipped,
+        late=("fused.on_device", "launch_matmul_scatter"),
+        check=first_wrong_sum,
+    ),
+    "nobody is told of partial sums": Mutation(
+        ("fused.scatter_kernel", "notify"), skipped, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
+    ),
     "partial sums are announced early": Mutation(
         ("fused.scatter_kernel", "count_done"), early, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
     ),
-    "the copy engine does not wait": Mutation(("exchange.copies", "_has_published"), lambda *_: True),
+    "the copy engine does not wait": Mutation(
+        ("exchange.copies", "_has_published"),
+        lambda *_: True,
+        late=("fused.on_device", "launch_publish"),
+        check=first_wrong_gather,
+    ),
     "calls of one generation do not meet": Mutation(
         ("symmetric.signals_kernel", "barrier"),
         skipped,
@@ -101,55 +132,47 @@ MUTATIONS = {
         check=first_wrong_sum,
     ),
 }
-# Ranks of which one is late, and nothing taken out.
-CONTROLS = [
-    pytest.param("tiles do not wait for the copy", marks=pytest.mark.slow),  # dear, and what test_kernels.py does
-    *(name for name, mutation in MUTATIONS.items() if mutation.late),
-]
 
 
-def kept_back(standstill: Standstill, function: Callable[..., Any]) -> Callable[..., Any]:
-    def late(*args: Any, **kwargs: Any) -> Any:
-        standstill.until_others_wait()
-        return function(*args, **kwargs)
-
-    return late
+def module_of(place: tuple[str, str]) -> Any:
+    return importlib.import_module(f"tpkernels.{place[0]}")
 
 
 def noticed(name: str, is_control: bool) -> str:
     """What this rank notices of a mutation: a wrong result, calls that differ, or that no rank can go on.
 
-    Nothing else is a verdict: it leaves this function. After the first that any rank notices all stop.
+    Nothing else is a verdict: it leaves this function. A control has the late rank, and nothing taken out.
     """
-    mutation = MUTATIONS[name]
-    for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != mutation.strategy):
-        comm = kernel_communicator(dist.group.WORLD, strategy, ARENA_BYTES, most_seconds=2e-2)
-        arena, said = comm.device_arena, ""
-        assert arena is not None
-        standstill = Standstill(arena, dist.group.WORLD)
-        with pytest.MonkeyPatch.context() as patch, standstill:
-            if not is_control:
-                module, function = mutation.place
-                patch.setattr(importlib.import_module(f"tpkernels.{module}"), function, mutation.other)
-            if mutation.late and comm.rank == 0:
-                module, function = mutation.late
-                place = importlib.import_module(f"tpkernels.{module}")
-                patch.setattr(place, function, kept_back(standstill, getattr(place, function)))
-            try:
-                said = mutation.check(comm, mutation.case)
-            except (PeerError, CallMismatch) as error:
-                said = f"{type(error).__name__}: {error}"
-            if said:
-                with contextlib.suppress(PeerError, CallMismatch):
-                    arena.leave()
-        num_noticed = torch.tensor(bool(said), dtype=torch.int32)
-        dist.all_reduce(num_noticed)
-        if num_noticed:
-            return said or "another rank noticed"
-    return ""
+    mutation, said = MUTATIONS[name], ""
+    comm = kernel_communicator(dist.group.WORLD, mutation.strategy, ARENA_BYTES)
+    arena = arena_of(comm)
+    with pytest.MonkeyPatch.context() as patch, Standstill(arena, dist.group.WORLD) as standstill:
+        if not is_control:
+            patch.setattr(module_of(mutation.place), mutation.place[1], mutation.other)
+        if comm.rank == 0:
+            wait = standstill.until_own_kernel_waits if mutation.for_kernel else standstill.until_others_wait
+            module, function = module_of(mutation.late), mutation.late[1]
+            patch.setattr(module, function, kept_back(wait, getattr(module, function)))
+        try:
+            said = mutation.check(comm)
+        except (PeerError, CallMismatch) as error:
+            said = f"{type(error).__name__}: {error}"
+        if said:
+            with contextlib.suppress(PeerError, CallMismatch):
+                arena.leave()
+    dist.barrier()
+    return said
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+def kept_back(wait: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return function(*args, **kwargs)
+
+    return late
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_nothing_is_noticed_where_nothing_is_taken_out(interpreters: RankPool, name: str) -> None:
     assert interpreters.run(noticed, 3, name, True) == [""] * 3
 

@@ -52,6 +52,7 @@ class Standstill:
         self._seen = [0, 0]
         self._now = 0.0
         self._num_fetches, self._lock = 0, threading.Lock()
+        self._joins = False
         dist.barrier(group)
 
     def leave(self) -> None:
@@ -72,6 +73,8 @@ class Standstill:
             arena.clock = self._clock_of(_COPIES)
             start = arena.copies.start
             arena.copies.start = lambda *args: self._start(start, *args)  # type: ignore[method-assign]
+            join = arena.copies.join
+            arena.copies.join = lambda: self._join(join)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +83,7 @@ class Standstill:
             arena.signals.clock = self._before
         else:
             signals_kernel._now, arena.clock = self._before
-            del arena.copies.start
+            del arena.copies.start, arena.copies.join
         self.leave()
 
     def until_others_wait(self) -> None:
@@ -90,6 +93,11 @@ class Standstill:
             state = self._state()
             if all(word in (state, _GONE) for board in self._board if board is not own for word in board.tolist()):
                 return
+            time.sleep(_SLEEP_SECONDS)
+
+    def until_own_kernel_waits(self) -> None:
+        """Keep this rank's copy engine back until its kernel waits in vain, or has ended and is waited for no more."""
+        while not self._joins and self._board[self._rank][_RANK] != self._state():
             time.sleep(_SLEEP_SECONDS)
 
     def is_still(self) -> bool:
@@ -132,6 +140,13 @@ class Standstill:
         start(arena, fetches, *rest)
         started: Future[None] = arena.copies._started[-1]  # type: ignore[attr-defined]
         started.add_done_callback(self._end)
+
+    def _join(self, join: Callable[[], None]) -> None:
+        self._joins = True
+        try:
+            join()
+        finally:
+            self._joins = False
 
     def _end(self, _: Future[None]) -> None:
         with self._lock:
