@@ -26,6 +26,7 @@ from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul
 from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.fused.strategy import decide
 from tpkernels.launch import cdiv, target_of
 
 from benchmarks.overlap.ranks import VirtualRanks, matmul_on
@@ -243,27 +244,24 @@ class Fused(Way):
 
     def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
         def multiply(rank: int) -> tuple[list[Tensor], Tensor | None]:
-            return on_device.gather_matmul(
-                rows.shards[rank],
-                [matrices[rank]],
-                [None],
-                self._arenas[rank],
-                len(rows.full[rank]),
-                operation,
-                keep=keep,
-                push=self._push,
-            )
+            shard, matrix, arena, tokens = rows.shards[rank], matrices[rank], self._arenas[rank], len(rows.full[rank])
+            strategy = "push" if self._push else "fused"
+            decision = decide(arena, strategy, "gather", shard, tokens, [matrix.shape[1]], matrix.shape[0])
+            assert decision is not None, "no collective is asked for"
+            return on_device.gather_matmul(shard, [matrix], [None], arena, tokens, operation, decision, keep=keep)
 
         results = self.ranks.each(multiply)
         kept = [full for _, full in results if full is not None]
         return [y for (y,), _ in results], kept or None
 
     def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
-        return self.ranks.each(
-            lambda rank: on_device.matmul_scatter(
-                [(lefts[rank], matrices[rank])], None, None, self._arenas[rank], operation
-            )
-        )
+        def multiply(rank: int) -> Tensor:
+            left, matrix, arena = lefts[rank], matrices[rank], self._arenas[rank]
+            decision = decide(arena, "fused", "scatter", left, len(left), [matrix.shape[1]], matrix.shape[0])
+            assert decision is not None, "no collective is asked for"
+            return on_device.matmul_scatter([(left, matrix)], None, None, arena, operation, decision)
+
+        return self.ranks.each(multiply)
 
     def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
         full = self.ranks.each(

@@ -15,7 +15,6 @@ split.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -25,14 +24,12 @@ from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
-from tpkernels.fused.strategy import Operation, choose
+from tpkernels.fused.strategy import Decision, Operation, decide
 from tpkernels.ops.matmul.host import Matrix, accumulate_product, product, rows_are_independent
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
 # Dtypes that can be multiplied and summed in every kind of exchange. Kernels take all but float64.
 DTYPES = (*KERNEL_DTYPES, torch.float64)
-# The same few sizes occur in every layer.
-_chosen = functools.lru_cache(maxsize=1024)(choose)
 
 
 def dtype_problem(operation: str, x: Tensor) -> str:
@@ -75,13 +72,12 @@ def gather_matmul(
     arrive within 0.1 ms and the bits are the same (ops/matmul/host.py, rows_are_independent): that costs least on the
     last rank to arrive, for which the others wait. Extra memory: T*D elements with `keep`.
     """
-    columns = sum(matrix.shape[1] for matrix in matrices)
-    kernels, strategy = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
+    kernels = _by_kernels(x, comm, "gather", num_tokens, [matrix.shape[1] for matrix in matrices], x.shape[1])
     if kernels is not None and matrices:
+        arena, decision = kernels
         plain = [_plain(matrix) for matrix in matrices]
-        return on_device.gather_matmul(
-            x, plain, biases or [None] * len(plain), kernels, num_tokens, operation, keep=keep, push=strategy == "push"
-        )
+        no_biases = [None] * len(plain)
+        return on_device.gather_matmul(x, plain, biases or no_biases, arena, num_tokens, operation, decision, keep=keep)
     outputs, full = _gather_on_host(x, matrices, comm, num_tokens, operation, keep)
     for y, bias in zip(outputs, biases, strict=False):
         y.add_(bias)
@@ -146,10 +142,10 @@ def matmul_scatter(
         return y if addend is None else y.add_(addend[rows])
 
     inner = sum(m.shape[0] for _, m in terms)
-    kernels, _ = _by_kernels(first, comm, "scatter", num_tokens, columns, inner, row_columns=columns)
+    kernels = _by_kernels(first, comm, "scatter", num_tokens, [columns], inner)
     if kernels is not None:
         plain = [(x, _plain(m)) for x, m in terms]
-        return on_device.matmul_scatter(plain, addend, bias, kernels, operation)
+        return on_device.matmul_scatter(plain, addend, bias, kernels[0], operation, kernels[1])
     arena = comm.arena_for(first)
     if arena is None or comm.size == 1:
         y = comm.reduce_scatter(partial(slice(0, num_tokens)))
@@ -172,12 +168,13 @@ def scatter_and_gather(
     """
     columns = sum(m.shape[0] for _, m in terms)
     # The same choice as forward made when it gathered these rows.
-    kernels, _ = _by_kernels(x, comm, "gather", num_tokens, columns, x.shape[1], row_columns=x.shape[1])
+    kernels = _by_kernels(x, comm, "gather", num_tokens, [columns], x.shape[1])
     if kernels is None:
         return matmul_scatter(terms, comm, operation), comm.all_gather_rows(x, num_tokens, operation=operation)
-    full = on_device.start_gather(x, kernels, num_tokens, operation)
+    arena, _ = kernels
+    full = on_device.start_gather(x, arena, num_tokens, operation)
     y = matmul_scatter(terms, comm, operation)
-    on_device.finish_gather(kernels)
+    on_device.finish_gather(arena)
     return y, full
 
 
@@ -186,47 +183,24 @@ def matmul_then_gather(
 ) -> Tensor:
     """Multiply, sum over the ranks, give all rows to all ranks: y[T, D] = all_reduce(x[T, K] @ m[K, D]) + b[D]."""
     mine = matmul_scatter([(x, matrix)], comm, operation, bias=bias)
-    kernels, _ = _by_kernels(x, comm, "scatter", len(x), matrix.shape[1], x.shape[1], row_columns=matrix.shape[1])
+    kernels = _by_kernels(x, comm, "scatter", len(x), [matrix.shape[1]], x.shape[1])
     if kernels is not None:
-        return on_device.gather(mine, kernels, len(x), operation)
+        return on_device.gather(mine, kernels[0], len(x), operation)
     return comm.all_gather_rows(mine, len(x), operation=operation)
 
 
 def kernels_gather(x: Tensor, weight: Tensor, comm: Communicator, num_tokens: int) -> bool:
     """Return whether kernels do `gather_matmul` of x[T/tp, D] and m[D, F]."""
-    columns, inner = weight.shape[1], x.shape[1]
-    return _by_kernels(x, comm, "gather", num_tokens, columns, inner, row_columns=inner)[0] is not None
+    return _by_kernels(x, comm, "gather", num_tokens, [weight.shape[1]], x.shape[1]) is not None
 
 
 def _by_kernels(
-    x: Tensor,
-    comm: Communicator,
-    operation: Operation,
-    num_tokens: int,
-    columns: int,
-    inner: int,
-    *,
-    row_columns: int,
-) -> tuple[DeviceArena | None, str]:
-    """Return the arena if kernels exchange, and the strategy. All ranks decide alike, from sizes that they share.
-
-    F/tp is one of these sizes, so it must be equal on all ranks for "auto".
-
-    Raises:
-        ValueError: a row of `row_columns` elements does not fit into the arena; on every rank.
-    """
+    x: Tensor, comm: Communicator, operation: Operation, num_tokens: int, widths: Sequence[int], inner: int
+) -> tuple[DeviceArena, Decision] | None:
+    """Return the arena if kernels exchange, and how they do; see `decide`."""
     arena = comm.device_arena_for(x)
-    if arena is None:
-        return None, "plain"
-    strategy = comm.strategy
-    if strategy == "auto":
-        if arena.rates is None or not on_device.fits(row_columns, x.element_size(), arena):
-            return None, "plain"
-        strategy = _chosen(operation, num_tokens, columns, inner, comm.size, x.element_size(), arena.rates)
-    if strategy == "plain":
-        return None, strategy
-    on_device.check_fit(row_columns, x.element_size(), arena)
-    return arena, strategy
+    decision = None if arena is None else decide(arena, comm.strategy, operation, x, num_tokens, widths, inner)
+    return None if arena is None or decision is None else (arena, decision)
 
 
 def _plain(matrix: Matrix) -> Tensor:

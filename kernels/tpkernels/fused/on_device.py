@@ -8,9 +8,9 @@ Each call has three phases: launch what makes this rank's data visible to the pe
 the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. On a GPU the
 host waits in none of them.
 
-exchange_matmul.py decides whether a call comes here. Data larger than a generation of the arena is exchanged in pieces,
-each a call of its own. README.md beside this file shows what the kernels write and wait for, and explains one more
-exchange.
+strategy.py decides before whether a call comes here, and in which pieces: data larger than a generation of the arena is
+exchanged in several, each a call of its own. README.md beside this file shows what the kernels write and wait for, and
+explains one more exchange.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.exchange.arena import CallMismatch, exchange_bytes, piece_of, shard_rows
+from tpkernels.exchange.arena import CallMismatch, piece_of, shard_rows
 from tpkernels.exchange.copies import Copy, Fetch
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
-from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
 from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
-from tpkernels.launch import cdiv, target_of
+from tpkernels.fused.strategy import Decision, rows_that_fit
+from tpkernels.launch import cdiv
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.symmetric.signals import PeerError
 from tpkernels.symmetric.signals_kernel import FETCHED, MAX_SPLITS
@@ -53,29 +53,27 @@ def gather_matmul(
     arena: DeviceArena,
     num_tokens: int,
     operation: str,
+    decision: Decision,
     *,
     keep: bool,
-    push: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Multiply the gathered rows by each matrix; one gather serves all, hidden behind the widest matrix.
 
     Args:
         x: this rank's rows, as shard_rows(num_tokens) says.
+        decision: how, by stores of the kernel or the copy engine.
         keep: also return the gathered x.
-        push: the matmul's kernel stores x into the peers' memory, instead of copy engines fetching it.
 
     Extra memory: T*D elements; with push none unless kept.
     """
     x = x.contiguous()
-    depth, item = x.shape[1], x.element_size()
+    depth, push, split_rows = x.shape[1], decision.pushes, decision.split_rows
     outputs = [x.new_empty(num_tokens, m.shape[1]) for m in matrices]
     gathered = x.new_empty(num_tokens, depth) if keep or not push else None
     most = cdiv(num_tokens, arena.world)
-    room_bytes = arena.slot_bytes if push else arena.generation_bytes
-    split_rows = _split_rows(x, matrices, num_tokens, arena, 1 if push else arena.split_bytes)
     order = sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[1])
     with _poison_if_left(arena):
-        for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(room_bytes, depth * item)):
+        for first, piece in decision.pieces:
             # Launch: this rank's rows become visible to the peers, and theirs are fetched. Pushing needs no launch of
             # its own: the first items of the matmul do it. The call's number covers `kind`, because ranks that wait
             # for a flag must agree on how many rows it stands for.
@@ -83,7 +81,7 @@ def gather_matmul(
             generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
             own = x[first : first + piece]
             if push:
-                shard_stride = arena.slot_bytes // item
+                shard_stride = arena.slot_bytes // x.element_size()
                 others = arena.block(arena.rank, generation, (arena.world * shard_stride,), x.dtype)
             else:
                 assert gathered is not None
@@ -163,9 +161,9 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
     """Return all rows; the copies of the last piece are still under way."""
     x = x.contiguous()
     full = x.new_empty(num_tokens, x.shape[1])
-    rows_that_fit = _rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
+    most = rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
     with _poison_if_left(arena):
-        for first, piece in shard_pieces(num_tokens, arena.world, rows_that_fit):
+        for first, piece in shard_pieces(num_tokens, arena.world, most):
             # Wait for the previous piece's copies before its generation comes up again.
             arena.copies.join()
             generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
@@ -181,6 +179,7 @@ def matmul_scatter(
     bias: Tensor | None,
     arena: DeviceArena,
     operation: str,
+    decision: Decision,
 ) -> Tensor:
     """Multiply, sum over the ranks, keep this rank's rows.
 
@@ -190,13 +189,13 @@ def matmul_scatter(
         addend = launch_matmul(x, matrix, residual=addend)
     terms = terms[:MOST_TERMS]
     x, matrix = terms[0]
-    num_tokens, columns, item = x.shape[0], matrix.shape[1], x.element_size()
+    num_tokens, columns = x.shape[0], matrix.shape[1]
     own = shard_rows(num_tokens, arena.world, arena.rank)
     y = x.new_empty(own.stop - own.start, columns)
     addend = None if addend is None else addend.contiguous()
-    slot_elements = arena.slot_bytes // item
+    slot_elements = arena.slot_bytes // x.element_size()
     with _poison_if_left(arena):
-        for first, piece in shard_pieces(num_tokens, arena.world, _rows_that_fit(arena.slot_bytes, columns * item)):
+        for first, piece in decision.pieces:
             generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
             # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile.
             launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
@@ -205,25 +204,6 @@ def matmul_scatter(
             launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation)
     _raise_where_it_is_known(arena)
     return y
-
-
-def fits(columns: int, item_bytes: int, arena: DeviceArena) -> bool:
-    """Return whether rows fit into the arena, for every kind of exchange."""
-    return columns * item_bytes <= arena.slot_bytes
-
-
-def check_fit(columns: int, item_bytes: int, arena: DeviceArena) -> None:
-    """Refuse rows that do not fit into the arena, whatever the exchange.
-
-    Raises:
-        ValueError: on every rank alike, since sizes are the same.
-    """
-    row_bytes = columns * item_bytes
-    if not fits(columns, item_bytes, arena):
-        raise ValueError(
-            f"a row must fit into the arena: rows of {row_bytes} bytes, room for {arena.slot_bytes}: open it with "
-            f"{exchange_bytes(arena.world, row_bytes, arena.world)} bytes"
-        )
 
 
 def _begin(
@@ -270,24 +250,6 @@ def _fetch(
         rows = piece_of(shard_rows(num_tokens, arena.world, arena.rank), first, piece)
         fetches.append(Fetch(arena.rank, (Copy(own, full[rows], None),)))
     arena.copies.start(arena, fetches, generation, call)
-
-
-def _split_rows(x: Tensor, matrices: Sequence[Tensor], num_tokens: int, arena: DeviceArena, split_bytes: int) -> int:
-    """Return the rows under one flag: whole tiles of at least split_bytes, and no more splits than flags.
-
-    A copy engine is faster with few large splits; programs that push share the work better with many.
-    """
-    most = cdiv(num_tokens, arena.world)
-    target = target_of(x)
-    tile = max(exchange_config(most, m.shape[1], arena.world, x.dtype, target).block_m for m in matrices)
-    enough = cdiv(split_bytes, max(x.shape[1] * x.element_size(), 1))
-    return tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
-
-
-def _rows_that_fit(room_bytes: int, row_bytes: int) -> int:
-    rows = room_bytes // max(row_bytes, 1)
-    assert rows, "a row must fit: call check_fit first"
-    return rows
 
 
 def _raise_where_it_is_known(arena: DeviceArena) -> None:

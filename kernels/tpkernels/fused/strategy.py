@@ -5,14 +5,24 @@
     push    gather only: the matmul's first programs store the shard into the peers' memory; for few tokens
 
 The ranks of a group must choose alike, or they wait for each other in vain. So the choice is a function of sizes that
-all ranks share and of one table of rates (work.py), and does not depend on any measurement.
+all ranks share and of one table of rates (work.py), and does not depend on any measurement. With it goes how the rows
+move, in which pieces and under how many flags: one `Decision` per call, made once per shape, dtype and group.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
 from tpkernels.exchange.strategies import Strategy
+from tpkernels.fused.configs import exchange_config
+from tpkernels.launch import Target, cdiv, target_of
 from tpkernels.symmetric.signals_kernel import MAX_SPLITS
 from tpkernels.work import (
     Rates,
@@ -29,6 +39,104 @@ from tpkernels.work import (
 Operation = Literal["gather", "scatter"]
 # Matrix units compute at least 64 rows, also for a shard with fewer.
 _LEAST_ROWS = 64
+
+
+class Decision(NamedTuple):
+    """How kernels do a call.
+
+    Attributes:
+        pushes: whether a gather stores into the peers' memory, instead of fetching from it.
+        pieces: (first row, rows) of every shard, as it moves: a call of its own each.
+        split_rows: to gather: rows under one flag.
+    """
+
+    pushes: bool
+    pieces: tuple[tuple[int, int], ...]
+    split_rows: int
+
+
+class _Room(NamedTuple):
+    """What an arena has for a call; the same on all its ranks."""
+
+    world: int
+    slot_bytes: int
+    generation_bytes: int
+    split_bytes: int
+    rates: Rates | None
+
+
+def decide(
+    arena: DeviceArena,
+    strategy: str,
+    operation: Operation,
+    x: Tensor,
+    num_tokens: int,
+    widths: Sequence[int],
+    inner: int,
+) -> Decision | None:
+    """Decide whether kernels do a call, and how; all ranks decide alike, by sizes that they share.
+
+    Args:
+        arena: whose kernels.
+        strategy: the group's: "auto" chooses by sizes.
+        operation: as `choose`.
+        x: an operand, for its dtype and device.
+        num_tokens: T, of all ranks.
+        widths: columns of each matrix; F/tp too must be equal on all ranks for "auto".
+        inner: what is summed over in the products.
+
+    Returns:
+        None: a collective, before or after the product.
+
+    Raises:
+        ValueError: a row does not fit into the arena; on every rank.
+    """
+    room = _Room(arena.world, arena.slot_bytes, arena.generation_bytes, arena.split_bytes, arena.rates)
+    return _decided(strategy, operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), room)
+
+
+# The same few sizes come in every layer.
+@functools.lru_cache(maxsize=1024)
+def _decided(
+    strategy: str,
+    operation: Operation,
+    num_tokens: int,
+    widths: tuple[int, ...],
+    inner: int,
+    dtype: torch.dtype,
+    target: Target,
+    room: _Room,
+) -> Decision | None:
+    row_bytes = (inner if operation == "gather" else sum(widths)) * dtype.itemsize
+    fits = row_bytes <= room.slot_bytes
+    if strategy == "auto":
+        if room.rates is None or not fits:
+            return None
+        strategy = choose(operation, num_tokens, sum(widths), inner, room.world, dtype.itemsize, room.rates)
+    if strategy == "plain":
+        return None
+    if not fits:
+        raise ValueError(
+            f"a row must fit into the arena: rows of {row_bytes} bytes, room for {room.slot_bytes}: open it with "
+            f"{exchange_bytes(room.world, row_bytes, room.world)} bytes"
+        )
+    pushes = strategy == "push" and operation == "gather"
+    room_bytes = room.slot_bytes if pushes or operation == "scatter" else room.generation_bytes
+    pieces = shard_pieces(num_tokens, room.world, rows_that_fit(room_bytes, row_bytes))
+    # A copy engine wants large splits; programs that push want many, to share.
+    most, enough = cdiv(num_tokens, room.world), cdiv(1 if pushes else room.split_bytes, max(row_bytes, 1))
+    tiles = [exchange_config(most, columns, room.world, dtype, target).block_m for columns in widths]
+    tile = max(tiles, default=1)
+    # Whole tiles, no more splits than there are flags.
+    split_rows = tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
+    return Decision(pushes, tuple(pieces), split_rows)
+
+
+def rows_that_fit(room_bytes: int, row_bytes: int) -> int:
+    """How many rows have room; a row has, as `decide` has found."""
+    rows = room_bytes // max(row_bytes, 1)
+    assert rows, "decide comes first"
+    return rows
 
 
 def choose(

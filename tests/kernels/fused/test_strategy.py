@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from support.ranks.rank_pool import RankPool
 from tpkernels.exchange.strategies import checked
 from tpkernels.fused.configs import exchange_config
-from tpkernels.fused.strategy import Operation, choose, predicted, splits_of
+from tpkernels.fused.strategy import Operation, _decided, choose, decide, predicted, splits_of
 from tpkernels.launch import Target
 from tpkernels.work import RATES, Rates, rates_of
 
@@ -148,3 +151,48 @@ def test_only_strategies_that_exist_are_taken() -> None:
     for name in ("", "Fused", "pull"):
         with pytest.raises(ValueError, match=f"strategy must be auto, plain, fused or push: got '{name}'"):
             checked(name)
+
+
+def arena_of(**room: Any) -> Any:
+    return SimpleNamespace(
+        **{"world": 2, "slot_bytes": 256, "generation_bytes": 512, "split_bytes": 1, "rates": H200} | room
+    )
+
+
+def test_a_decision_is_made_once_for_a_shape_a_dtype_and_a_group() -> None:
+    _decided.cache_clear()
+    x, wider = torch.ones(9, 16), torch.ones(9, 16, dtype=torch.float64)
+    for operand, num_tokens, room in (
+        (x, 18, {}),
+        (x, 18, {}),
+        (wider, 18, {}),
+        (x, 20, {}),
+        (x, 18, {"slot_bytes": 128}),
+    ):
+        assert decide(arena_of(**room), "fused", "gather", operand, num_tokens, [8], 16) is not None
+    assert (_decided.cache_info().misses, _decided.cache_info().hits) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "operation", "pushes", "rows"),
+    [
+        ("fused", "gather", False, 8),
+        ("push", "gather", True, 4),
+        ("fused", "scatter", False, 8),
+        ("push", "scatter", False, 8),
+    ],
+)
+def test_pieces_fill_the_room_that_their_way_has(strategy: str, operation: Operation, pushes: bool, rows: int) -> None:
+    """Rows of 64 bytes to gather, of 32 to scatter; pulled from 512 bytes, pushed or scattered into slots of 256."""
+    decision = decide(arena_of(), strategy, operation, torch.ones(9, 16), 18, [8], 16)
+    assert decision is not None and decision.pushes == pushes
+    assert decision.pieces == tuple((first, min(rows, 9 - first)) for first in range(0, 9, rows))
+
+
+def test_no_kernels_where_none_are_asked_for_or_none_can_be_chosen() -> None:
+    x = torch.ones(9, 16)
+    assert decide(arena_of(), "plain", "gather", x, 18, [8], 16) is None
+    assert decide(arena_of(rates=None), "auto", "gather", x, 18, [8], 16) is None
+    assert decide(arena_of(slot_bytes=32), "auto", "gather", x, 18, [8], 16) is None
+    with pytest.raises(ValueError, match="rows of 64 bytes, room for 32"):
+        decide(arena_of(slot_bytes=32), "fused", "gather", x, 18, [8], 16)
