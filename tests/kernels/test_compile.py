@@ -40,7 +40,7 @@ from benchmarks.run import main
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
-NUM_PARTS = 24
+NUM_PARTS = 96
 CompileFor = Callable[[str], list[Compiled]]
 
 
@@ -197,7 +197,11 @@ def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
     [
         ("spilling", "sm_90", r"_spilling_kernel for sm_90 spills \d+ bytes per thread: x:float32 y:float32 "),
         ("spilling", "gfx942", r"_spilling_kernel for gfx942 spills \d+ bytes per thread: x:float32 y:float32 "),
-        ("wide", "sm_80", r"_wide_kernel for sm_80 .*needs 262144 bytes of shared memory, there are 166912: x:float16"),
+        (
+            "wide",
+            "sm_80",
+            r"_wide_kernel for sm_80 .*needs 262144 bytes of shared memory, the limit is 166912: x:",
+        ),
     ],
     ids=["spilling-sm_90", "spilling-gfx942", "wide-sm_80"],
 )

@@ -87,7 +87,7 @@ def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
     ranks.run(check_with_opcheck, world, grad)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no grad", "grad"])
 def test_opcheck_where_kernels_exchange(interpreters: RankPool, grad: bool) -> None:
     pytest.importorskip("triton")
     interpreters.run(check_with_opcheck, 2, grad, True)

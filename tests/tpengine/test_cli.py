@@ -245,7 +245,7 @@ def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixtur
     assert lines[7].startswith("exposed communication 0.") and "of the step on stage" in lines[7]
     assert lines[8].count(" MB") == 4
     assert lines[9] == (
-        "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core a "
+        "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core per "
         "rank"
     )
     assert len(lines) == 10

@@ -216,6 +216,7 @@ sys.stdout.write(f"threads {names}\\n")  # in one piece: the ranks share the pip
 """
 
 
+@pytest.mark.slow
 def test_no_communication_thread_outlives_the_run(tmp_path: Path) -> None:
     """A gloo thread that lets go of a tensor while the interpreter ends aborts the process (once in 100 runs)."""
     (tmp_path / "script.py").write_text(THREADS_LEFT)
@@ -236,6 +237,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_a_run_share_the_cores(tmp_path: Path) -> None:
     """torchrun gives each rank one thread. The number is said, saved, and compared by a run that goes on."""
     (tmp_path / "script.py").write_text(SIX_CORES)

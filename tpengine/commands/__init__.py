@@ -1,4 +1,4 @@
-"""The subcommands of `tpengine` and the command line of training. No torch.
+"""The subcommands of `tpengine` and the command line of training. No torch, but in the ranks that certify starts.
 
 arguments.py                    the command line of a training run
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration

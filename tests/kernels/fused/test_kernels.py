@@ -164,6 +164,7 @@ def check_two_groups_at_once() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_two_groups_at_once(interpreters: RankPool) -> None:
     interpreters.run(check_two_groups_at_once, 4)
 
@@ -192,6 +193,7 @@ def check_same_generation_again() -> None:
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow  # by default test_protocol_mutations.py shows it
 def test_a_generation_used_twice_in_a_row(interpreters: RankPool) -> None:
     interpreters.run(check_same_generation_again, 3)
 

@@ -21,6 +21,7 @@ from tpengine.commands.certify.evidence import Evidence, Observation, Phase
 from tpengine.commands.certify.witness import Witness
 from tpengine.config import Config
 from tpengine.layers.exact import Shards
+from tpengine.layers.gradient_sink import WeightPairs
 from tpengine.plan import Kind
 from tpengine.training.trainer import Trainer
 
@@ -69,12 +70,13 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
     if on_rank(1):
         mlp: Any = trainer.model.layers["2"].mlp
         sink, up = mlp.shards["4"].up_proj.sink, mlp.shards["4"].up_proj.weight
-        weight_grad = sink.weight_grad
+        weight_grads = sink.weight_grads
 
-        def wrong(param: Tensor, x: Tensor, dy: Tensor, partial: Any = None) -> None:
-            weight_grad(param, x, scaled(dy, 1 + 1e-6) if param is up else dy, partial)
+        def wrong(pairs: WeightPairs, x: Tensor, **gathers: Any) -> None:
+            changed = [(param, scaled(dy, 1 + 1e-6) if param is up else dy, partial) for param, dy, partial in pairs]
+            weight_grads(changed, x, **gathers)
 
-        sink.weight_grad = wrong
+        sink.weight_grads = wrong
 
 
 def one_micro_batch_weighs_a_thousandth_more(trainer: Trainer) -> None:

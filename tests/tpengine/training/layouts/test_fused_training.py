@@ -48,7 +48,7 @@ def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
     return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
 
 
-@pytest.mark.parametrize("strategy", ["fused", "push"])
+@pytest.mark.parametrize("strategy", ["fused", pytest.param("push", marks=pytest.mark.slow)])
 def test_a_step_through_fused_kernels(ranks: RankPool, interpreters: RankPool, strategy: str) -> None:
     ((exact, _, _),) = ranks.run(first_step, 1, config(1, "float64"), "plain")
     ((host, _, _),) = ranks.run(first_step, 1, config(1, "float32"), "plain")
