@@ -67,7 +67,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A name beside `path`, where nothing is left at the end."""
+    """A name beside `path`, where nothing is left at the end, unless the process is killed meanwhile."""
     # Ranks of several hosts may write the same file at once.
     beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:

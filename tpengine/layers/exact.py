@@ -12,7 +12,8 @@ The decision a reader will question: a layer does not know that it computes a sh
 of V ranks, which hands through what others gather and sum. What is added to an ordinary layer is added to exact mode.
 
 The price: gathers and sums are not overlapped with matmuls, partial sums travel in at least float32, each matmul is a
-V/tp-th of the fast one's, and with fewer KV heads than shards K and V are computed for each shard.
+V/tp-th of the fast one's, and with fewer KV heads than shards K and V are computed for each shard. A rank looks tokens
+up V/tp times, and adds as many embeddings [T, D] of which each row is zero in all but one.
 
 Sources: TBIK (arXiv 2511.17826) makes forward passes of any tp agree by one binary tree inside a GPU and between them;
 EasyScale (SC 2023) has data-parallel workers of a fixed number play by any number of GPUs. Here both are one idea, also
@@ -66,6 +67,10 @@ class ShardCommunicator(Communicator):
     def broadcast_(self, x: Tensor) -> Tensor:
         """Overwrite with the tensor of the first real rank. Returns x."""
         return self.holders.broadcast_(x)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What stands for running processes is `holders`, which says so itself.
+        return object.__reduce_ex__(self, protocol)
 
     def _start(self, x: Tensor, op: Any) -> NoReturn:
         raise AssertionError("a layer of one shard exchanges nothing by itself")
@@ -219,7 +224,28 @@ class ExactLayer(nn.Module):
         super().__init__()
         self.cut, self.take, self.join = shards, take, join
         self.shards = nn.ModuleDict({str(shard): layer for shard, layer in zip(shards.held, layers, strict=True)})
-        _share_parameters(layers, shards.held)
+        self._share_parameters()
+        self.register_load_state_dict_post_hook(_share_again)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExactLayer:
+        # Memory of another kind (to_empty of what was on meta) comes with new parameters, one per module.
+        super()._apply(fn, recurse)
+        self._share_parameters()
+        return self
+
+    def _share_parameters(self) -> None:
+        """Make one parameter of each that several held shards have: that of the first of them."""
+        layers, held = list(self.shards.values()), self.cut.held
+        for shard, layer in zip(held, layers, strict=True):
+            for name, part in layer.named_modules():
+                if isinstance(part, RMSNorm):
+                    first: Any = layers[0].get_submodule(name)
+                    part.weight = first.weight
+                elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
+                    holder = max(shard - part.replicas.rank, held.start)
+                    if holder < shard:
+                        owner: Any = layers[holder - held.start].get_submodule(name)
+                        part.borrow(owner)
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Compute the layer; `arguments` go to every shard's as they are."""
@@ -295,15 +321,6 @@ class ExactNorm(ExactLayer):
         return self(total), total
 
 
-def _share_parameters(layers: Sequence[nn.Module], held: range) -> None:
-    """Make one parameter of each that several held shards have: that of the first of them."""
-    for shard, layer in zip(held, layers, strict=True):
-        for name, part in layer.named_modules():
-            if isinstance(part, RMSNorm):
-                first: Any = layers[0].get_submodule(name)
-                part.weight = first.weight
-            elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
-                holder = max(shard - part.replicas.rank, held.start)
-                if holder < shard:
-                    owner: Any = layers[holder - held.start].get_submodule(name)
-                    part.borrow(owner)
+def _share_again(layer: ExactLayer, _: Any) -> None:
+    """After `load_state_dict(assign=True)`, which gives every module a parameter of its own."""
+    layer._share_parameters()

@@ -7,8 +7,8 @@ Each is the other's dual: the backward of the gather is a reduce-scatter and the
 weights share one gather and one GEMM when their storage is packed (`PackedWeights`), and are separate parameters
 all the same: a fused [q; k; v] shard read at another tp would be permuted with right shapes and no error.
 
-No bias (Llama has none). Weight gradients go to a sink (gradients.py), not through autograd; only under torch.compile,
-which traces no sinks, the registered operators are used with autograd's own accumulation.
+No bias (Llama has none). Weight gradients go to a sink (gradient_sink.py), not through autograd; only under
+torch.compile, which traces no sinks, the registered operators are used with autograd's own accumulation.
 """
 
 from __future__ import annotations
@@ -151,7 +151,11 @@ def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) ->
     They give weight gradients to autograd, which is what ParamGradSink does with those that are whole on each rank.
     """
     return torch.compiler.is_compiling() and all(
-        isinstance(layer.sink, ParamGradSink) and getattr(layer, "replicas", None) is None for layer in layers
+        isinstance(layer.sink, ParamGradSink)
+        and getattr(layer, "replicas", None) is None
+        # One shard's layer (exact.py): operators find communicators by name, and this one's size is not its group's.
+        and (layer.comm.size == 1 or layer.comm.group is not None)
+        for layer in layers
     )
 
 
