@@ -10,7 +10,9 @@ import socket
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from support.ranks.preloaded import Program, preloaded
@@ -22,7 +24,7 @@ OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 
 
 class Running:
-    """A program that has been started.
+    """A program that has been started; who lets go of it, as a test that fails does, ends it.
 
     Attributes:
         pid: its process.
@@ -43,6 +45,7 @@ class Running:
         self.args = [module, *arguments]
         self.pid: int = self._connection.recv()
         self.returncode: int | None = None
+        weakref.finalize(self, _end, self.pid, self._connection)
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""
@@ -77,6 +80,12 @@ class Running:
             progress.look()
             assert not has_ended and not progress.is_over(), f"{what}: {self.returncode}, {progress}: {self.errors()}"
             time.sleep(0.05)
+
+
+def _end(pid: int, connection: Connection) -> None:
+    """Kill a program of which its guardian has not said that it has ended."""
+    if not connection.poll():
+        kill_family(pid)
 
 
 def finish_all(*running: Running) -> list[subprocess.CompletedProcess[str]]:

@@ -234,7 +234,7 @@ class DeferringSink:
         gather_dy: Communicator | None = None,
     ) -> None:
         """As GradientSink."""
-        # Not by _now_or_later: every weight gradient comes this way.
+        # Without _now_or_later, one call less: nearly all weight gradients come this way.
         if self.halves.is_open:
             self.halves.add(
                 functools.partial(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)

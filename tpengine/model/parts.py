@@ -155,8 +155,8 @@ class ExactParts:
 
     Args:
         model: sizes.
-        shards: V and the tp ranks.
-        sinks: one a held shard.
+        shards: all V shards, and which of them this rank holds.
+        sinks: one per held shard.
         head_sinks: those of the output head, which must not add to what a tied embedding's lookup adds to.
         dtype, device: as ColumnParallelLinear.
     """
@@ -235,7 +235,7 @@ class ExactParts:
         return ExactMatmuls(self.shards, heads, stacked)
 
     def module_name(self, name: str, holder: int) -> str:
-        """A shard is held under its first number here: layers.0.mlp.shards.5.up_proj.weight."""
+        """Return the name of a piece in its first shard here: layers.0.mlp.shards.5.up_proj.weight."""
         path = name.split(".")
         layer = 3 if path[0] == "layers" else 1
         return ".".join([*path[:layer], "shards", str(max(holder, self.held.start)), *path[layer:]])

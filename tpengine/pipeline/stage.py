@@ -1,10 +1,10 @@
 """One chunk of the model at run time: forward and backward of micro-batches, and what must live between them.
 
-A stage drives any callable that maps a tensor to a tensor; it knows no layers and no transport. What the model's ends
-need, a micro-batch's input and its loss, it asks of the batch. Of each micro-batch in
-flight it keeps the input, whose gradient goes upstream, and where backward enters the graph. The output itself is given
-away by the time it has been sent: backward needs its place in the graph (`torch.autograd.graph.GradientEdge`), not its
-values, unless an operation has saved them, which keeps them by itself.
+A stage drives any callable that maps a tensor to a tensor; it knows no layers and no transport. The first asks the
+batch for a micro-batch's input, the last for its loss. Of each micro-batch in flight a stage keeps the input, whose
+gradient goes upstream, and where backward enters the graph. The output itself is given away by the time it has been
+sent: backward needs its place in the graph (`torch.autograd.graph.GradientEdge`), not its values, unless an operation
+has saved them, which keeps them by itself.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def train(job: Job, watch: Watch) -> None:
     start(job.device, job.launch, job.meeting.store)
     try:
         with _pulse(job, watch):
-            # Nothing here keeps the run: see below.
+            # No variable holds the run here: it would keep the process groups alive until they are ended below.
             _loop(_set_up(job, watch))
     except RunError as error:
         # All ranks are here. What the traceback keeps alive holds process groups.

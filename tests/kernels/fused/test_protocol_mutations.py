@@ -9,6 +9,7 @@ outside a kernel would not poll.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ class Mutation(NamedTuple):
         late: the function, of a module, before which rank 0 is kept back.
         check: what the ranks run.
         strategy: how they exchange.
-        for_kernel: rank 0's copy engine is kept back until its own kernel waits, not until the other ranks do.
+        until: what it is kept back for.
     """
 
     place: tuple[str, str]
@@ -89,7 +90,7 @@ class Mutation(NamedTuple):
     late: tuple[str, str]
     check: Callable[[Communicator], str]
     strategy: str = "fused"
-    for_kernel: bool = False
+    until: Callable[[Standstill], None] = Standstill.until_others_wait
 
 
 MUTATIONS = {
@@ -98,7 +99,7 @@ MUTATIONS = {
         skipped,
         late=("exchange.copies", "_has_published"),
         check=first_wrong_gather,
-        for_kernel=True,
+        until=Standstill.until_own_kernel_waits,
     ),
     "tiles do not wait for what is pushed": Mutation(
         ("fused.gather_kernel", "wait"),
@@ -150,7 +151,7 @@ def noticed(name: str, is_control: bool) -> str:
         if not is_control:
             patch.setattr(module_of(mutation.place), mutation.place[1], mutation.other)
         if comm.rank == 0:
-            wait = standstill.until_own_kernel_waits if mutation.for_kernel else standstill.until_others_wait
+            wait = functools.partial(mutation.until, standstill)
             module, function = module_of(mutation.late), mutation.late[1]
             patch.setattr(module, function, kept_back(wait, getattr(module, function)))
         try:

@@ -6,182 +6,43 @@ bits in every world; in bfloat16 at most twice torch's own error. What only a GP
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from einops import rearrange
+from support.engine.exact_cases import (
+    CASES,
+    HEADS,
+    SEQ,
+    THETA,
+    assert_close,
+    load,
+    model_of,
+    parameter_of,
+    rows,
+    world,
+)
 from support.engine.exactness import digest
-from support.ranks.rank_pool import RankError, RankPool
+from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from tpengine.config import ModelConfig
 from tpengine.layers.attention import attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.exact import ExactNorm, ShardCommunicator, Shards
 from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
 from tpengine.layers.mlp import gated_silu
 from tpengine.model.parts import ExactParts, FastParts
 
-D, HEADS, HEAD_SIZE, FFN, VOCAB = 48, 8, 6, 72, 104
-BATCH, SEQ = 3, 16
-T = BATCH * SEQ
-EPS, THETA = 1e-3, 100.0
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def tensor(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A global weight: how it is cut over the shards, in how many pieces; None: whole in all of them."""
-
-    shape: tuple[int, ...]
-    dim: int | None = 0
-    num_pieces: int | None = None
-
-    def cut(self, whole: Tensor, shard: int, num_shards: int) -> Tensor:
-        if self.dim is None:
-            return whole
-        num = min(self.num_pieces or num_shards, num_shards)
-        return whole.chunk(num, self.dim)[shard // (num_shards // num)]
-
-    def gradient(self, of_shards: Tensor) -> Tensor:
-        """The whole gradient from what each shard has added."""
-        if self.dim is None:
-            return of_shards.sum(0)
-        num = min(self.num_pieces or len(of_shards), len(of_shards))
-        pieces = of_shards.unflatten(0, (num, -1)).sum(1)
-        return torch.cat(list(pieces), self.dim)
-
-
-def model_of(kv_heads: int = HEADS) -> ModelConfig:
-    return ModelConfig(
-        hidden_size=D,
-        num_heads=HEADS,
-        num_kv_heads=kv_heads,
-        ffn_size=FFN,
-        vocab_size=VOCAB,
-        rope_theta=THETA,
-        norm_eps=EPS,
-    )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer, its weights by the name of their module in a shard, and the same in plain torch on whole tensors."""
-
-    build: Callable[[ExactParts], nn.Module]
-    weights: Mapping[str, Weight]
-    plain: Callable[..., Tensor]
-    input: Tensor
-    model: ModelConfig = field(default_factory=model_of)
-
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Input, weights and output gradient, whole."""
-        x = self.input if self.input.dtype == torch.int64 else self.input.to(dtype)
-        weights = {
-            name: (tensor(i + 1, *weight.shape) / weight.shape[-1] ** 0.5).to(dtype)
-            for i, (name, weight) in enumerate(self.weights.items())
-        }
-        with torch.no_grad():
-            shape = self.plain(x, *weights.values()).shape
-        return x, weights, tensor(9, *shape).to(dtype)
-
-
-def plain_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> Tensor:
-    """Written out: complex rotation, explicit mask and softmax; the rotation in double precision."""
-    q, k, v = (rearrange(x @ w.T, "(b s) (h e) -> b h s e", s=SEQ, e=HEAD_SIZE) for w in (wq, wk, wv))
-    angle = torch.arange(SEQ)[:, None] * THETA ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float64) / HEAD_SIZE)
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def rotate(t: Tensor) -> Tensor:
-        z = torch.complex(*t.double().chunk(2, dim=-1)) * turn
-        return torch.cat((z.real, z.imag), -1).to(t.dtype)
-
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (rotate(k), v))
-    scores = rotate(q) @ k.transpose(2, 3) / HEAD_SIZE**0.5
-    scores = scores.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), -torch.inf)
-    return rearrange(scores.softmax(-1) @ v, "b h s e -> (b s) (h e)") @ wo.T
-
-
-def attention(kv_heads: int) -> Case:
-    kv = Weight((kv_heads * HEAD_SIZE, D), 0, kv_heads)
-    return Case(
-        lambda parts: parts.attention(None),
-        {"q_proj": Weight((D, D)), "k_proj": kv, "v_proj": kv, "o_proj": Weight((D, D), 1)},
-        plain_attention,
-        tensor(0, T, D),
-        model_of(kv_heads),
-    )
-
-
-CASES = {
-    **{f"attention of {kv_heads} kv heads": attention(kv_heads) for kv_heads in (HEADS, 4, 2, 1)},
-    "swiglu": Case(
-        lambda parts: parts.mlp(None),
-        {"gate_proj": Weight((FFN, D)), "up_proj": Weight((FFN, D)), "down_proj": Weight((D, FFN), 1)},
-        lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T,
-        tensor(0, T, D),
-    ),
-    "norm": Case(
-        lambda parts: parts.norm(),
-        {"": Weight((D,), None)},
-        lambda x, w: F.rms_norm(x, (D,), w, EPS),
-        tensor(0, T, D),
-    ),
-    "embedding": Case(
-        lambda parts: parts.embedding(VOCAB),
-        {"": Weight((VOCAB, D))},
-        lambda tokens, w: F.embedding(tokens, w),
-        # Few, so that they repeat.
-        torch.randint(0, VOCAB, (T,), generator=torch.Generator().manual_seed(0)) // 3 * 3,
-    ),
-    "head": Case(
-        lambda parts: parts.head(VOCAB, None),
-        {"": Weight((VOCAB, D))},
-        lambda x, w: x @ w.T,
-        tensor(0, T, D),
-    ),
-}
 
 
 # By case, dtype, layout of input and output gradient, and what of it.
 Digests = dict[tuple[str, torch.dtype, str, str], str]
 DigestsByWorld = Callable[[int, int], list[Digests]]
-
-
-def world(num_shards: int) -> Shards:
-    return Shards(Communicator(dist.group.WORLD), num_shards)
-
-
-def parameter_of(layer: nn.Module, shard: int, name: str) -> Parameter:
-    of_shard = layer.get_submodule(f"shards.{shard}")
-    weight = of_shard.get_submodule(name).weight
-    assert isinstance(weight, Parameter)
-    return weight
-
-
-def load(layer: nn.Module, case: Case, weights: Mapping[str, Tensor], shards: Shards) -> None:
-    with torch.no_grad():
-        for shard in shards.held:
-            for name, weight in case.weights.items():
-                parameter_of(layer, shard, name).copy_(weight.cut(weights[name], shard, shards.size))
-
-
-def rows(x: Tensor, comm: Communicator) -> Tensor:
-    return x.chunk(comm.size)[comm.rank]
 
 
 def misaligned(x: Tensor) -> Tensor:
@@ -260,11 +121,6 @@ def by_torch(name: str, dtype: torch.dtype, of: torch.dtype | None = None) -> di
         found["dx"] = x.grad
     assert all(value is not None for value in found.values())
     return found  # type: ignore[return-value]
-
-
-def assert_close(what: str, got: Tensor, want: Tensor) -> None:
-    error = (got - want).abs().max().item()
-    assert error <= 1e-12 * want.abs().max().item(), f"{what}: error {error}"
 
 
 def check_against_torch(num_shards: int) -> None:
@@ -415,169 +271,3 @@ def check_dropout() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_dropout_is_that_of_the_fast_layers(ranks: RankPool, num_ranks: int) -> None:
     ranks.run(check_dropout, num_ranks)
-
-
-def gradients_by_default(kv_heads: int) -> dict[str, Tensor]:
-    """`weight.grad` by shard, in a model of one's own: an embedding that is also the head, a norm, attention."""
-    shards = world(8)
-    parts = ExactParts(model_of(kv_heads), shards, dtype=torch.float64)
-    embedding, norm, attention = parts.embedding(VOCAB), parts.norm(), parts.attention(None)
-    head = parts.head(VOCAB, embedding)
-    layers = {"embedding": embedding, "norm": norm, f"attention of {kv_heads} kv heads": attention}
-    for name, layer in layers.items():
-        load(layer, CASES[name], CASES[name].tensors(torch.float64)[1], shards)
-    x = embedding(CASES["embedding"].input)
-    logits = head(x + attention(norm(x), SEQ))
-    target = rearrange(tensor(8, T, VOCAB), "t (v c) -> v t c", v=8)
-    (logits * rows(target, shards.comm)).sum().backward()
-    return {
-        f"{name} {weight} {shard}": parameter_of(layer, shard, weight).grad  # type: ignore[misc]
-        for name, layer in layers.items()
-        for shard in shards.held
-        for weight in CASES[name].weights
-    }
-
-
-def plain_gradients(kv_heads: int) -> dict[str, Tensor]:
-    """The gradient of each shard of the same model in plain torch."""
-    names = ("embedding", "norm", f"attention of {kv_heads} kv heads")
-    leaves = {
-        (name, weight): value.requires_grad_()
-        for name in names
-        for weight, value in CASES[name].tensors(torch.float64)[1].items()
-    }
-    table, norm, *projections = leaves.values()
-    x = F.embedding(CASES["embedding"].input, table)
-    y = x + plain_attention(F.rms_norm(x, (D,), norm, EPS), *projections)
-    (y @ table.T * tensor(8, T, VOCAB)).sum().backward()
-    return {
-        f"{name} {weight} {shard}": CASES[name].weights[weight].cut(leaf.grad, shard, 8)  # type: ignore[arg-type]
-        for (name, weight), leaf in leaves.items()
-        for shard in range(8)
-    }
-
-
-@pytest.mark.parametrize(("num_ranks", "kv_heads"), [(1, 1), (2, 2), (4, 4), (4, 8)])
-def test_weight_grad_is_whole_without_a_sink(ranks: RankPool, num_ranks: int, kv_heads: int) -> None:
-    """Of a parameter that several shards use, `weight.grad` is the sum over all of them:
-
-    - a norm weight, held by every rank: the layer sums it over ranks at once;
-    - a KV head's weight: a rank that has it holds all shards that share it, else the layer is refused;
-    - an embedding that is also the head: both uses together.
-
-    The orders of these sums depend on the number of ranks, hence their last bits do: the engine has sinks of its own.
-    """
-    found = {
-        name: grad for of_rank in ranks.run(gradients_by_default, num_ranks, kv_heads) for name, grad in of_rank.items()
-    }
-    want = plain_gradients(kv_heads)
-    assert found.keys() == want.keys()
-    for name, gradient in want.items():
-        assert_close(name, found[name], gradient)
-
-
-def build_attention(kv_heads: int) -> None:
-    ExactParts(model_of(kv_heads), world(8)).attention(None)
-
-
-def test_ranks_that_share_a_kv_head_need_sinks(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"num_kv_heads must be at least tp .*: num_kv_heads 1, tp 2: pass sinks"):
-        ranks.run(build_attention, 2, 1)
-
-
-def train_with_torchs_optimizer() -> list[Tensor]:
-    """Gate, up and down projection after 5 steps, whole."""
-    shards, case = world(4), CASES["swiglu"]
-    layer = ExactParts(case.model, shards, dtype=torch.float64).mlp(None)
-    x, weights, target = case.tensors(torch.float64)
-    load(layer, case, weights, shards)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    for _ in range(5):
-        optimizer.zero_grad()
-        (layer(rows(x, shards.comm)) - rows(target, shards.comm)).square().sum().backward()
-        optimizer.step()
-    return [
-        torch.cat(list(shards.comm.all_gather(torch.stack(mine))), how.dim)
-        for name, how in case.weights.items()
-        for mine in [[parameter_of(layer, shard, name).detach() for shard in shards.held]]
-    ]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_any_optimizer_trains_them(ranks: RankPool, num_ranks: int) -> None:
-    """A step changes weights in place, which the prepared copies of the next forward must not miss."""
-    case = CASES["swiglu"]
-    x, weights, target = case.tensors(torch.float64)
-    leaves = [value.requires_grad_() for value in weights.values()]
-    optimizer = torch.optim.Adam(leaves, lr=1e-2)
-    for _ in range(5):
-        optimizer.zero_grad()
-        (case.plain(x, *leaves) - target).square().sum().backward()
-        optimizer.step()
-    for trained in ranks.run(train_with_torchs_optimizer, num_ranks):
-        for got, want in zip(trained, leaves, strict=True):
-            torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-9)
-
-
-def parts_of(shards: Shards, **sizes: int) -> ExactParts:
-    settings: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 8, **sizes}
-    return ExactParts(ModelConfig(**settings), shards)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda v: parts_of(v).norm()(torch.zeros(10, 8)), "10 tokens, shards 4: pad to 12"),
-        (lambda v: parts_of(v).embedding(12)(torch.zeros(10, dtype=torch.int64)), "10 tokens, shards 4: pad to 12"),
-        (lambda v: parts_of(v).embedding(12)(torch.full((4,), 12)), "got 12 to 12, vocabulary 12: use 0 to 11"),
-        (lambda v: parts_of(v).embedding(13), "13 rows, tp 4: pad to 16"),
-        (lambda v: parts_of(v).head(13, None), "out_features 13 is not divisible by 4 shards: use 12 or 16"),
-        (lambda v: parts_of(v, ffn_size=13).mlp(None), "out_features 13 is not divisible by 4 shards: use 12 or 16"),
-        (
-            lambda v: parts_of(v, hidden_size=24, num_heads=6, num_kv_heads=6).attention(None),
-            "num_heads 6, num_kv_heads 6, tp 4: use num_heads a multiple of num_kv_heads and tp",
-        ),
-        (
-            lambda v: parts_of(v, hidden_size=24, num_heads=12, num_kv_heads=3).attention(None),
-            "num_kv_heads 3, tp 4, replicas None: use num_kv_heads 4",
-        ),
-        (lambda v: Shards(v.comm, 6), "6 shards, tp 1: use 8 on 1, 2, 4 or 8 ranks"),
-    ],
-)
-def test_impossible_shapes_are_refused(build: Callable[[Shards], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(Shards(Communicator(None), 4))
-
-
-def test_a_kv_heads_weight_is_one_parameter_of_the_shards_that_share_it() -> None:
-    """Also in a copy and after another has taken its memory's place; each shard multiplies by what it is now."""
-    case, shards = CASES["attention of 2 kv heads"], Shards(Communicator(None), 8)
-    layer = ExactParts(case.model, shards, dtype=torch.float64).attention(None)
-    x, weights, _ = case.tensors(torch.float64)
-    load(layer, case, weights, shards)
-    kv = {id(parameter_of(layer, shard, "k_proj")) for shard in shards.held}
-    assert len(kv) == 2 and len(list(layer.parameters())) == 2 * 8 + 2 * 2
-    assert_close("y", layer(x, SEQ), case.plain(x, *weights.values()))
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        for name in ("k_proj", "v_proj"):
-            weights[name] *= -2
-            for shard in (0, 4):
-                parameter_of(layer, shard, name).mul_(-2)
-                # As load_state_dict(assign=True): other memory.
-                parameter_of(other, shard, name).data = parameter_of(layer, shard, name).detach().clone()
-    for changed in (layer, other):
-        assert_close("y", changed(x, SEQ), case.plain(x, *weights.values()))
-
-
-def test_a_shards_ranks_exchange_nothing_by_themselves() -> None:
-    ranks, x = ShardCommunicator(2, 4, Communicator(None)), torch.ones(3, 2)
-    assert ranks.all_gather(x) is x and ranks.reduce_scatter(x) is x
-    assert torch.equal(ranks.all_reduce_(x), torch.ones(3, 2)), "of one real rank"
-    with pytest.raises(AssertionError, match="exchanges nothing by itself"):
-        ranks.all_reduce_max_(x)
-
-
-def test_the_norms_of_all_shards_have_one_weight() -> None:
-    norm = parts_of(Shards(Communicator(None), 4)).norm()
-    assert isinstance(norm, ExactNorm) and list(norm.parameters()) == [norm.weight]
