@@ -1,4 +1,6 @@
-"""Write a file beside its place and rename it: who reads meanwhile finds the old file or the new one, whole. No torch.
+"""Replace files whole, and keep those aside that would be overwritten. No torch.
+
+A new file is written beside its place and renamed, so that a reader finds the old file or the new one, never a part.
 
 What is deliberately elsewhere: checkpoints, which are directories of many files (checkpoint/directory.py).
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +49,25 @@ def written_beside(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
 
 
+def keep_aside(path: Path) -> Path | None:
+    """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
+
+    Returns:
+        Its new name; None if there was no file.
+    """
+    if not path.exists():
+        return None
+    return path.rename(_free_name(path))
+
+
+def keep_copy_aside(path: Path) -> None:
+    """Copy an existing file to the first free `name.<n>.suffix`, for a caller that replaces it in one rename."""
+    if path.exists():
+        shutil.copyfile(path, _free_name(path))
+
+
 def try_to_write(path: Path) -> None:
-    """Make a file beside `path` and remove it: what the permissions allow, a file system may still refuse.
+    """Make a file beside `path` and remove it: a file system may refuse what the permissions allow.
 
     Raises:
         OSError: none can be made.
@@ -57,7 +77,7 @@ def try_to_write(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have what was renamed in a directory on disk."""
+    """Flush a directory to disk, with the names of the files that were renamed in it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,3 +96,10 @@ def _beside(path: Path) -> Iterator[Path]:
         # Gone after the rename; where it could not be made, it cannot be removed either.
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return aside

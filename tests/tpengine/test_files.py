@@ -1,4 +1,4 @@
-"""Rung: pure. A file that is written beside its place and renamed: the old one or the new one, and nothing else."""
+"""Rung: pure. Files are replaced whole, and nothing is overwritten that should be kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.files import try_to_write, write_beside, written_beside
+from tpengine.files import keep_aside, try_to_write, write_beside, written_beside
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -54,3 +54,12 @@ def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     write_beside(tmp_path / "f", b"")
     assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_keep_aside_never_overwrites(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    assert keep_aside(path) is None
+    for number in (1, 2, 3):
+        path.write_text(str(number))
+        assert keep_aside(path) == tmp_path / f"config.{number}.toml"
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["1", "2", "3"]

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import resource
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from tpkernels.work import attention_work
 
 from tpengine.config import Config
-from tpengine.files import write_beside
+from tpengine.files import keep_aside, write_beside
 from tpengine.layout.parameters import num_matmul_parameters
 
 # Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
@@ -199,27 +198,3 @@ def _keep_records_before(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     write_beside(path, "".join(kept).encode())
-
-
-def keep_aside(path: Path) -> Path | None:
-    """Rename an existing file to the first free `name.<n>.suffix`, so that nothing is overwritten.
-
-    Returns:
-        Its new name; None if there was no file.
-    """
-    if not path.exists():
-        return None
-    return path.rename(_free_name(path))
-
-
-def keep_copy_aside(path: Path) -> None:
-    """As `keep_aside`, but the file keeps its name too, for a caller that replaces it in one rename."""
-    if path.exists():
-        shutil.copyfile(path, _free_name(path))
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    return aside

@@ -26,9 +26,9 @@ from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
-from tpengine.files import written_beside
+from tpengine.files import keep_copy_aside, written_beside
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
-from tpengine.observe.metrics import MetricsWriter, keep_copy_aside, left_out_record, peak_memory_bytes, step_record
+from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.plan import SCHEDULES

@@ -1,4 +1,4 @@
-"""Rung: pure. Records, files kept aside, and the flop count against a count by torch. MFU itself needs a GPU."""
+"""Rung: pure. Records, and the flop count against a count by torch. MFU itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.observe.metrics import (
     MetricsWriter,
-    keep_aside,
     peak_flops_per_second,
     peak_memory_bytes,
     step_flops,
@@ -107,15 +106,6 @@ def test_the_writer_appends_lines_and_keeps_an_earlier_file(tmp_path: Path) -> N
     assert second.kept == tmp_path / "metrics.1.jsonl"
     assert (tmp_path / "metrics.1.jsonl").read_text().splitlines() == lines
     assert first.tensorboard and list(tmp_path.glob("events.out.tfevents.*"))
-
-
-def test_keep_aside_never_overwrites(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    assert keep_aside(path) is None
-    for number in (1, 2, 3):
-        path.write_text(str(number))
-        assert keep_aside(path) == tmp_path / f"config.{number}.toml"
-    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["1", "2", "3"]
 
 
 def test_peak_memory_grows_with_what_is_held() -> None:

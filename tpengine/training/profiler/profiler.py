@@ -22,9 +22,9 @@ from tpengine.config import profiled_steps
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.mesh import Shape
 from tpengine.distributed.messages import gather_bytes
+from tpengine.files import keep_copy_aside
 from tpengine.layout.step_plan import gradient_bytes
 from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
-from tpengine.observe.metrics import keep_copy_aside
 from tpengine.observe.record_costs import MeasuredStep, profile_of
 from tpengine.observe.records import (
     RankRecord,

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.distributed.messages import broadcast_json
-from tpengine.files import write_beside
-from tpengine.observe.metrics import keep_aside
+from tpengine.files import keep_aside, write_beside
 from tpengine.training.state.diagnosis import find_first
 from tpengine.training.trainer import RunError, StepResult, Trainer
 
