@@ -19,9 +19,9 @@ from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel import BlockSums, GradientBuckets
 from tpengine.distributed.groups import Communicators
-from tpengine.layers.exact import Shards
 from tpengine.layers.gradient_sink import BufferSink
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
+from tpengine.model.exact import Shards
 
 
 class StepGradients(Protocol):

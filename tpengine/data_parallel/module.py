@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated import check_beside_parallel_layers
+from tpengine.layers.replicated.modules import check_beside_parallel_layers
 from tpengine.model.meta_modules import is_on_meta
 
 

@@ -4,20 +4,20 @@ linear.py attention.py mlp.py norm.py embedding.py loss.py   the layers of a tra
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
-replicated.py      modules that every tensor-parallel rank holds whole
-clip.py            the norm of all gradients of a model of your own
-exact.py           exact mode: the wrapper that computes a layer shard by shard
+replicated/        parameters that every tensor-parallel rank holds whole, and the norm that counts them once
+
+Exact mode, which computes a layer shard by shard, is in model/exact.py.
 """
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention
-from tpengine.layers.clip import clip_grad_norm_
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 from tpengine.layers.loss import vocab_parallel_cross_entropy
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
-from tpengine.layers.replicated import check_replicated, replicate, sharded, summed
+from tpengine.layers.replicated.clip import clip_grad_norm_
+from tpengine.layers.replicated.modules import check_replicated, replicate, sharded, summed
 
 __all__ = [
     "IGNORED_LABEL",

@@ -153,7 +153,7 @@ def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) ->
     return torch.compiler.is_compiling() and all(
         isinstance(layer.sink, ParamGradSink)
         and getattr(layer, "replicas", None) is None
-        # One shard's layer (exact.py): operators find communicators by name, and this one's size is not its group's.
+        # Not a shard's layer (model/exact.py): operators find a communicator by name, and ShardCommunicators have none.
         and (layer.comm.size == 1 or layer.comm.group is not None)
         for layer in layers
     )

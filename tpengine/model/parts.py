@@ -17,11 +17,11 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.embedding import VocabParallelEmbedding
-from tpengine.layers.exact import ExactLayer, ExactMatmuls, ExactNorm, Shards, collect, stacked, whole
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
+from tpengine.model.exact import ExactLayer, ExactMatmuls, ExactNorm, Shards, collect, stacked, whole
 
 
 class Parts(Protocol):

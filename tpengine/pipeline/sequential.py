@@ -24,7 +24,7 @@ from tpengine.distributed.agreement import broadcast_model
 from tpengine.distributed.messages import broadcast_json
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import DeferringSink, WeightHalves
-from tpengine.layers.replicated import carry_over, check_beside_parallel_layers
+from tpengine.layers.replicated.modules import carry_over, check_beside_parallel_layers
 from tpengine.model.meta_modules import Init, fill_modules, is_on_meta, materialise
 from tpengine.pipeline.checks import (
     autocast_of,

@@ -9,9 +9,9 @@ from tpengine.data_parallel.gradients import ExactGradients, FastGradients, Step
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
-from tpengine.layers.exact import Shards
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
 from tpengine.layout.step_plan import Layout
+from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts, FastParts, Parts
 from tpengine.model.transformer import Transformer
 from tpengine.plan import Gathered, Recompute

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.exact import Shards
+from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts
 
 D, HEADS, HEAD_SIZE, FFN, VOCAB = 48, 8, 6, 72, 104

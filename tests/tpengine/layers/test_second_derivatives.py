@@ -19,8 +19,8 @@ from tpengine.layers import (
 )
 from tpengine.layers.attention import rope
 from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
-from tpengine.layers.exact import Shards, collect, spread, stacked
 from tpengine.layers.mlp import gated_silu
+from tpengine.model.exact import Shards, collect, spread, stacked
 
 D, T = 4, 6
 LABELS = torch.arange(T) % 4

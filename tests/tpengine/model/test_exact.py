@@ -48,7 +48,7 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.exact import Shards
+from tpengine.model.exact import Shards
 from tpengine.training.evaluate import held_out_loss, sample
 from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
@@ -301,7 +301,7 @@ def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
     def in_one_block(x: Tensor, shards: Shards) -> list[Tensor]:
         return [x, *[x[:0]] * (len(shards.held) - 1)]
 
-    patch.setattr("tpengine.layers.exact.token_blocks", in_one_block)
+    patch.setattr("tpengine.model.exact.token_blocks", in_one_block)
 
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:

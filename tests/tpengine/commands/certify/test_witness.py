@@ -20,8 +20,8 @@ from tpengine.commands.certify.command import Layout, Options, config_of, verdic
 from tpengine.commands.certify.evidence import Evidence, Observation, Phase
 from tpengine.commands.certify.witness import Witness
 from tpengine.config import Config
-from tpengine.layers.exact import Shards
 from tpengine.layers.gradient_sink import WeightPairs
+from tpengine.model.exact import Shards
 from tpengine.plan import Kind
 from tpengine.training.trainer import Trainer
 

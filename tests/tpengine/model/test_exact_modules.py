@@ -35,8 +35,8 @@ from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator
-from tpengine.layers.exact import ExactNorm, ShardCommunicator, Shards
+from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.model.exact import ExactNorm, Shards
 from tpengine.model.parts import ExactParts
 
 

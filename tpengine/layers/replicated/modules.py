@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.layers.collectives import Communicator
+from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.embedding import VocabParallelEmbedding
-from tpengine.layers.exact import ShardCommunicator
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import RMSNorm
 

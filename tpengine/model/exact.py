@@ -24,56 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
-from tpengine.layers.collectives import Communicator
+from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
 from tpengine.layers.norm import RMSNorm
 from tpengine.layout.parameters import ALIGNMENT_BYTES
-
-
-class ShardCommunicator(Communicator):
-    """The ranks of a layer that computes one shard: it has been given all tokens, and others sum what it returns.
-
-        all_gather(x) = x;   reduce_scatter(y) = y
-
-    Args:
-        rank, size: the number of the shard, and how many there are.
-        holders: the real ranks that hold those shards, over which the gradient of a parameter is summed that shards
-            have in common, where no sink of the engine's does that later.
-    """
-
-    def __init__(self, rank: int, size: int, holders: Communicator) -> None:
-        super().__init__(None)
-        self.rank, self.size, self.holders = rank, size, holders
-
-    def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
-        """Return x: it holds all rows."""
-        return x
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return x: `collect` adds it to the other shards' terms."""
-        return x
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        """Sum over the real ranks in place: each of a rank's shards brings its own term. Returns x."""
-        return self.holders.all_reduce_(x)
-
-    def broadcast_(self, x: Tensor) -> Tensor:
-        """Overwrite with the tensor of the first real rank. Returns x."""
-        return self.holders.broadcast_(x)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # What stands for running processes is `holders`, which says so itself.
-        return object.__reduce_ex__(self, protocol)
-
-    def _start(self, x: Tensor, op: Any) -> NoReturn:
-        raise AssertionError("a layer of one shard exchanges nothing by itself")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated import ranks_that_hold
+from tpengine.layers.replicated.modules import ranks_that_hold
 
 
 @torch.no_grad()
