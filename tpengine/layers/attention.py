@@ -21,7 +21,7 @@ from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParal
 
 @functools.lru_cache(maxsize=16)
 def _tables(seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, E/2] of each position's angles."""
+    """Return cos and sin, each [S, E/2], of each position's angles."""
     return rope_tables(seq, head_size, theta, dtype=dtype, device=device)
 
 
@@ -38,7 +38,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rope(torch.autograd.Function):
     """x[B, H, S, E] -> y, rotated by the positions' angles;  dx = dy, rotated back.
 
-    Written into place in four passes: what autograd would record for the equation is half of a step's elementwise work.
+    Four passes write y in place. What autograd would record for the equation is half of a step's elementwise work.
     """
 
     @staticmethod
@@ -76,24 +76,24 @@ def attend(
     rope_theta: float,
     dropout: AttentionDropout | None,
 ) -> Tensor:
-    """Attend causally within each sequence, after rotating q and k by their positions.
+    """Rotate q and k by their positions, then attend causally within each sequence.
 
         q[T, H*E], k[T, G*E], v[T, G*E] = the columns of qkv, side by side
         y[T, H*E] = softmax(rope(q) rope(k).T / sqrt(E), causal) v
 
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
-        num_heads, num_kv_heads: H and G, here.
-        seq: tokens S of a sequence.
+        num_heads, num_kv_heads: H and G of this rank.
+        seq: S, the number of tokens per sequence.
         rope_theta: base of the rotary frequencies.
-        dropout: of the probabilities.
+        dropout: drops attention probabilities; None drops none.
     """
     head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     cos, sin = _tables(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
     if has_kernel(qkv, head_size):
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
-    # A CPU multiplies heads faster that lie apart, which a rotation writes anyhow; and with v apart too nothing keeps
-    # qkv until backward.
+    # On a CPU matmuls are faster when each head is contiguous. The rotation writes q and k that way at no extra cost.
+    # v is copied too: otherwise it would be a view that keeps all of qkv until backward.
     parts = qkv.split([n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
     q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=seq, e=head_size) for part in parts)
     mixed = causal_attention(
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         comm: the tp ranks.
         replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
         rope_theta: base of the rotary frequencies.
-        dropout: of the attention probabilities.
+        dropout: drops attention probabilities.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
 
     Raises:
@@ -150,7 +150,7 @@ class Attention(nn.Module):
             comm.size % num_kv_heads and num_kv_heads % comm.size
         ):
             raise ValueError(
-                "num_kv_heads must be divisible by tp, or tp by it and replicas be the tp/num_kv_heads ranks of one "
+                "num_kv_heads must be divisible by tp, or tp by num_kv_heads, where replicas are the ranks of one "
                 f"head: num_kv_heads {num_kv_heads}, tp {comm.size}, replicas {replicas.size if replicas else None}: "
                 f"use num_kv_heads {comm.size}, or replicas of {max(1, share)} consecutive ranks"
             )
@@ -180,11 +180,11 @@ class Attention(nn.Module):
         return y
 
     def prepare(self, num_tokens: int) -> None:
-        """As ColumnParallelLinear.prepare, for all weights."""
+        """Prepare all weights: see ColumnParallelLinear.prepare."""
         self._qkv.prepare(num_tokens)
         self.o_proj.prepare(num_tokens)
 
     def release(self) -> None:
-        """As ColumnParallelLinear.release, for all weights."""
+        """Release all prepared weights: see ColumnParallelLinear.release."""
         self._qkv.release()
         self.o_proj.release()

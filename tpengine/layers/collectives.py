@@ -1,9 +1,9 @@
-"""The seam between layers and communication: differentiable pairs over a `Communicator`.
+"""The interface between layers and communication: differentiable pairs over a `Communicator`.
 
-Layers and buckets call a Communicator and nothing else, so that how bytes travel is decided in one place
+Layers and buckets communicate through a Communicator only, so that how bytes travel is decided in one place
 (tpkernels.exchange.communicator). The pairs here (gather and reduce_scatter, all_reduce and copy) are for layers of
-your own; ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul). `ShardCommunicator` takes the
-place of a Communicator in a layer that computes one shard of exact mode (model/exact.py).
+your own; ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul). A layer that computes one
+shard of exact mode (model/exact.py) is given a `ShardCommunicator` instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ __all__ = ["Communicator", "ShardCommunicator", "Work", "all_reduce", "copy", "g
 
 
 class ShardCommunicator(Communicator):
-    """The ranks of a layer that computes one shard: it has been given all tokens, and others sum what it returns.
+    """The communicator of a layer that computes one shard of exact mode.
 
         all_gather(x) = x;   reduce_scatter(y) = y
 
+    It exchanges nothing: the layer is given all tokens, and ExactLayer sums what the shards return.
+
     Args:
         rank, size: the number of the shard, and how many there are.
-        holders: the real ranks that hold those shards, over which the gradient of a parameter is summed that shards
-            have in common, where no sink of the engine's does that later.
+        holders: the real ranks that hold the shards. Where no sink of the engine sums it later, the gradient of a
+            parameter that shards have in common is summed over them.
     """
 
     def __init__(self, rank: int, size: int, holders: Communicator) -> None:
@@ -44,15 +46,15 @@ class ShardCommunicator(Communicator):
         return x
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Sum over the real ranks in place: each of a rank's shards brings its own term. Returns x."""
+        """Sum over the real ranks in place; each shard of a rank calls this with its own term. Return x."""
         return self.holders.all_reduce_(x)
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        """Overwrite with the tensor of the first real rank. Returns x."""
+        """Overwrite x with the tensor of the first real rank. Return x."""
         return self.holders.broadcast_(x)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What stands for running processes is `holders`, which says so itself.
+        # Only `holders` stands for running processes; it refuses to be pickled by itself.
         return object.__reduce_ex__(self, protocol)
 
     def _start(self, x: Tensor, op: Any) -> NoReturn:
@@ -101,7 +103,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """x, equal on all ranks -> y = x;  dx = all_reduce(dy): the dual of all_reduce."""
+    """x, equal on all ranks -> y = x;  dx = all_reduce(dy). It is the dual of all_reduce."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, comm: Communicator) -> Tensor:
@@ -115,7 +117,7 @@ class _Copy(torch.autograd.Function):
 
 
 def gather(x: Tensor, comm: Communicator) -> Tensor:
-    """Gather token shards, differentiably: y[T, ...] = all_gather(x[T/tp, ...]);  dx = reduce_scatter(dy)."""
+    """Gather token shards; differentiable: y[T, ...] = all_gather(x[T/tp, ...]);  dx = reduce_scatter(dy)."""
     return x if comm.size == 1 else _Gather.apply(x, comm)
 
 
@@ -125,10 +127,10 @@ def reduce_scatter(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
-    """Sum partial tensors: y = all_reduce(x);  dx = dy. For a y that every rank goes on to use alike."""
+    """Sum partial tensors: y = all_reduce(x);  dx = dy. Every rank must use y in the same way afterwards."""
     return x if comm.size == 1 else _AllReduce.apply(x, comm)
 
 
 def copy(x: Tensor, comm: Communicator) -> Tensor:
-    """Hand a replicated tensor to sharded work: y = x;  dx = all_reduce(dy)."""
+    """Pass a replicated tensor to sharded computation: y = x;  dx = all_reduce(dy)."""
     return x if comm.size == 1 else _Copy.apply(x, comm)

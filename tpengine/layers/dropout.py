@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of where and when, not of a generator's state: the same in every layout.
+"""Dropout whose mask follows from place, step and micro-batch, not from a generator: the same in every layout.
 
-A model holds one `Position`; whoever trains it says there which micro-batch of which step comes next. Layers are given
-a `Dropout` for each place of the model that drops.
+A model holds one `Position`. The training loop writes into it which micro-batch of which step comes next. Each place of
+the model that drops elements has its own `Dropout`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tpengine.config import ModelConfig
 
 @dataclass
 class Position:
-    """What is computed next.
+    """Step and micro-batch that are computed next.
 
     Attributes:
-        step, microbatch: 0-based, the micro-batch counted over all replicas.
-        training: False where nothing is dropped: held-out loss, sampling.
+        step, microbatch: 0-based; micro-batches are counted over all replicas.
+        training: False while nothing is dropped: in held-out loss and sampling.
     """
 
     step: int = 0
@@ -34,21 +34,21 @@ class Dropout:
 
     Args:
         rate: share of elements that are dropped, 0 <= rate < 1.
-        seed: of the run.
+        seed: the run's seed.
         site: name of the place, unique in the model.
-        position: what is computed next; looked at in every forward.
+        position: what is computed next; every forward reads it.
     """
 
     def __init__(self, rate: float, seed: int, site: str, position: Position) -> None:
         self._rate, self._seed, self._site, self._position = rate, seed, site, position
 
     def __call__(self, x: Tensor, first_row: int, first_column: int, row_length: int) -> Tensor:
-        """Drop elements of a block x[rows, columns] of the global matrix [T, row_length], scale up the others."""
+        """Drop elements of x[rows, columns], a block of the global matrix [T, row_length]; scale up the others."""
         stream = self._stream()
         return x if stream is None else dropout(x, stream, first_row, first_column, row_length)
 
     def of_heads(self, first_head: int, num_heads: int) -> AttentionDropout | None:
-        """What drops probabilities of the heads from `first_head` on, of `num_heads` in all."""
+        """Return the dropout of attention probabilities for heads from `first_head` on, of `num_heads` in all."""
         stream = self._stream()
         return None if stream is None else AttentionDropout(stream, first_head, num_heads)
 
@@ -61,7 +61,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class LayerDropouts:
-    """Where one block drops."""
+    """The dropouts of one transformer block."""
 
     attention: Dropout
     attention_residual: Dropout
@@ -70,7 +70,7 @@ class LayerDropouts:
 
     @classmethod
     def of(cls, model: ModelConfig, seed: int, layer: int, position: Position) -> LayerDropouts:
-        """Those of layer number `layer`."""
+        """Return the dropouts of layer number `layer`."""
 
         def at(rate: float, site: str) -> Dropout:
             return Dropout(rate, seed, f"layers.{layer}.{site}", position)

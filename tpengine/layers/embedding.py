@@ -1,4 +1,4 @@
-"""Token embedding with its rows cut over tp."""
+"""Token embedding whose rows are cut over tp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpengine.layers.loss import check_range
 class _VocabParallelEmbedding(torch.autograd.Function):
     """Local shapes: tokens[T] (all of them on every rank), w[V/tp, D], y[T/tp, D].
 
-    forward:  y = reduce_scatter(rows of w for tokens of this rank's range, zero for others)
+    forward:  y = reduce_scatter(w's row for each token of this rank's range, zeros for other tokens)
     wgrad:    dw[token] += all_gather(dy)[t] for the tokens of this rank's range, into the sink
     """
 
@@ -55,8 +55,8 @@ class VocabParallelEmbedding(nn.Module):
     Shape: tokens [T] int64, equal on every tp rank, 0 <= token < V; y [T/tp, D].
 
     Raises:
-        ValueError: V or T is not divisible by tp; on a CPU a token outside the table (on a GPU the check would wait
-            for the device: such a token gives a row of zeros).
+        ValueError: V or T is not divisible by tp; on a CPU, a token outside the table. On a GPU that check would wait
+            for the device: there such a token gives a row of zeros.
 
     Cost: (tp-1)/tp*T*D elements sent.
     """

@@ -1,13 +1,14 @@
 """Where weight gradients go: the sink protocol, and the sink for models outside the engine.
 
-Matmul Functions return dx only; their backward hands (param, x, dy) to a sink, which decides when and where the
-weight gradient is computed. Two consequences: where dtypes agree the GEMM itself accumulates into the buffer, without
-an intermediate tensor, and a pipeline schedule may compute weight gradients later than dx. One price: they exist only
-as a side effect of backward, so `torch.autograd.grad` cannot return them (it returns dx, and accumulates them too).
+Matmul Functions return dx only. Their backward hands (param, x, dy) to a sink, which decides when and where the weight
+gradient is computed. This has two advantages: where dtypes agree, the GEMM accumulates into the buffer without an
+intermediate tensor; and a pipeline schedule may compute weight gradients later than dx. It has one price: weight
+gradients are only a side effect of backward. `torch.autograd.grad` cannot return them; it returns dx, and accumulates
+them too.
 
-`ParamGradSink` puts them into `param.grad` at once, as torch would; it is the default of every layer, so that the
-layers work in anybody's model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine;
-`DeferringSink` before another sink lets a schedule run the weight half of a backward pass later than its input half.
+`ParamGradSink` adds to `param.grad` at once, as torch would. It is the default of every layer, so that the layers work
+in any model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine. `DeferringSink` wraps
+another sink and lets a schedule run the weight half of a backward pass later than its input half.
 """
 
 from __future__ import annotations
@@ -33,17 +34,16 @@ WeightPairs = Sequence[tuple[Parameter, Tensor, Communicator | None]]
 class GradientSink(Protocol):
     """Takes the weight gradients of one backward pass.
 
-    `defers` tells a layer that this backward is an input half, and that what it gives now is added later: a layer that
-    would have to gather something for its weight gradients alone then leaves the gather to `weight_grads`.
+    `defers` tells a layer that this backward pass is an input half: what the layer gives now is added later. A layer
+    that would gather a tensor only for its weight gradients then leaves that gather to `weight_grads`.
 
-    `partial` names the ranks that hold the same parameter and each only a part of its gradient's sum (norm weights:
-    tp; replicated KV weights: the replicas). Whoever owns the sink sees that the sum over them is taken, now or
-    later.
+    `partial` names the ranks that hold the same parameter, each with only a part of its gradient's sum (norm weights:
+    tp; replicated KV weights: the replicas). The owner of the sink takes the sum over them, at once or later.
     """
 
     @property
     def defers(self) -> bool:
-        """Whether contributions wait for the weight half."""
+        """Whether contributions are kept for the weight half."""
 
     def weight_grads(
         self,
@@ -53,12 +53,12 @@ class GradientSink(Protocol):
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
     ) -> None:
-        """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to the gradient of each parameter; one gather for all.
+        """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to each parameter's gradient, after one gather for all.
 
         Args:
-            pairs: (parameter, dy_i, partial), which share x.
+            pairs: (parameter, dy_i, partial) of each weight that x is multiplied by.
             x: [T, in], or this rank's rows of it if `gather_x` is given.
-            gather_x, gather_dy: the ranks over which x or the dy_i are still to be gathered when the sum is taken.
+            gather_x, gather_dy: the ranks over which to gather x, or each dy_i, before the product; None: it is whole.
         """
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
@@ -68,11 +68,14 @@ class GradientSink(Protocol):
         """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n whose row it has (rows may repeat)."""
+        """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n.
+
+        Rows may repeat; those outside `param` are skipped.
+        """
 
 
 class _ImmediateSink:
-    """A sink that adds at once."""
+    """A sink that adds each contribution as soon as it is given."""
 
     @property
     def defers(self) -> bool:
@@ -98,9 +101,9 @@ class _ImmediateSink:
 
 
 class ParamGradSink(_ImmediateSink):
-    """Accumulate into `param.grad` at once, in the parameter's dtype; partial sums are all-reduced at once too.
+    """Accumulate into `param.grad` at once, in the parameter's dtype, and all-reduce partial sums at once.
 
-    Cost: one all-reduce a norm weight and micro-batch over `partial`; the engine's own sink defers it to a bucket.
+    Cost: one all-reduce over `partial` per norm weight and micro-batch; the engine's sink leaves that sum to a bucket.
     """
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
@@ -116,17 +119,17 @@ class ParamGradSink(_ImmediateSink):
 
 
 class Buckets(Protocol):
-    """What counts contributions to gradients: data_parallel.GradientBuckets."""
+    """Counts contributions to gradients: data_parallel.GradientBuckets."""
 
     def contributed(self, index: int) -> None:
         """Count one contribution to a gradient in bucket `index`, after it has been added."""
 
 
 class BufferSink(_ImmediateSink):
-    """Accumulate into buffers that lie in buckets, which count contributions.
+    """Accumulate into the gradient buckets, which count contributions.
 
-    Deferred partial sums: `partial` is ignored here; the bucket that holds the parameter is summed over those ranks
-    together with data parallelism (parameters.ParameterSpec.reduce_over).
+    `partial` is ignored here. The bucket that holds the parameter is later summed over data-parallel ranks and those
+    ranks together (parameters.ParameterSpec.reduce_over).
     """
 
     def __init__(self) -> None:
@@ -134,7 +137,7 @@ class BufferSink(_ImmediateSink):
         self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """A copied module's gradients go to its own parameters: the buffers and their buckets are the original's."""
+        """Return a ParamGradSink: the buffers belong to the original module, not to its copy."""
         return ParamGradSink()
 
     def attach(self, places: Mapping[Parameter, tuple[Tensor, int]], buckets: Buckets) -> None:
@@ -142,7 +145,7 @@ class BufferSink(_ImmediateSink):
 
         Args:
             places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
-            buckets: count the contributions.
+            buckets: told of each contribution.
         """
         self._places, self._buckets = dict(places), buckets
 
@@ -163,9 +166,9 @@ class BufferSink(_ImmediateSink):
 
 
 class WeightHalves:
-    """Contributions to weight gradients that input halves (I) have left for their weight halves (W).
+    """Contributions to weight gradients, kept from the input half of a backward pass (I) to its weight half (W).
 
-    Memory: from I to W what each contribution multiplies: a layer's input and the gradient of its output.
+    Memory: from I to W, the operands of each contribution: a layer's input and the gradient of its output.
     """
 
     def __init__(self) -> None:
@@ -178,13 +181,13 @@ class WeightHalves:
         return self._open is not None
 
     def add(self, contribute: Callable[[], None]) -> None:
-        """Keep a contribution of the input half that is running."""
+        """Keep a contribution of the running input half."""
         assert self._open is not None, "no input half is running"
         self._open.append(contribute)
 
     @contextmanager
     def of(self, piece: tuple[int, int]) -> Iterator[None]:
-        """Keep what is contributed meanwhile, for `run` of the same (chunk, micro-batch)."""
+        """Keep what is contributed inside the context, for `run` of the same (chunk, micro-batch)."""
         assert self._open is None, "one input half runs at a time"
         self._open = self._waiting[piece] = []
         try:
@@ -194,30 +197,30 @@ class WeightHalves:
 
     @torch.no_grad()
     def run(self, piece: tuple[int, int]) -> None:
-        """Add what the input half of (chunk, micro-batch) has left, in its order, and let go of it."""
+        """Add what the input half of (chunk, micro-batch) contributed, in the same order, and free it."""
         waiting = self._waiting.pop(piece)
         waiting.reverse()
         while waiting:
-            # Popped before it runs: what it multiplied is free as soon as it has been added.
+            # Popped before it runs, so that its operands are freed as soon as the product has been added.
             waiting.pop()()
 
 
 class DeferringSink:
-    """Hands contributions on to another sink: at once, or, while an input half runs, with its weight half.
+    """Passes contributions to another sink: at once, or, while an input half runs, in its weight half.
 
-    All of them are put off, also those of norms and embeddings, so that each parameter's sum is taken in the order of
-    the micro-batches' weight halves, and its bits do not depend on the schedule.
+    Those of norms and embeddings are deferred too. So each parameter's sum is taken in the order of the micro-batches'
+    weight halves, and its bits do not depend on the schedule.
 
     Args:
-        inner: where contributions go.
-        halves: what waits; shared by all sinks of a rank.
+        inner: receives the contributions.
+        halves: keeps the deferred ones; shared by all sinks of a rank.
     """
 
     def __init__(self, inner: GradientSink, halves: WeightHalves) -> None:
         self.inner, self.halves = inner, halves
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """As BufferSink: no schedule runs the halves of a copy."""
+        """Return a ParamGradSink, as BufferSink does: no schedule runs the weight halves of a copy."""
         return ParamGradSink()
 
     @property
@@ -234,7 +237,7 @@ class DeferringSink:
         gather_dy: Communicator | None = None,
     ) -> None:
         """As GradientSink."""
-        # Without _now_or_later, one call less: nearly all weight gradients come this way.
+        # Not through _now_or_later, to save a call: nearly all weight gradients come this way.
         if self.halves.is_open:
             self.halves.add(
                 functools.partial(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)

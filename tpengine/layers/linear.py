@@ -3,12 +3,13 @@
     column:  y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T
     row:     y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T)
 
-Each is the other's dual: the backward of the gather is a reduce-scatter and the reverse. Several column-parallel
-weights share one gather and one GEMM when their storage is packed (`PackedWeights`), and are separate parameters
-all the same: a fused [q; k; v] shard read at another tp would be permuted with right shapes and no error.
+Each is the other's dual: the backward of the gather is a reduce-scatter, and the other way round. Several
+column-parallel weights share one gather and one GEMM when their storage is packed (`PackedWeights`). They remain
+separate parameters: a fused [q; k; v] shard, loaded at another tp, would have the right shape and permuted rows, and
+nothing would fail.
 
-No bias (Llama has none). Weight gradients go to a sink (gradient_sink.py), not through autograd; only under
-torch.compile, which traces no sinks, the registered operators are used with autograd's own accumulation.
+There is no bias (Llama has none). Weight gradients go to a sink (gradient_sink.py), not through autograd. The one
+exception is torch.compile, which cannot trace sinks: there the registered operators are used, and autograd accumulates.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 
 
 class PreparedWeight:
-    """The two forms in which a weight w[out, in] is multiplied, as they were when it was prepared.
+    """The two forms in which a weight w[out, in] is multiplied, copied into the layout that a matmul reads fastest.
 
     forward:  m = w.T       dgrad:  m = w
     """
@@ -41,16 +42,16 @@ class PreparedWeight:
         self._made_of = contents_of(parameters)
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copied layer is not prepared: its weight is another one."""
+        """Return None: a copied layer has another weight, which is not prepared."""
         return None
 
     def if_current(self, parameters: Sequence[Tensor]) -> PreparedWeight | None:
-        """This, unless a parameter has been written to or replaced since."""
+        """Return self, or None if a parameter was written to or replaced since it was prepared."""
         return self if contents_of(parameters) == self._made_of else None
 
 
 def contents_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """What tells later whether parameters have been written to or replaced: where they lie, and autograd's count."""
+    """Return address and autograd version of each parameter: they change when it is written to or replaced."""
     return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
 
 
@@ -61,8 +62,8 @@ class _ColumnParallel(torch.autograd.Function):
     dgrad:    dx = reduce_scatter(dy @ w)              its dual
     wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
 
-    X is kept for wgrad, T*D elements instead of T/tp*D, which saves a second gather in backward; or only x, with
-    `gathers_again`, and then X is gathered where dw is due.
+    X is kept for wgrad: T*D elements instead of T/tp*D, which saves a second gather in backward. With `gathers_again`
+    only x is kept, and X is gathered again when dw is computed.
     """
 
     @staticmethod
@@ -78,8 +79,10 @@ class _ColumnParallel(torch.autograd.Function):
         tokens = comm.size * x.shape[0]
         matrix = prepared.forward if prepared else packed.T
         keep = not layers[0].gathers_again
+        # Gather X and multiply it.
         (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=keep)
         assert full is not None or not keep, "asked for"
+        # Keep: the gathered tokens, or this rank's own with `gathers_again`.
         ctx.save_for_backward(x if full is None else full, packed)
         ctx.layers, ctx.comm, ctx.prepared, ctx.is_whole = layers, comm, prepared, full is not None
         return y
@@ -89,12 +92,14 @@ class _ColumnParallel(torch.autograd.Function):
         refuse_second_order("a column-parallel layer")
         kept, packed = ctx.saved_tensors
         layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
+        # One dy_i per layer; frozen layers get no weight gradient.
         pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
         pairs = [
             (layer.weight, piece, layer.replicas)
             for layer, piece in zip(layers, pieces, strict=True)
             if layer.weight.requires_grad
         ]
+        # dgrad. If wgrad needs X now and it is not kept, X is gathered meanwhile.
         dx = None
         if ctx.needs_input_grad[0]:
             terms = [(dy, ctx.prepared.dgrad if ctx.prepared else packed)]
@@ -103,6 +108,7 @@ class _ColumnParallel(torch.autograd.Function):
             else:
                 dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
                 is_whole = True
+        # wgrad, now or in the weight half: the sink decides.
         if pairs:
             sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm)
         return (dx, None, None, None, None) + (None,) * len(pieces)
@@ -115,7 +121,7 @@ class _RowParallel(torch.autograd.Function):
     dgrad:    dx = all_gather(dy) @ w                  its dual
     wgrad:    dw = DY.T @ x, DY = all_gather(dy)       into the sink
 
-    DY serves both; where dw is due later it is kept until then, or, with `gathers_again`, gathered once more.
+    Both use the same DY. If dw is computed later, DY is kept until then, or with `gathers_again` gathered once more.
     """
 
     @staticmethod
@@ -137,36 +143,38 @@ class _RowParallel(torch.autograd.Function):
         matrices = [matrix] if ctx.needs_input_grad[0] else []
         parameter, comm, sink = ctx.parameter, ctx.comm, ctx.sink
         keep = parameter.requires_grad and not (sink.defers and ctx.gathers_again)
+        # Gather DY; dgrad where x needs it.
         dxs, full = gather_matmul(dy, matrices, comm, x.shape[0], "matmul_reduce_scatter", keep=keep)
         if parameter.requires_grad:
-            # Only one of the two is to live until the weight half.
+            # wgrad, now or in the weight half. Keep either DY or dy until then, not both.
             kept, gather = (dy, comm) if full is None else (full, None)
             sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
         return dxs[0] if dxs else None, None, None, None
 
 
 def _is_traceable(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> bool:
-    """Whether torch.compile is tracing and the registered operators do for these layers what their Functions do.
+    """Return whether torch.compile is tracing and the registered operators can replace these layers' Functions.
 
-    They give weight gradients to autograd, which is what ParamGradSink does with those that are whole on each rank.
+    The operators give weight gradients to autograd, which accumulates them as ParamGradSink does; they sum none over
+    replicas.
     """
     return torch.compiler.is_compiling() and all(
         isinstance(layer.sink, ParamGradSink)
         and getattr(layer, "replicas", None) is None
-        # Not a shard's layer (model/exact.py): operators find a communicator by name, and ShardCommunicators have none.
+        # Not a shard's layer (model/exact.py): operators find a communicator by name, and a ShardCommunicator has none.
         and (layer.comm.size == 1 or layer.comm.group is not None)
         for layer in layers
     )
 
 
 def _check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> None:
-    """Raise ValueError, over an arena on every rank, unless x[T/tp, D] fits the weights."""
+    """Raise ValueError unless x[T/tp, D] fits the weights; over an arena the other ranks raise too."""
     if problem := gather_problem(x, weights, None, comm, comm.size * len(x)):
         comm.refuse(x, problem)
 
 
 def check_tokens(num_tokens: int, num_ranks: int, kind: str = "tp") -> None:
-    """Raise ValueError unless the tokens can be cut over so many ranks."""
+    """Raise ValueError unless the number of tokens is divisible by the number of ranks."""
     if num_tokens % num_ranks:
         raise ValueError(
             f"the number of tokens must be divisible by {kind}: {num_tokens} tokens, {kind} {num_ranks}: "
@@ -193,12 +201,12 @@ class ColumnParallelLinear(nn.Module):
         in_features, out_features: D and F, global.
         comm: the tp ranks.
         sink: where the weight gradient goes; default `weight.grad`.
-        replicas: communicator of consecutive tp ranks that hold the same shard and each only a part of its gradient
-            (KV heads fewer than tp); default none. Construction is then collective: the first one's weight is used.
+        replicas: the consecutive tp ranks that hold the same shard, each with only a part of its gradient (fewer KV
+            heads than tp ranks); default none. Construction is then collective: all take the first one's weight.
         gathers_again: keep x[T/tp, D] for the weight gradient and gather it again there, instead of keeping x[T, D].
         dtype, device: of the weight, as torch.
 
-    Shape: x [T/tp, D] contiguous rows of the rank, y [T, F/tp * replicas.size].
+    Shape: x [T/tp, D], this rank's tokens, contiguous; y [T, F/tp * replicas.size].
 
     Raises:
         ValueError: F is not divisible by the number of shards.
@@ -229,11 +237,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
         if replicas is not None and not self.weight.is_meta:
-            # Their gradients are summed, so they must start equal, whatever each rank's generator drew.
+            # The replicas' gradients are summed, so their weights must start equal, whatever each generator drew.
             replicas.broadcast_(self.weight.detach())
 
     def borrow(self, owner: ColumnParallelLinear) -> None:
-        """Use the weight of another layer of the same shape, which goes on as its own: one parameter of both."""
+        """Share the weight of another layer of the same shape: both layers then have one Parameter."""
         self.weight, self.borrows = owner.weight, True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,29 +254,30 @@ class ColumnParallelLinear(nn.Module):
         return y
 
     def prepare(self, num_tokens: int) -> None:
-        """Bring the weight into the layout its products read fastest; used until the weight changes.
+        """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
 
         Args:
-            num_tokens: T of the products to come, over all ranks.
+            num_tokens: T of the matmuls that follow, over all ranks.
 
         Cost: memory of two copies of the weight, until `release`.
         """
         self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
-        """Give the prepared copies' memory back."""
+        """Free the prepared copies."""
         self._prepared = None
 
 
 class PackedWeights:
     """Keeps the weights of several column-parallel layers in one contiguous storage, read by one GEMM.
 
-    The layers' parameters are views of the storage and stay parameters of their own. Whatever replaces their memory
-    (`module.to`, `load_state_dict(assign=True)`, `copy.deepcopy`) is noticed at the next forward, by address, and
-    mended by packing again. A borrowed weight lies elsewhere: the storage has a copy, renewed when it has changed.
+    The layers' parameters are views of the storage and stay separate parameters. `module.to`,
+    `load_state_dict(assign=True)` and `copy.deepcopy` give a parameter other memory: the next forward notices that by
+    the address, and packs again. A borrowed weight lies elsewhere: the storage holds a copy of it, which is renewed
+    when the weight has changed.
 
     Args:
-        layers: column-parallel layers of one input size, one communicator and one sink, or such as do the same.
+        layers: column-parallel layers of one input size, over equal communicators and with equal sinks.
     """
 
     def __init__(self, *layers: ColumnParallelLinear) -> None:
@@ -278,23 +287,23 @@ class PackedWeights:
         self._prepared: PreparedWeight | None = None
 
     def prepare(self, num_tokens: int) -> None:
-        """As ColumnParallelLinear.prepare, for all of them as one."""
+        """Prepare the packed weights as one matrix: see ColumnParallelLinear.prepare."""
         weights = [layer.weight for layer in self.layers]
         self._update(weights)
         self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.size, weights)
 
     def release(self) -> None:
-        """Give the prepared copies' memory back; borrowed weights are copied again, whatever autograd has counted."""
+        """Free the prepared copies. The next forward copies borrowed weights again, even if autograd saw no write."""
         self._prepared, self._copied = None, []
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x[T/tp, D] -> (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
+        """Map x[T/tp, D] to (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
         if _is_traceable(self.layers):
             return all_gather_matmul(x, [layer.weight for layer in self.layers], self.layers[0].comm)
         return self.forward_packed(x).split([layer.weight.shape[0] for layer in self.layers], dim=1)
 
     def forward_packed(self, x: Tensor) -> Tensor:
-        """x[T/tp, D] -> (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
+        """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
         weights = [layer.weight for layer in self.layers]
         if _is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
@@ -348,15 +357,15 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features, out_features: F and D, global.
         comm, sink, dtype, device: as ColumnParallelLinear.
-        gathers_again: gather dy once more for a weight gradient that is due later, instead of keeping dy[T, D].
+        gathers_again: gather dy once more for a weight gradient that is computed later, instead of keeping dy[T, D].
 
     Shape: x [T, F/tp], y [T/tp, D]; T must be divisible by tp.
 
     Raises:
         ValueError: F is not divisible by tp.
 
-    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in a balanced tree
-    of ranks, in at least float32; over NCCL as it does.
+    Cost: 2*T*F/tp*D flops; (tp-1)/tp*T*D elements sent. Numerics: partial sums are added in a balanced tree of ranks,
+    in at least float32; over NCCL, in NCCL's order.
     """
 
     def __init__(
@@ -390,9 +399,9 @@ class RowParallelLinear(nn.Module):
         return y
 
     def prepare(self, num_tokens: int) -> None:
-        """As ColumnParallelLinear.prepare."""
+        """Prepare the weight: see ColumnParallelLinear.prepare."""
         self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
 
     def release(self) -> None:
-        """Give the prepared copies' memory back."""
+        """Free the prepared copies."""
         self._prepared = None

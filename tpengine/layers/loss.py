@@ -1,4 +1,4 @@
-"""Cross-entropy over logits whose vocabulary is cut over tp; the whole row of logits is nowhere gathered."""
+"""Cross-entropy over logits whose vocabulary is cut over tp. No rank ever holds a whole row of logits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Local shapes: z[n, T, C], n shards of C = V/(n tp) columns; labels[T]; loss[] equal on all ranks.
 
     forward:  m, s, t, u = max z, sum exp(z - m), z[label], sum z   over the columns of each shard: 4*n*T numbers
-              [m, s, t, u] of all shards by one gather;  M = max m
+              one gather brings [m, s, t, u] of all shards;  M = max m
               loss = sum over valid t of log(sum s exp(m - M)) + M - sum t
-    dgrad:    dz = (softmax(z) - onehot(label)) * dloss, zero where the label is ignored; in place of z
+    dgrad:    dz = (softmax(z) - onehot(label)) * dloss, zero where the label is ignored; overwrites z
 
-    Each shard is computed by itself, in shapes that depend on its size alone.
+    Each shard is computed separately, in shapes that depend only on its own size.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # The second backward of a graph finds the logits changed, and autograd says so.
+        # A second backward through the same graph fails: autograd notices that the logits were overwritten.
         logits, labels, max_logit, exp_sum, *_ = ctx.saved_tensors
         logits = logits.clone() if ctx.keeps_logits else logits
         check_writable(logits)
@@ -65,24 +65,24 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
         loss = sum over t with labels[t] != -100 of -log softmax(z[t, :vocab_size])[labels[t]]
 
     Args:
-        logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], them in n shards, each
-            of which is summed by itself. Backward writes their gradient in place of them, unless they are a leaf's or
-            the call is compiled.
+        logits: z[T, V/tp], this rank's columns of the padded vocabulary; or z[n, T, V/(n tp)], the same columns in n
+            shards, each summed separately. Backward overwrites the logits with their gradient, unless they are a leaf
+            or the call is compiled.
         labels: [T] int64, equal on every tp rank, 0 <= label < vocab_size or -100 (ignored).
         vocab_size: columns at or beyond it are padding and take no part.
         comm: the tp ranks.
 
     Returns:
-        Scalar in promote_types(dtype, float32), equal on every rank. A sum, not a mean: dividing by the number of
-        valid targets of the global step is the caller's, who alone knows it.
+        Scalar in promote_types(dtype, float32), equal on every rank. It is a sum, not a mean: only the caller knows
+        the number of valid targets of the global step, and divides by it.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; on a CPU, a label outside the vocabulary (on a GPU the check would
             wait for the device).
 
     Cost: one gather of 4*n*T numbers; keeps the logits for backward, and nothing else of their size.
-    Numerics: in promote_types(dtype, float32); shards are added as torch.sum does over them. Source: Shoeybi et al.,
-    "Megatron-LM" (arXiv 1909.08053), section 3, who all-reduce three times.
+    Numerics: in promote_types(dtype, float32); torch.sum adds the shards. Source: Shoeybi et al., "Megatron-LM"
+    (arXiv 1909.08053), section 3; they all-reduce three times where we gather once.
     """
     check_range("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
     shards = logits if logits.dim() == 3 else logits[None]
@@ -93,7 +93,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
 
 
 def check_range(what: str, indices: Tensor, size: int) -> None:
-    """Raise ValueError for an index outside [0, size); on CPU tensors only, where looking costs no synchronisation."""
+    """Raise ValueError for an index outside [0, size); CPU tensors only, since on a GPU the check would synchronise."""
     if indices.device.type != "cpu" or not len(indices):
         return
     low, high = (int(bound) for bound in indices.aminmax())

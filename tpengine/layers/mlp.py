@@ -18,7 +18,7 @@ from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParal
 class _GatedSilu(torch.autograd.Function):
     """y[T, 2F] = (g, u) -> silu(g) * u;  dg = dsilu(dh * u, g), du = dh * silu(g), written side by side into dy.
 
-    silu(g) is computed again in backward: y is kept anyhow, as the matmul's output.
+    Backward computes silu(g) again, from y: the matmul's output is kept in any case.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 def gated_silu(y: Tensor) -> Tensor:
-    """h[T, F] = silu(g) * u of y = (g, u)[T, 2F], side by side."""
+    """Return h[T, F] = silu(g) * u, where y[T, 2F] = (g, u) side by side."""
     h: Tensor = _GatedSilu.apply(y)
     return h
 
@@ -48,7 +48,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size, ffn_size: D and F, global; F divisible by tp.
         comm, sink, gathers_again, dtype, device: as ColumnParallelLinear.
-        dropout: of silu(g) * u.
+        dropout: drops elements of silu(g) * u.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
     """
@@ -83,11 +83,11 @@ class SwiGLU(nn.Module):
         return y
 
     def prepare(self, num_tokens: int) -> None:
-        """As ColumnParallelLinear.prepare, for all weights."""
+        """Prepare all weights: see ColumnParallelLinear.prepare."""
         self._gate_up.prepare(num_tokens)
         self.down_proj.prepare(num_tokens)
 
     def release(self) -> None:
-        """As ColumnParallelLinear.release, for all weights."""
+        """Release all prepared weights: see ColumnParallelLinear.release."""
         self._gate_up.release()
         self.down_proj.release()

@@ -1,4 +1,4 @@
-"""RMSNorm on sequence-sharded tokens, its weight whole on every tp rank."""
+"""RMSNorm on sequence-sharded tokens. Every tp rank holds the whole weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _RMSNorm(torch.autograd.Function):
     dgrad:    dx = rstd * (dy*w - h * mean(dy*w*h))
     wgrad:    dw = sum over this rank's tokens of dy*h   partial(tp), into the sink
 
-    x is kept, h is recomputed: one tensor instead of two.
+    Only x is kept; backward recomputes h. So one tensor is kept instead of two.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
-    """y[T, D] = x / sqrt(mean(x^2) + eps) * w[D]; the sink gets dw over these tokens, partial(comm)."""
+    """Return y[T, D] = x / sqrt(mean(x^2) + eps) * w[D]; the sink gets dw summed over these tokens, partial(comm)."""
     y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sink)
     return y
 
@@ -78,7 +78,7 @@ def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total), total[T, D]) of total = x + residual."""
+    """Return (rms_norm(total), total)[T, D], where total = x + residual."""
     y, total = _AddRMSNorm.apply(x, residual, weight, eps, comm, sink)
     return y, total
 

@@ -3,21 +3,22 @@
     spread:    x[T/tp, D] -> X[T, D], once for each held shard;   dx = reduce_scatter of their dX, in a balanced tree
     collect:   partial y_v[T, D] of each shard v -> y[T/tp, D], added in a balanced tree;   dy_v = all_gather(dy)
 
-A rank holds V/tp shards and computes one after the other. In between the two an ordinary layer does what rank v of
-tp = V would do, in shapes that follow from V and T. So no operation's shape, stride or alignment depends on tp, and
-neither do its bits; nor do the trees (exchange/tree.py). Elementwise additions and products between activations need no
-such care: their results do not depend on shapes.
+A rank holds V/tp shards and computes one after the other. Between spread and collect, an ordinary layer does what rank
+v of tp = V would do, in shapes that follow from V and T. So no operation's shape, stride or alignment depends on tp,
+and neither do its bits. The trees (exchange/tree.py) do not depend on tp either. Elementwise additions and products of
+activations need no such care: their results do not depend on shapes.
 
 The decision a reader will question: a layer does not know that it computes a shard. It is made over a ShardCommunicator
-of V ranks, which hands through what others gather and sum. What is added to an ordinary layer is added to exact mode.
+of V ranks, whose gather and reduce-scatter return their input; spread and collect do the exchange. So whatever is added
+to an ordinary layer works in exact mode too.
 
-The price: gathers and sums are not overlapped with matmuls, partial sums travel in at least float32, each matmul is a
-V/tp-th of the fast one's, and with fewer KV heads than shards K and V are computed for each shard. A rank looks tokens
-up V/tp times, and adds as many embeddings [T, D] of which each row is zero in all but one.
+The price: gathers and sums do not overlap with matmuls. Partial sums travel in at least float32. Each matmul has a
+V/tp-th of the fast one's size. With fewer KV heads than shards, K and V are computed for each shard. A rank looks up
+all tokens V/tp times and adds the V/tp results [T, D], though each row is non-zero in at most one of them.
 
-Sources: TBIK (arXiv 2511.17826) makes forward passes of any tp agree by one binary tree inside a GPU and between them;
-EasyScale (SC 2023) has data-parallel workers of a fixed number play by any number of GPUs. Here both are one idea, also
-for backward, pipelines, dropout and the optimizer.
+Sources: TBIK (arXiv 2511.17826) makes the forward passes of any tp agree, by one binary tree within a GPU and between
+GPUs. EasyScale (SC 2023) runs a fixed number of data-parallel workers on any number of GPUs. This module combines both,
+and extends them to backward, pipelines, dropout and the optimizer.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 @dataclass(frozen=True)
 class Shards:
-    """The V shards of exact mode, and which of them this rank holds.
+    """The V shards of exact mode, and those that this rank holds.
 
     Attributes:
         comm: the real tp ranks; their number divides `size`.
         size: V, a power of two.
 
     Raises:
-        ValueError: V is no power of two, or the real ranks do not divide it.
+        ValueError: V is not a power of two, or not divisible by the number of real ranks.
     """
 
     comm: Communicator
@@ -61,16 +62,16 @@ class Shards:
 
     @property
     def held(self) -> range:
-        """Those that this rank computes."""
+        """The shards that this rank computes."""
         each = self.size // self.comm.size
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 
     def ranks_of(self, shard: int) -> ShardCommunicator:
-        """What the layers of a shard are made over."""
+        """Return the communicator that the layers of a shard are made over."""
         return ShardCommunicator(shard, self.size, self.comm)
 
     def replicas_of(self, shard: int, num_kv_heads: int) -> ShardCommunicator | None:
-        """The shards that share this one's KV head; None if each has its own."""
+        """Return the communicator of the shards that share this one's KV head; None if each has its own."""
         num = self.size // num_kv_heads
         return ShardCommunicator(shard % num, num, Communicator(None)) if num > 1 else None
 
@@ -106,7 +107,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Stack(torch.autograd.Function):
-    """y_v[T, C] of each of the n held shards -> y[n, T, C];  dy_v = dy[v], each where an operand of its own lies."""
+    """y_v[T, C] of each of the n held shards -> y[n, T, C];  dy_v = dy[v], each aligned as a tensor of its own is."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -119,43 +120,43 @@ class _Stack(torch.autograd.Function):
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x without gaps, beginning at a cache line: a library may add in another order elsewhere."""
+    """Return x contiguous and aligned to a cache line: with another alignment a library may add in another order."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
 
 
 def spread(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
-    """Give every held shard all tokens: X_v[T, D] = all_gather(x[T/tp, D]); gradients are added in a tree."""
+    """Give every held shard all tokens: X_v[T, D] = all_gather(x[T/tp, D]). Their gradients are added in a tree."""
     return _Spread.apply(x, shards)
 
 
 def whole(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
-    """Give every held shard x[T, ...], which holds all tokens on every rank."""
+    """Give every held shard x[T, ...] as it is: every rank holds all tokens already."""
     check_tokens(len(x), shards.size, "shards")
     return (x,) * len(shards.held)
 
 
 def token_blocks(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
-    """Give every held shard T/V of this rank's tokens x[T/tp, D]."""
+    """Give every held shard a block of T/V of this rank's tokens x[T/tp, D]."""
     check_tokens(len(x) * shards.comm.size, shards.size, "shards")
-    # Sums over strided rows are taken in another order.
+    # Contiguous, since sums over strided rows are taken in another order.
     return x.contiguous().chunk(len(shards.held))
 
 
 def collect(partials: Sequence[Tensor], shards: Shards) -> Tensor:
-    """Add the shards' partial tensors in a tree, keep this rank's tokens: y[T/tp, D] from y_v[T, D]."""
+    """Add the shards' partial tensors in a tree and keep this rank's tokens: y[T/tp, D] from y_v[T, D]."""
     y: Tensor = _Collect.apply(shards, *partials)
     return y
 
 
 def stacked(outputs: Sequence[Tensor], shards: Shards) -> Tensor:
-    """Keep what each of the n held shards gives apart: y[n, T, C] from y_v[T, C]."""
+    """Stack the outputs of the n held shards: y[n, T, C] from y_v[T, C]."""
     y: Tensor = _Stack.apply(*outputs)
     return y
 
 
 def concatenated(blocks: Sequence[Tensor], shards: Shards) -> Tensor:
-    """Put blocks of tokens together: y[T/tp, D] from y_v[T/V, D]."""
+    """Concatenate the shards' blocks of tokens: y[T/tp, D] from y_v[T/V, D]."""
     return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
 
 
@@ -166,10 +167,10 @@ class ExactLayer(nn.Module):
 
     Args:
         shards: all shards.
-        layers: the layer of each held shard, made over `shards.ranks_of(v)`. They are one layer's: parameters that
-            shards have in common become one (norms; a KV head's weights).
-        take: `spread`, `whole` or `token_blocks`.
-        join: `collect`, `stacked` or `concatenated`.
+        layers: the layer of each held shard, made over `shards.ranks_of(v)`. Parameters that several shards have in
+            common (norm weights, the weights of a shared KV head) become one Parameter.
+        take: gives each shard its input: `spread`, `whole` or `token_blocks`.
+        join: makes the output of the shards' outputs: `collect`, `stacked` or `concatenated`.
 
     Attributes:
         shards: the layer of each held shard, by its number.
@@ -189,13 +190,13 @@ class ExactLayer(nn.Module):
         self.register_load_state_dict_post_hook(_share_again)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExactLayer:
-        # Memory of another kind (to_empty of what was on meta) comes with new parameters, one per module.
+        # `to_empty` of a layer on the meta device gives every module a new parameter of its own.
         super()._apply(fn, recurse)
         self._share_parameters()
         return self
 
     def _share_parameters(self) -> None:
-        """Make one parameter of each that several held shards have: that of the first of them."""
+        """Let the held shards that have a parameter in common use one: that of the first of them."""
         layers, held = list(self.shards.values()), self.cut.held
         for shard, layer in zip(held, layers, strict=True):
             for name, part in layer.named_modules():
@@ -209,7 +210,7 @@ class ExactLayer(nn.Module):
                         part.borrow(owner)
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
-        """Compute the layer; `arguments` go to every shard's as they are."""
+        """Compute the layer; every shard's layer is given `arguments` unchanged."""
         inputs = self.take(x, self.cut)
         layers = self.shards.values()
         return self.join([layer(of, *arguments) for layer, of in zip(layers, inputs, strict=True)], self.cut)
@@ -221,7 +222,7 @@ class ExactMatmuls(ExactLayer):
     Args:
         shards, layers, join: as ExactLayer.
 
-    The bits are those of prepared weights: what `prepare` is not called for, forward prepares.
+    It always multiplies by prepared weights, so that the bits are the same: forward prepares them if they are not.
     """
 
     def __init__(
@@ -232,23 +233,23 @@ class ExactMatmuls(ExactLayer):
         self._linears = [part for part in self.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
-        """x[T/tp, D] -> y, as the layer's."""
+        """Compute the layer of x[T/tp, D]; the output's shape follows from `join`."""
         if self._prepared_of != self._contents():
             self.prepare(len(x) * self.cut.comm.size)
         return super().forward(x, *arguments)
 
     def prepare(self, num_tokens: int) -> None:
-        """As ColumnParallelLinear.prepare, for all shards.
+        """Prepare the weights of all held shards: see ColumnParallelLinear.prepare.
 
         Args:
-            num_tokens: T, which each shard multiplies.
+            num_tokens: T; each shard multiplies all of them.
         """
         for layer in self._layers():
             layer.prepare(num_tokens * self.cut.size)
         self._prepared_of = self._contents()
 
     def release(self) -> None:
-        """As ColumnParallelLinear.release, for all shards."""
+        """Free the prepared weights of all held shards."""
         self._prepared_of = None
         for layer in self._layers():
             layer.release()
@@ -261,7 +262,7 @@ class ExactMatmuls(ExactLayer):
 
 
 class ExactNorm(ExactLayer):
-    """RMSNorm in blocks of T/V tokens, one a shard, which adds its part of the weight's gradient to its own sink.
+    """RMSNorm in blocks of T/V tokens, one per shard; each shard adds its part of dw to its own sink.
 
     Args:
         shards: all shards; V divides T.
@@ -273,15 +274,15 @@ class ExactNorm(ExactLayer):
 
     @property
     def weight(self) -> Parameter:
-        """The weight [D] of all shards."""
+        """The weight [D], which all shards share."""
         return next(self.parameters())
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As RMSNorm.add, in two passes: the sum is one of whole tensors."""
+        """Return (y, total) as RMSNorm.add does, in two passes: total is the sum of the whole tensors."""
         total = x + residual
         return self(total), total
 
 
 def _share_again(layer: ExactLayer, _: Any) -> None:
-    """After `load_state_dict(assign=True)`, which gives every module a parameter of its own."""
+    """Share parameters again: `load_state_dict(assign=True)` gives every module a parameter of its own."""
     layer._share_parameters()

@@ -1,4 +1,4 @@
-"""Pipelines: the plan's executor and its handlers, and `Pipeline` for any sequence of modules."""
+"""Pipelines: the executor of a plan, its handlers, and `Pipeline` for any nn.Sequential."""
 
 from tpengine.pipeline.sequential import Pipeline
 

@@ -1,6 +1,6 @@
-"""What a pipeline refuses before it runs: arguments, schedules and plans, on every rank alike.
+"""Checks of a pipeline before it runs: arguments, schedules and plans. Every rank refuses the same ones.
 
-What is deliberately elsewhere: whether a cut can train (cut.py), and what a step's batch must be (sequential.py).
+What is deliberately elsewhere: whether the parts of a cut can train (cut.py), checks of a step's batch (sequential.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tpengine.plan.schedules.file import format_schedule
 
 
 def autocast_of(device: torch.device) -> str:
-    """The dtype that autocast computes in here, or "off"."""
+    """Return the dtype that autocast computes in on this device, or "off"."""
     is_on = torch.is_autocast_enabled(device.type)
     return str(torch.get_autocast_dtype(device.type)) if is_on else "off"
 
 
 def check_autocast(constructed: str, device: torch.device) -> None:
-    """Raise ValueError unless autocast is as it was when the pipeline was made."""
+    """Raise ValueError unless autocast is the same as when the pipeline was made."""
     if autocast_of(device) != constructed:
         raise ValueError(
             f"autocast must be as it was when the pipeline was made: then {constructed}, now {autocast_of(device)}: "
@@ -50,8 +50,8 @@ def check_same_arguments(
     """Raise ValueError, on every rank, unless all ranks have the same model and arguments; collective.
 
     Args:
-        device: what the ranks talk over.
-        comm: the pipeline's ranks. The others are Pipeline's own arguments.
+        device: where the ranks exchange tensors.
+        comm: the pipeline's ranks. All other arguments are those of Pipeline.
     """
     arguments = [
         f"num_micro_batches {num_micro_batches}",
@@ -75,7 +75,7 @@ def check_arguments(
     count: Count | None,
     replicas: Communicator | None,
 ) -> None:
-    """Raise ValueError for what is wrong with Pipeline's own arguments; each rank sees the same ones."""
+    """Raise ValueError for illegal arguments of Pipeline; all ranks have the same arguments by now."""
     if type(model).forward is not nn.Sequential.forward:
         raise ValueError(
             f"a pipeline runs modules one after another: {type(model).__qualname__} has a forward of its own: pass an "
@@ -88,15 +88,15 @@ def check_arguments(
     if isinstance(cut, str) and cut != "measured":
         raise ValueError(f"cut must be the modules of each part, or 'measured': got '{cut}': leave it out")
     if sample.is_meta:
-        raise ValueError("a sample names the device to compute on: it is on the meta device: make it on a real one")
+        raise ValueError("a sample says which device to compute on: it is on the meta device: make it on a real one")
     if is_on_meta(model) != (init is not None):
         raise ValueError(
-            "modules on the meta device need values, and others have theirs: init is for modules on the meta device: "
+            "init gives values to modules on the meta device, and to no others: "
             + ("pass init, a function or a state dict" if init is None else "none is there: leave init out")
         )
     if replicas is not None and count is None:
         raise ValueError(
-            f"replicas are for counting valid targets over them: {replicas.size} replicas, and no count: pass "
+            f"replicas need count, the number of valid targets: {replicas.size} replicas, no count: pass "
             "count, or leave replicas out and average the gradients with DataParallel"
         )
 
@@ -109,10 +109,12 @@ def schedule_of_all(
     device: torch.device,
     comm: Communicator,
 ) -> Schedule:
-    """Make the schedule, after a look at whether it is one on every rank, and the same: files may differ; collective.
+    """Make the schedule and check that every rank has made the same one; collective.
+
+    A schedule may be a file, which may be missing on a host, or differ there.
 
     Raises:
-        ValueError: on every rank: some rank cannot read it, it does not fit the model, or ranks have different ones.
+        ValueError: on every rank: a rank cannot read it, it does not fit the model, or ranks have different ones.
     """
     made, problem = None, ""
     try:
@@ -132,7 +134,7 @@ def schedule_of_all(
 
 
 def ranks_where(mine: bool, device: torch.device, comm: Communicator) -> list[int]:
-    """The ranks on which something is so; collective."""
+    """Return the ranks that pass True; collective."""
     said = comm.all_gather(torch.tensor([mine], dtype=torch.uint8, device=device))
     return [rank for rank, is_so in enumerate(said.tolist()) if is_so]
 
@@ -157,14 +159,14 @@ def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
 
 
 def sink_of(module: nn.Module) -> GradientSink | None:
-    """The sink that a module gives its weight gradients to; None if it has none."""
+    """Return the sink that a module gives its weight gradients to, or None."""
     sink = getattr(module, "sink", None)
-    # A parameter may have that name too.
+    # A module of the user's own may have a parameter named sink.
     return sink if isinstance(sink, GradientSink) else None
 
 
 def check_same_plan(plan: Plan, device: torch.device, comm: Communicator) -> None:
-    """Compare the plan over the ranks, as nodes may differ in version: what was verified is what runs."""
+    """Raise RuntimeError unless all ranks have the same plan: hosts may run different versions of this package."""
     differing = differing_members(plan.text().encode(), device, comm)
     if differing:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""Where an nn.Sequential is cut into the parts of a pipeline: by what each module costs, or by hand.
+"""Cut an nn.Sequential into the parts of a pipeline: by the cost of each module, or by hand.
 
-What modules cost and return is said by profile.py.
+profile.py says what modules cost and return.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tpengine.plan import Chunk, partition_layers
 
 
 def cut_by_cost(costs: Sequence[float], ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each part, so that the slowest of the parts' ranks is fast: see `partition_layers`.
+    """Return the half-open module range of each part that makes the slowest rank fastest: see `partition_layers`.
 
     Raises:
         ValueError: fewer modules than parts.
@@ -24,10 +24,10 @@ def cut_by_cost(costs: Sequence[float], ranks: Sequence[int]) -> tuple[tuple[int
 
 
 def cut_by_hand(sizes: Sequence[int], num_modules: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """Half-open module range of each part from the number of modules each is to hold.
+    """Return the half-open module range of each part, given the number of modules per part.
 
     Raises:
-        ValueError: not one size a part, an empty one, or another sum than the number of modules.
+        ValueError: there is not one size per part, a size is below 1, or they do not sum to the number of modules.
     """
     if len(sizes) != num_chunks or sum(sizes) != num_modules or min(sizes) < 1:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_cut(
     ranks: Sequence[int],
     profiles: Sequence[ModuleProfile],
 ) -> None:
-    """Refuse a cut whose parts could not train as the whole model does.
+    """Refuse a cut whose parts cannot train as the whole model does.
 
     Args:
         layers, ranks: module range and rank of each part.
@@ -65,13 +65,13 @@ def check_cut(
                     )
         if last < len(modules) and not profiles[last - 1].differentiable:
             raise ValueError(
-                f"what crosses the end of a part must carry a gradient: module {modules[last - 1][0]} returns "
+                f"the output of a part must be able to carry a gradient: module {modules[last - 1][0]} returns "
                 f"{profiles[last - 1].output}: choose a cut elsewhere"
             )
         for place in range(first, last):
             if chunk > 0 and not profiles[place].passes_gradient:
                 raise ValueError(
-                    f"only the first part may end gradients: module {modules[place][0]} of part {chunk} passes none "
+                    f"only the first part may stop gradients: module {modules[place][0]} of part {chunk} passes none "
                     "to its input: choose a cut that has it in the first part"
                 )
 
@@ -79,7 +79,7 @@ def check_cut(
 def chunks_of(
     layers: Sequence[tuple[int, int]], ranks: Sequence[int], profiles: Sequence[ModuleProfile]
 ) -> tuple[Chunk, ...]:
-    """The plan's chunks, with what crosses between them."""
+    """Return the plan's chunks, each with the shape and dtype of its input and output."""
     boundary = [profiles[last - 1].output for _, last in layers]
     return tuple(
         Chunk(

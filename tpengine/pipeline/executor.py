@@ -1,7 +1,7 @@
-"""The executor: a loop over one rank's list of actions and a table of handlers.
+"""The executor: a loop over one rank's list of actions, with a table of handlers.
 
 It runs exactly the verified list and knows nothing of layers, buckets or transport; the trainer passes the handlers.
-The trace uses the plan's own actions, so predicted and measured timelines overlay (observe/records.py).
+The trace records the plan's own actions, so that predicted and measured timelines can be compared (observe/records.py).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Handler = Callable[[Action], None]
 
 
 class Clock(Protocol):
-    """Moments of a trace. A GPU's clock gives moments that are times only later (clocks.py)."""
+    """Takes the moments of a trace. A GPU's moments can only be converted to times later (clocks.py)."""
 
     def now(self) -> Any:
-        """This moment."""
+        """Return this moment."""
 
     def ns(self, moment: Any) -> int:
-        """A moment in nanoseconds of time.perf_counter_ns."""
+        """Return a moment's time in nanoseconds, as time.perf_counter_ns counts."""
 
 
 class HostClock:
-    """The clock of this process's CPU; on Linux that of all processes of the host."""
+    """The clock of this process's CPU; on Linux all processes of the host read the same one."""
 
     def now(self) -> int:
         """As Clock."""
@@ -41,11 +41,11 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Event:
-    """One action as it ran; sub-actions that only start something have `end_ns == begin_ns`.
+    """One action as it ran. For a sub-action, which only starts something, `end_ns == begin_ns`.
 
     Attributes:
         action: the action's text, as in the plan.
-        begin_ns, end_ns: by the trace's clock.
+        begin_ns, end_ns: times of the trace's clock.
     """
 
     action: str
@@ -59,9 +59,10 @@ class Awaited:
 
     Attributes:
         action: its text, as in the plan.
-        begin_ns, end_ns: when it was asked for, and when it was there: the WAIT's time on it alone.
-        was_complete: whether it was there when asked for. A GPU's host asks ahead of the GPU, which then may find it.
-        done_ns: when it was there, if what carried it knows; never after `end_ns`.
+        begin_ns, end_ns: when waiting for it began and ended: the WAIT's time for it alone.
+        was_complete: whether it was complete when waiting began. On a GPU the host asks earlier than the GPU gets
+            there, so that False does not mean that the GPU waited.
+        done_ns: when it was complete, if its transport knows; never after `end_ns`.
     """
 
     action: str
@@ -72,10 +73,10 @@ class Awaited:
 
 
 class Trace:
-    """What ran when. Recording costs two readings of the clock an action; texts and times are made when asked for.
+    """Records what ran when. It reads the clock twice per action; texts and times are made when they are asked for.
 
     Args:
-        clock: default this process's.
+        clock: default that of this process.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -85,13 +86,13 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """What ran, in order of beginning; the sub-actions that an action started come behind it."""
+        """What ran, ordered by begin; the sub-actions that an action started follow it."""
         ns = self._clock.ns
         return [Event(str(action), ns(begin), ns(end)) for action, begin, end in self._ran]
 
     @property
     def awaited(self) -> list[Awaited]:
-        """What was waited for, in the order of the waits and within them."""
+        """What was waited for, in order."""
         ns = self._clock.ns
         return [
             Awaited(str(action), ns(begin), ns(end), complete, None if done is None else min(done, ns(end)))
@@ -99,12 +100,12 @@ class Trace:
         ]
 
     def now(self) -> Any:
-        """Read the clock."""
+        """Return the clock's moment."""
         return self._clock.now()
 
     @property
     def num_events(self) -> int:
-        """How many events there are."""
+        """The number of events so far."""
         return len(self._ran)
 
     def mark(self, action: Action) -> None:
@@ -113,29 +114,29 @@ class Trace:
         self._ran.append((action, now, now))
 
     def span(self, action: Action, begin: Any, place: int) -> None:
-        """Record an action that began at `begin`, before the sub-actions recorded since `place`."""
+        """Record an action that ran from `begin` until now, in front of the sub-actions recorded since `place`."""
         self._ran.insert(place, (action, begin, self._clock.now()))
 
     def waited(self, action: Action, begin: Any, was_complete: bool, done_ns: int | None = None) -> None:
-        """Record that what `action` started was asked for at `begin`, and that it is there now."""
+        """Record that the wait for what `action` started lasted from `begin` until now."""
         self._waited.append((action, begin, self._clock.now(), was_complete, done_ns))
 
 
 class ActionError(RuntimeError):
-    """An action failed; the message names rank, action and place in the list."""
+    """An action failed. The message names the rank, the action and its place in the list."""
 
 
 class Executor:
-    """Runs action lists and keeps the current action in a plain field, for whoever must report a stuck rank (watch.py).
+    """Runs lists of actions.
 
     Args:
         rank: this rank, for messages.
         handlers: what to do for each kind of action.
         trace: where to record; None records nothing.
-        activity: told of each action as it begins; the rank's, where something watches it.
+        activity: told of each action as it begins, so that the watch can report a stuck rank (watch.py).
 
     Attributes:
-        current: the action under way; None between plans.
+        current: the action that is running; None between plans.
         trace: as given; may be changed between plans.
     """
 
@@ -151,7 +152,7 @@ class Executor:
         self.current: Action | None = None
 
     def check(self, actions: Sequence[Action]) -> None:
-        """Refuse, before the first action, a list that has an action without a handler.
+        """Refuse a list that has an action without a handler; call it before the first action.
 
         Raises:
             ValueError: names the kinds.

@@ -1,8 +1,8 @@
 """The chunks of one pipeline rank at run time: handlers for a plan's compute actions and transfers.
 
-Tensors between chunks of different ranks are transfers of the plan; between neighbouring chunks of one rank they are
-handed over right away, and are no action. The trainer, evaluation and pipelines of any modules all run on these
-handlers and add what is theirs (micro-batch positions, gradient buckets, the update).
+Between chunks of different ranks a tensor is a transfer of the plan. Between neighbouring chunks of one rank it is
+passed on directly, without an action. The trainer, evaluation and `Pipeline` all run on these handlers and add their
+own for the other actions (gradient buckets, clipping, the update).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RankPipeline:
     Args:
         plan: the verified plan.
         rank: this rank's place in the pipeline.
-        stages: its chunks, by number.
+        stages: this rank's chunks, by number.
         group: the pipeline's ranks, in order.
         device: where tensors live.
         mailbox: carries the messages; None for the process group.
-        halves: where input halves leave what their weight halves add; None where the plan has none.
-        on_receive: told of each received tensor.
+        halves: keeps contributions to weight gradients from I to W; None if the plan has neither.
+        on_receive: called with each received tensor.
 
     Attributes:
         most_live: the most (chunk, micro-batch) pairs that were held for backward at once: from F to B, or to W.
@@ -59,7 +59,7 @@ class RankPipeline:
         self._transfers = Transfers(plan, rank, group, self._fetch, self._deliver, device, mailbox)
 
     def handlers(self) -> dict[Kind, Handler]:
-        """What to do for compute actions and transfers; waits are `wait_for`, of one transfer each."""
+        """Return the handlers of compute actions and transfers; a WAIT's handler calls `wait_for` per transfer."""
         handlers: dict[Kind, Handler] = {Kind.F: self.forward}
         if self._training:
             handlers[Kind.B] = self.backward
@@ -68,7 +68,7 @@ class RankPipeline:
         return handlers | dict.fromkeys(TRANSFERS, self._transfers.post)
 
     def forward(self, action: Action) -> None:
-        """Run F; a chunk of this rank that comes next gets the output."""
+        """Run F; if the next chunk is this rank's too, pass the output to it."""
         chunk, microbatch = action.piece
         stage = self.stages[chunk]
         if self._training:
@@ -81,7 +81,7 @@ class RankPipeline:
             self.stages[chunk + 1].receive_input(microbatch, stage.take_output(microbatch))
 
     def backward(self, action: Action) -> None:
-        """Run B; a chunk of this rank that comes before gets the gradient."""
+        """Run B; if the previous chunk is this rank's too, pass the input's gradient to it."""
         self._input_gradient(action)
         self._live.remove(action.piece)
 
@@ -93,13 +93,13 @@ class RankPipeline:
             self.stages[chunk - 1].receive_output_grad(microbatch, stage.take_input_grad(microbatch))
 
     def input_half(self, action: Action) -> None:
-        """Run I: what layers give to weight gradients waits for W."""
+        """Run I: the contributions to weight gradients are kept for W."""
         assert self._halves is not None, "a plan with I and W needs somewhere to keep weight halves"
         with self._halves.of(action.piece):
             self._input_gradient(action)
 
     def weight_half(self, action: Action) -> None:
-        """Run W."""
+        """Run W: add the contributions that I has kept."""
         assert self._halves is not None, "a plan with I and W needs somewhere to keep weight halves"
         chunk, microbatch = action.piece
         self.stages[chunk].begin(microbatch)
@@ -111,16 +111,16 @@ class RankPipeline:
         self._transfers.wait(transfer)
 
     def is_complete(self, transfer: Action) -> bool:
-        """Whether a transfer that was posted is there already; for a trace."""
+        """Return whether a posted transfer is complete; for a trace."""
         return self._transfers.is_complete(transfer)
 
     @property
     def copies(self) -> bool:
-        """As `Transfers.copies`."""
+        """Whether posting and waiting copy the data themselves: see `Transfers.copies`."""
         return self._transfers.copies
 
     def wait(self, action: Action) -> None:
-        """Handle a WAIT of transfers alone."""
+        """Handle a WAIT that lists transfers only."""
         for transfer in action.subs:
             self._transfers.wait(transfer)
 

@@ -1,4 +1,4 @@
-"""The loss of a pipeline's step: what each micro-batch weighs in it, and the sum that the step returns."""
+"""The loss of a pipeline's step: the weight of each micro-batch, and the sum that the step returns."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PipelineLoss:
     Args:
         loss: (output, target) of a micro-batch -> a mean; with `count` a sum, or (sum, number of valid targets).
         count: target of a micro-batch -> number of valid targets in it.
-        num_micro_batches: of a step.
-        num_replicas: R, whose gradients are averaged afterwards.
+        num_micro_batches: per step.
+        num_replicas: R; the gradients of the replicas are averaged afterwards.
         output: shape and dtype of the outputs.
-        device: where they lie.
+        device: where the outputs lie.
 
     Attributes:
         counts: whether there is a `count`.
-        sums: [the step's loss, by how much the loss's own numbers of targets differ from those counted], of this rank.
+        sums: this rank's [loss of the step, difference between the numbers of targets that `loss` and `count` give].
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class PipelineLoss:
         return self._count is not None
 
     def prepare(self, targets: Sequence[Tensor]) -> int:
-        """Look at a step's targets before anything runs, where the loss is computed; return how many are valid.
+        """Check the loss and a step's targets before anything runs; return how many targets are valid.
 
-        The first time the loss is called once, on outputs of zeros, so that what it returns is known.
+        Only the rank that computes the loss calls this. The first call also tries the loss, on outputs of zeros.
 
         Raises:
-            ValueError: the loss or `count` fails, or returns something else than is asked for.
+            ValueError: the loss or `count` fails, or does not return what it should.
         """
         if not self._was_tried:
             self._try(targets[0])
@@ -77,10 +77,10 @@ class PipelineLoss:
         return int(self._numbers.sum())
 
     def begin(self, num_targets: int) -> None:
-        """Begin a step of so many valid targets over all replicas.
+        """Begin a step with `num_targets` valid targets over all replicas.
 
         Raises:
-            ValueError: there are none, and they are counted.
+            ValueError: `count` finds no valid target.
         """
         self.sums.zero_()
         if self._count is None:
@@ -93,7 +93,7 @@ class PipelineLoss:
         self._divisor = num_targets / self._num_replicas
 
     def weighted(self, output: Tensor, target: Tensor, microbatch: int) -> Tensor:
-        """The micro-batch's share of the step's loss."""
+        """Return the micro-batch's share of the step's loss, and add it to `sums`."""
         value = self._loss(output, target)
         if isinstance(value, tuple):
             value, number = value
@@ -103,16 +103,16 @@ class PipelineLoss:
         return loss
 
     def total(self, sums: Tensor) -> float:
-        """The step's loss from `sums` of all ranks.
+        """Return the step's loss, given the sum of `sums` over all ranks.
 
         Raises:
-            ValueError: the loss has counted other numbers of targets than `count`.
+            ValueError: the loss and `count` find different numbers of valid targets.
         """
         loss, difference = sums.tolist()
         if difference:
             raise ValueError(
                 f"loss and count must find the same valid targets: their numbers differ by {difference:g} over the "
-                "step's micro-batches: make both leave out the same ones"
+                "step's micro-batches: make both leave out the same targets"
             )
         return float(loss)
 

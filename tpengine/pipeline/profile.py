@@ -1,11 +1,12 @@
-"""What each module of an nn.Sequential does to a sample: its cost, what it returns, whether gradients pass through it.
+"""Profile each module of an nn.Sequential on a sample: its cost, its output, and whether gradients pass through it.
 
-The sample runs through the modules one by one, forward and backward. It is made on one rank and told to the others, so
-that all cut alike. Nothing of it stays: no gradient, no running statistics, no draw from the random generators.
+The sample runs through the modules one by one, forward and backward. One rank does this and sends the profile to the
+others, so that all cut alike. It leaves no trace: gradients, running statistics and random generators stay as they are.
 
 By default the cost is counted, not measured, so that every replica and every start cuts alike. Modules on the meta
-device run there, on a copy, since a module may keep what it has computed; what cannot (it exchanges with other ranks,
-reads values, or autocast is on, which knows no meta device) runs as a copy of zeros, one module at a time.
+device run there, on a copy, since a module may keep what it has computed. Some cannot run there: they exchange with
+other ranks, or read values, or autocast is on, which does not support the meta device. Of these a copy filled with
+zeros runs on the real device, one module at a time.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from tpengine.model.meta_modules import is_on_meta, materialise
 from tpengine.plan import TensorSpec
 
 _REPEATS = 3
-# Of a parameter or an output: what reading and writing it in forward and backward costs beside multiplications.
+# Per element of a parameter or an output: what reading and writing it in forward and backward costs, in flops.
 FLOPS_PER_ELEMENT = 32
 
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """What one module does to the sample.
+    """The profile of one module.
 
     Attributes:
         cost: forward and backward, as counted (see `profile`) or in measured seconds.
         output: shape and dtype of what it returns.
         differentiable: whether the output's dtype can carry a gradient.
-        passes_gradient: whether the input gets one, given one for the output; not asked of the first module.
+        passes_gradient: whether the input gets a gradient if the output has one; False for the first module.
         in_place: whether it may overwrite its input.
     """
 
@@ -53,27 +54,27 @@ class ModuleProfile:
 
 
 def children_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The modules in the order they run, with their names; one that runs twice is there twice."""
+    """Return the modules with their names, in the order they run; a module that runs twice is listed twice."""
     return [(name, module) for name, module in model._modules.items() if module is not None]
 
 
 def profile(model: nn.Sequential, sample: Tensor, *, measured: bool = False) -> list[ModuleProfile]:
-    """Run the sample through the modules one by one, forward and backward.
+    """Profile the modules one by one on a sample, forward and backward.
 
         cost = flops of products, convolutions and attention + 32 * (elements of parameters + elements of the output)
 
     A product inside a kernel that torch does not see (Triton's) is not counted.
 
     Args:
-        model: on its device or on the meta device; left as it was.
+        model: on its device or on the meta device; it is left unchanged.
         sample: one micro-batch, on the device to compute on.
-        measured: take the best seconds of some runs instead, on this machine as it is now.
+        measured: take as cost the seconds of the fastest of some runs on this machine.
 
     Raises:
-        ValueError: a module returns no tensor.
+        ValueError: a module does not return a tensor.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
-    # Layers with a gradient sink add to .grad by themselves, whatever autograd is asked for.
+    # Put every .grad away: layers with a gradient sink add to .grad even under torch.autograd.grad.
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in gradients:
         parameter.grad = None
@@ -81,12 +82,12 @@ def profile(model: nn.Sequential, sample: Tensor, *, measured: bool = False) -> 
     profiles = []
     try:
         with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-            # The counter's hooks see a compiled module twice, and nobody reads what they say of modules.
+            # The flop counter's hooks warn about compiled modules; we only read its total.
             warnings.filterwarnings("ignore", message="Using `torch.compile")
             torch.manual_seed(0)
             x = sample
             for place, (name, module) in enumerate(children_of(model)):
-                # The model's input needs no gradient; where a stage begins later, its input does.
+                # The model's input needs no gradient; the input of every other stage does.
                 run = _run_anywhere(module, x, place > 0, sample.device, measured)
                 y = run.output
                 if not isinstance(y, Tensor):
@@ -100,6 +101,7 @@ def profile(model: nn.Sequential, sample: Tensor, *, measured: bool = False) -> 
                 profiles.append(ModuleProfile(cost, spec, y.dtype.is_floating_point, run.passes_gradient, run.in_place))
                 x = y.detach()
     finally:
+        # Restore buffers and gradients.
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if not buffer.is_meta:
@@ -112,7 +114,7 @@ def profile(model: nn.Sequential, sample: Tensor, *, measured: bool = False) -> 
 def profile_on_rank_0(
     model: nn.Sequential, sample: Tensor, comm: Communicator, *, measured: bool
 ) -> list[ModuleProfile]:
-    """`profile` on the group's rank 0, told to all ranks; what fails there fails on all of them."""
+    """Run `profile` on the group's rank 0 and send its result to all ranks; a failure there is raised on all."""
     told: list[dict[str, Any]] | str = ""
     if comm.rank == 0:
         try:
@@ -128,16 +130,16 @@ def profile_on_rank_0(
 def slowest_over_world(
     seconds: Sequence[float], problem: str, world: Communicator, device: torch.device
 ) -> list[float]:
-    """The longest that each module took in any pipeline: the same on all ranks of the world; collective.
+    """Return the longest time of each module over all pipelines, the same on all ranks of the world; collective.
 
     Args:
-        seconds: of this pipeline's modules.
+        seconds: times of this pipeline's modules.
         problem: why there are none; else empty.
         world: the ranks of all pipelines.
-        device: what they talk over.
+        device: where the ranks exchange tensors.
 
     Raises:
-        ValueError: on every rank: a pipeline has a problem, or they have other numbers of modules.
+        ValueError: on every rank: a pipeline has a problem, or their numbers of modules differ.
     """
     told = all_gather_json([len(seconds), problem], world.group)
     failed = [rank for rank, (_, of_rank) in enumerate(told) if of_rank]
@@ -168,13 +170,13 @@ class _Run:
 
 
 def _run_anywhere(module: nn.Module, x: Tensor, input_gradient: bool, device: torch.device, measured: bool) -> _Run:
-    """Run a module where its tensors are; from the meta device, if it must, as a copy of zeros on `device`."""
+    """Run a module on the device of its tensors; if it cannot run on meta, run a copy of zeros on `device`."""
     if is_on_meta(module):
         if not measured and not _exchanges(module) and not torch.is_autocast_enabled(device.type):
             try:
                 return _run(_copied(module), x.to("meta"), input_gradient)
             except Exception:
-                # It needs values, or has no kernel there; if the module itself fails, it fails again and says so.
+                # It needs values, or has no kernel for meta. If the module itself is wrong, it fails again below.
                 pass
         module = _copied(module)
         materialise(module, device, fill=0)
@@ -187,7 +189,7 @@ def _run_anywhere(module: nn.Module, x: Tensor, input_gradient: bool, device: to
 
 
 def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = True) -> _Run:
-    """Run forward and backward once. autograd.grad leaves every .grad alone."""
+    """Run forward and backward once; autograd.grad does not touch .grad."""
     # A copy, since a module may work in place.
     leaf = x.detach().clone().requires_grad_(input_gradient and x.dtype.is_floating_point)
     wanted = [p for p in module.parameters() if p.requires_grad] + [leaf] * leaf.requires_grad
@@ -215,7 +217,7 @@ def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = 
 
 
 def _formulas() -> dict[Any, Any]:
-    """Flops of operators that torch's counter leaves out: oneDNN's product, products added in place, CPU attention."""
+    """Return flop formulas that torch's counter lacks: oneDNN's linear, in-place products, CPU attention."""
     aten = torch.ops.aten
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -232,7 +234,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _exchanges(module: nn.Module) -> bool:
-    """Whether the module holds a communicator or a process group of several ranks."""
+    """Return whether the module holds a communicator of several ranks, or a process group."""
     return any(
         (isinstance(value, Communicator) and value.size > 1) or isinstance(value, ProcessGroup)
         for part in module.modules()
@@ -241,7 +243,7 @@ def _exchanges(module: nn.Module) -> bool:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A deep copy that talks over the same groups."""
+    """Return a deep copy that shares the communicators and process groups."""
     shared = {
         id(value): value
         for part in module.modules()

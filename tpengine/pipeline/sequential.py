@@ -1,11 +1,11 @@
-"""A pipeline out of any nn.Sequential: the engine's plan and executor over somebody else's modules.
+"""A pipeline of any nn.Sequential: the engine's plan and executor run the user's modules.
 
-The same generators, lowering, verifier and executor as the transformer's step; only the handlers differ. What the plan
-calls CLIP and STEP belongs to the user's optimizer, outside.
+Generators, lowering, verifier and executor are those of the transformer's step; only the handlers differ. The plan's
+actions CLIP and STEP do nothing here: the user's optimizer clips and updates after the step.
 
-What is deliberately elsewhere: what is refused before anything runs (checks.py), what the modules cost (profile.py) and
-where they are cut (cut.py), values of modules on the meta device (model/meta_modules.py), the weights of micro-batches
-in the loss (loss.py), data parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
+What is deliberately elsewhere: checks before anything runs (checks.py), what the modules cost (profile.py) and where
+they are cut (cut.py), values of modules on the meta device (model/meta_modules.py), the weights of micro-batches in the
+loss (loss.py), data parallelism over several pipelines (data_parallel.DataParallel on `stage`: see `step`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Kind, Plan, Schedule, forward_only, lower, verify
 
-# How long a message waits for a rank that lives, as over gloo: another rank may be busy with the caller's own work.
+# How long a message waits for a live rank, as over gloo: another rank may be busy with the caller's own work.
 _MESSAGE_SECONDS = 1800.0
 
 
@@ -60,32 +60,36 @@ class Pipeline:
 
     Args:
         model: the whole model, the same on every rank, on the device to compute on. Its parameters and buffers are
-            overwritten with those of the group's rank 0. Each rank goes on with its stage; drop the model to free the
-            rest. On the meta device (built under `torch.device("meta")`) only this rank's stage is given memory.
+            overwritten with those of the group's rank 0. Afterwards each rank needs only its stage: delete the model to
+            free the rest. Of a model on the meta device (built under `torch.device("meta")`) only this rank's stage is
+            given memory.
         sample: input of one micro-batch, on the device to compute on; every micro-batch must have its shape and dtype.
         loss: (output, target) of a micro-batch -> scalar, a mean over the micro-batch; micro-batches weigh the same.
-            With `count`: a sum over the micro-batch's valid targets, or (sum, number of them), which is then compared.
-        num_micro_batches: how many a step's batch is split into.
+            With `count`: a sum over the micro-batch's valid targets, or (sum, their number); that number must then be
+            the one that `count` returns.
+        num_micro_batches: micro-batches that a step's batch is split into.
         group: the pipeline's ranks, in stage order; default all.
         schedule: a name in tpengine.plan.SCHEDULES, or the path of a text file with one.
         chunks_per_rank: parts that a rank holds with schedule interleaved; the other schedules fix it.
         cut: modules of each part, in model order; default a cut that balances the modules' counted cost (flops and
-            sizes: see pipeline/profile.py), the same on every replica and every start. "measured": seconds of the
-            sample on this machine instead, once; all ranks of the default group must construct their pipelines
-            together, and get one cut, by the slowest pipeline of each module. A model that cannot run fails on all.
+            sizes: see pipeline/profile.py), the same on every replica and every start. With "measured" the cost is
+            the time that each module takes on the sample, measured once on this machine. Then all ranks of the default
+            group must construct their pipelines together, and get one cut: for each module the slowest pipeline
+            counts. If the model cannot run in one pipeline, all of them raise.
         init: gives modules on the meta device their values. A function: init(module, index) fills all parameters and
-            buffers of model[index]; it is called where the module is held, after torch.manual_seed of a number that
-            follows from torch.initial_seed() of the group's rank 0 and the index, so that the values are the same for
-            every cut and number of stages. Or the whole model's state dict; of a lazy one only this stage is read.
-        count: target of a micro-batch -> how many valid targets it holds, an int or a tensor. The loss is divided by
-            their number over all micro-batches and `replicas`, which is known before the first forward pass.
-        replicas: with `count`, the ranks that hold this stage in other pipelines: those of the DataParallel.
+            buffers of model[index]. It is called on the rank that holds the module, after torch.manual_seed of a number
+            that follows from torch.initial_seed() of the group's rank 0 and the index. So the values are the same for
+            every cut and number of stages. Or the whole model's state dict; if it loads lazily, only the tensors of
+            this stage are read.
+        count: target of a micro-batch -> number of its valid targets, an int or a tensor. The loss is divided by the
+            number over all micro-batches and `replicas`, which is known before the first forward pass.
+        replicas: with `count`, the ranks that hold the same stage in all pipelines: those of the DataParallel.
         trace: records what the executor runs.
 
     Attributes:
         stage: this rank's modules, under their names in `model`: a state dict of all stages is that of the model.
-        layers: half-open range of modules of each part of the model; the schedule says which rank holds it.
-        plan: the verified plan of a step; what runs is `plan.actions[rank]`.
+        layers: half-open range of modules of each part of the model; the schedule says which rank holds a part.
+        plan: the verified plan of a step; this rank runs `plan.actions[rank]`.
 
     Raises:
         ValueError: on every rank alike: ranks differ in model or arguments, `replicas` without `count`, a forward other
@@ -97,12 +101,12 @@ class Pipeline:
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
     generator. A schedule that splits backward into halves (zb-h1, zbv) needs modules that give their weight gradients
-    to a sink, as those of tpengine.layers: autograd computes both halves of any other at once.
-    Autocast belongs around construction and steps alike, or inside modules: what crosses between stages has its dtype.
-    Cost: construction runs the sample once through the model on rank 0, forward and backward, on the meta device where
-    the modules are there. One that cannot run there, as it exchanges with other ranks or reads values, is copied into
-    rank 0's memory for it, and the copy let go before the next. Memory: inputs and outputs of as many micro-batches as
-    the schedule keeps alive.
+    to a sink, as those of tpengine.layers do: of any other module autograd computes both halves at once. Use autocast
+    either around construction and all steps, or inside the modules: it decides the dtype of what stages exchange.
+    Cost: construction runs the sample once through the model on rank 0, forward and backward. Modules on the meta
+    device run there. One that cannot, because it exchanges with other ranks or reads values, is copied into rank 0's
+    memory, and freed before the next is copied. Memory: inputs and outputs of as many micro-batches as the schedule
+    keeps alive.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class Pipeline:
         # A sample on the meta device is refused below, on all ranks alike.
         self._device = torch.device("cpu") if sample.is_meta else sample.device
         self._autocast = autocast_of(self._device)
-        # Agree: all ranks have the same model, arguments and schedule, and these can work.
+        # Agree: all ranks have the same model, arguments and schedule, and these are legal.
         given = model, sample, num_micro_batches, schedule, chunks_per_rank, cut, init, count, replicas
         check_same_arguments(*given, self._device, self._comm)
         check_arguments(model, sample, num_micro_batches, cut, init, count, replicas)
@@ -159,14 +163,14 @@ class Pipeline:
         cut: Sequence[int] | Literal["measured"] | None,
         ranks: Sequence[int],
     ) -> list[ModuleProfile]:
-        """Say which modules each part holds, and what crosses between parts; return what each module does."""
+        """Decide which modules each part holds, and what parts exchange; return the modules' profiles."""
         profiles, problem = [], ""
         try:
             profiles = profile_on_rank_0(model, sample, self._comm, measured=cut == "measured")
         except ValueError as error:
             if cut != "measured":
                 raise
-            # The other pipelines wait for this one's seconds.
+            # Raised below, on all ranks: the other pipelines wait for this one's times.
             problem = str(error)
         costs = [module.cost for module in profiles]
         if cut == "measured":
@@ -180,7 +184,7 @@ class Pipeline:
         return profiles
 
     def _build_stage(self, model: nn.Sequential, init: Init | None, profiles: Sequence[ModuleProfile]) -> None:
-        """Take this rank's modules, and give those on the meta device memory and values."""
+        """Make this rank's stage of its modules; give those on the meta device memory and values."""
         self._held = self.plan.chunks_of(self._comm.rank)
         children = children_of(model)
         mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
@@ -189,7 +193,7 @@ class Pipeline:
         if init is not None:
             self._fill_stage(model, init)
         self._modules = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
-        # A module that works in place must not do so on the received tensor, which collects the gradient.
+        # A chunk that works in place gets a copy of its input: the received tensor is the leaf that gets the gradient.
         self._copies_input = {
             chunk: chunk > 0 and any(module.in_place for module in profiles[slice(*self.layers[chunk])])
             for chunk in self._held
@@ -206,19 +210,19 @@ class Pipeline:
         return len(self.layers) - 1 in self._held
 
     def step(self, inputs: Tensor | None, targets: Tensor | None) -> float:
-        """Run forward and backward of a batch; gradients are added to `.grad` of the stage's parameters.
+        """Run forward and backward of a batch; add gradients to `.grad` of the stage's parameters.
 
             gradient = d/dw of the mean over micro-batches of loss(model(inputs), targets)
             with `count`: d/dw of R / N * sum over micro-batches of it, for N valid targets in R replicas
 
-        With several pipelines side by side make a DataParallel of `stage` over the ranks that hold the same one, whose
-        mean over the replicas is then the gradient of the whole batch:
+        With several pipelines, wrap `stage` in a DataParallel over the ranks that hold the same stage. Its mean over
+        the replicas is then the gradient of the whole batch:
 
             with replicas.no_sync():  # micro-batches add up here
                 loss = pipe.step(inputs, targets)
             replicas.finish()
 
-        Before its first step the loss is called once more, on outputs of zeros: what it returns is looked at.
+        Before the first step the loss is also called once on outputs of zeros, to check what it returns.
 
         Args:
             inputs: [num_micro_batches * n, ...] for a sample of [n, ...]; needed where `is_first` only.
@@ -226,30 +230,31 @@ class Pipeline:
 
         Returns:
             The loss of the pipeline's batch, equal on all its ranks: the mean over micro-batches, or with `count` the
-            term above. Its mean over the replicas is the whole batch's.
+            term above. The mean of this value over the replicas is the loss of the whole batch.
 
         Raises:
-            ValueError: on every rank: a batch that is no whole number of such micro-batches, on any of them; another
-                autocast than at construction; no valid target; a loss that returns something else. After the step, on
-                every rank of every replica: the loss's own numbers of valid targets are not those of `count`. What the
-                step has added to `.grad` is not to be used then.
+            ValueError: on every rank, if on one of them: the batch does not have num_micro_batches times the sample's
+                rows; autocast is not that of construction; no target is valid; the loss does not return what it should.
+                After the step, on every rank of every replica: the loss and `count` found different numbers of valid
+                targets. Do not use what that step has added to `.grad`.
         """
+        # Check the batch on all ranks, run the plan, sum the loss over the pipeline.
         self._run(self.plan, _Trained(*self._taken(inputs, targets, training=True), self._loss))
         sums = self._comm.all_reduce_(self._loss.sums)
         if self._loss.counts and self._replicas is not None:
-            # What one pipeline refuses all refuse: the others would wait for its gradients.
+            # If one pipeline raises, all must: the others would wait for its gradients.
             self._replicas.all_reduce_(sums[1:])
         return self._loss.total(sums)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor | None) -> Tensor | None:
-        """Run a batch forward, without history.
+        """Run a batch forward, without recording for backward.
 
         Args:
             inputs: as in `step`.
 
         Returns:
-            Where `is_last` the outputs of the whole batch, elsewhere None.
+            The outputs of the whole batch on the rank where `is_last`; None on the others.
 
         Raises:
             ValueError: as `step`.
@@ -301,13 +306,13 @@ class Pipeline:
         return y
 
     def _apart(self, tensor: Tensor) -> Tensor:
-        """Copy what lies in a receive slot: what a stage of views makes does, and the slot is soon written again."""
+        """Copy a tensor that lies in a receive slot, which is reused; a stage of views returns such a tensor."""
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
 
     def _taken(
         self, inputs: Tensor | None, targets: Tensor | None, *, training: bool
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Cut the batch into micro-batches; a rank that refuses its own stops all, before any waits for another."""
+        """Cut the batch into micro-batches; if one rank refuses its part, all raise, before any waits for another."""
         problem: ValueError | None = None
         num_targets = 0
         mine: Sequence[Tensor] = ()
@@ -339,7 +344,7 @@ class Pipeline:
         return mine, wanted
 
     def _split(self, name: str, batch: Tensor | None, needed: bool) -> Sequence[Tensor]:
-        """Cut a batch into micro-batches, after checking it; ranks that do not need it may pass None."""
+        """Check a batch and cut it into micro-batches; ranks that do not need it may pass None."""
         if batch is None and not needed:
             return ()
         rows = self._sample_shape[0] * self._num
@@ -356,7 +361,7 @@ class Pipeline:
         return batch.split(self._sample_shape[0])
 
     def _fill_stage(self, model: nn.Sequential, init: Init) -> None:
-        """Give the modules of this rank that are on the meta device memory and values."""
+        """Give memory and values to this rank's modules on the meta device."""
         seed = 0 if isinstance(init, Mapping) else broadcast_json(torch.initial_seed(), self._group)
         places: dict[nn.Module, tuple[int, str]] = {}
         for index, (name, module) in enumerate(children_of(model)):
@@ -401,7 +406,7 @@ class Pipeline:
 
 
 class _Given:
-    """The micro-batches of a batch; nothing here depends on their numbers."""
+    """The micro-batches of a batch. Beginning one needs no action: nothing depends on its number."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = inputs
@@ -414,7 +419,7 @@ class _Given:
 
 
 class _Trained(_Given):
-    """A batch that ends in its loss."""
+    """The batch of a training step: its pass ends in the loss."""
 
     def __init__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: PipelineLoss) -> None:
         super().__init__(inputs)
@@ -425,7 +430,7 @@ class _Trained(_Given):
 
 
 class _Mapped(_Given):
-    """A batch whose outputs are kept."""
+    """The batch of a forward pass: it keeps the outputs."""
 
     def __init__(self, inputs: Sequence[Tensor], apart: Callable[[Tensor], Tensor]) -> None:
         super().__init__(inputs)
@@ -441,7 +446,7 @@ def _defer_weight_gradients(stage: nn.Sequential, halves: WeightHalves) -> None:
     for module in stage.modules():
         sink = sink_of(module)
         if isinstance(sink, DeferringSink):
-            # Of a pipeline made before from the same modules.
+            # An earlier pipeline was made of the same modules.
             sink.halves = halves
         elif sink is not None:
             module.sink = DeferringSink(sink, halves)  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""One chunk of the model at run time: forward and backward of micro-batches, and what must live between them.
+"""One chunk of the model at run time: forward and backward of micro-batches, and what is kept between them.
 
-A stage drives any callable that maps a tensor to a tensor; it knows no layers and no transport. The first asks the
-batch for a micro-batch's input, the last for its loss. Of each micro-batch in flight a stage keeps the input, whose
-gradient goes upstream, and where backward enters the graph. The output itself is given away by the time it has been
-sent: backward needs its place in the graph (`torch.autograd.graph.GradientEdge`), not its values, unless an operation
-has saved them, which keeps them by itself.
+A stage runs any callable that maps a tensor to a tensor; it knows no layers and no transport. The first stage asks the
+batch for a micro-batch's input, the last for its loss. For each micro-batch in flight a stage keeps the input, whose
+gradient goes upstream, and the point where backward enters the graph. It does not keep the output once that is sent:
+backward needs the output's place in the graph (`torch.autograd.graph.GradientEdge`), not its values. If an operation
+has saved the values, autograd keeps them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Batch(Protocol):
     """The micro-batches of a pass, as the stages of one rank see them."""
 
     def begin(self, microbatch: int) -> None:
-        """Take note that this micro-batch is computed next, forward or backward: dropout depends on it."""
+        """Note which micro-batch is computed next, forward or backward: dropout depends on it."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """Return the input of the model; asked for by the first chunk."""
+        """Return the model's input; only the first chunk calls this."""
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """Return the scalar that backward starts from, or whatever ends a forward pass; asked for by the last chunk."""
+        """Return the scalar that backward starts from; only the last chunk calls this. A forward pass ignores it."""
 
 
 class Stage:
@@ -37,9 +37,9 @@ class Stage:
         chunk: x -> y, recorded by autograd.
         batch: the micro-batches.
         is_first, is_last: whether the chunk begins or ends the model.
-        recompute: keep only the input between forward and backward, which runs forward, and the loss, once more.
-        apart: what leaves the stage, copied if it lies in memory that may be written again as soon as the pass that has
-            made it has ended: a receive slot, where the stage makes views. Default: as it is.
+        recompute: keep only the input between forward and backward; backward computes chunk and loss once more.
+        apart: applied to every tensor that leaves the stage; it must copy one that lies in a receive slot, which is
+            soon written again (a stage that only makes views returns such a tensor). Default: no copy.
 
     Memory: inputs and graphs of the micro-batches between their F and their B.
     """
@@ -59,13 +59,13 @@ class Stage:
         self._recompute, self._apart = recompute, apart
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
-        # Where backward enters; None where nothing before it needs a gradient, or nothing is kept.
+        # Where backward enters the graph; None if nothing in the chunk needs a gradient, or with recompute.
         self._ends: dict[int, Tensor | GradientEdge | None] = {}
         self._output_grads: dict[int, Tensor] = {}
         self._input_grads: dict[int, Tensor] = {}
 
     def begin(self, microbatch: int) -> None:
-        """Say that this micro-batch comes next; for what is computed outside the passes below: a weight half."""
+        """Note which micro-batch comes next, before its weight half, which is computed outside this class."""
         self._batch.begin(microbatch)
 
     def receive_input(self, microbatch: int, x: Tensor) -> None:
@@ -77,15 +77,15 @@ class Stage:
         self._output_grads[microbatch] = dy
 
     def take_output(self, microbatch: int) -> Tensor:
-        """What the downstream stage needs, without history; handed out once."""
+        """Return the output for the downstream stage, detached; it can be taken once."""
         return self._outputs.pop(microbatch)
 
     def take_input_grad(self, microbatch: int) -> Tensor:
-        """What the upstream stage needs; handed out once."""
+        """Return the input's gradient for the upstream stage; it can be taken once."""
         return self._input_grads.pop(microbatch)
 
     def forward(self, microbatch: int) -> None:
-        """Run F; keep the graph for backward, or with `recompute` the input alone."""
+        """Run F; keep the graph for backward, or with `recompute` only the input."""
         self._batch.begin(microbatch)
         if self._recompute:
             with torch.no_grad():
@@ -95,8 +95,9 @@ class Stage:
             self._ends[microbatch] = self._end_of(self._run(microbatch))
 
     def backward(self, microbatch: int) -> None:
-        """Run B, or I where sinks put weight gradients off, and forget the micro-batch."""
+        """Run B, or I if the sinks defer weight gradients, and forget the micro-batch."""
         self._batch.begin(microbatch)
+        # Where backward enters, and the gradient it starts from; with recompute, forward runs again first.
         end, dy = self._ends.pop(microbatch), self._output_grads.pop(microbatch, None)
         if self._recompute:
             end = self._end_of(self._run(microbatch))
@@ -104,17 +105,18 @@ class Stage:
         if isinstance(end, GradientEdge):
             torch.autograd.backward([end], [dy])
         elif end is not None:
-            # A loss that needs no gradient is a mistake that autograd names.
+            # If the loss needs no gradient, the user made a mistake, and autograd's error names it.
             torch.autograd.backward(end)
+        # The input's gradient waits to be sent upstream.
         x = self._inputs.pop(microbatch, None)
         if x is not None:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"
-            # Not both: a weight half may keep x until later.
+            # Clear x.grad: a weight half may keep x for longer, and must not keep its gradient too.
             self._input_grads[microbatch], x.grad = self._apart(x.grad), None
 
     @torch.no_grad()
     def forward_only(self, microbatch: int) -> None:
-        """Run F without history; the output waits to be sent."""
+        """Run F without recording for backward; the output waits to be sent."""
         self._batch.begin(microbatch)
         x = self._batch.tokens(microbatch) if self._is_first else self._inputs.pop(microbatch)
         y = self._chunk(x)
@@ -124,11 +126,11 @@ class Stage:
             self._outputs[microbatch] = self._apart(y)
 
     def _run(self, microbatch: int) -> Tensor:
-        """Compute the output, or the loss, of a micro-batch; what the downstream stage needs waits to be sent."""
+        """Compute a micro-batch's output, which waits to be sent, or on the last stage its loss."""
         if self._is_first:
             y = self._chunk(self._batch.tokens(microbatch))
         else:
-            # detach: a leaf of its own that shares the received memory and collects the gradient
+            # A leaf that shares the received memory and collects the gradient.
             x = self._inputs[microbatch].detach().requires_grad_()
             self._inputs[microbatch] = x
             y = self._chunk(x)
@@ -140,5 +142,5 @@ class Stage:
     def _end_of(self, y: Tensor) -> Tensor | GradientEdge | None:
         if self._is_last:
             return y
-        # A first stage may have nothing to train.
+        # A first stage without trained parameters has nothing to differentiate.
         return get_gradient_edge(y) if y.requires_grad else None

@@ -1,13 +1,14 @@
-"""Pipeline transfers: posts the plan's sends and receives, waits where the plan says so.
+"""Pipeline transfers: post the plan's sends and receives, and wait where the plan says so.
 
-Everything is asynchronous between post and wait. A receive lands in the static slot the plan's live ranges give it;
-slots are separate tensors (slices of one would share autograd's version counter) and are reused only when no live
-micro-batch needs them, which the verifier has proved. Over gloo, tensors of a GPU are staged through the host.
+A transfer is asynchronous between its post and its wait. A receive lands in the static slot that follows from the
+plan's live ranges. Slots are separate tensors, since slices of one would share autograd's version counter. A slot is
+reused only when no live micro-batch needs it, which the verifier has proved. Over gloo, tensors of a GPU are staged
+through the host.
 
-Between CPU ranks of one host messages go through shared memory (`open_mailbox`): posting a send copies it into the
-receiver's queue, waiting for a receive copies it out, waiting for a send until the queue has room for another. It is
-bounded: by what the plan ever has posted and not waited for, and one, mostly three messages. So a rank waits for one
-that is so far behind, where the plan waits for the send, and never for ever.
+Between CPU ranks of one host messages go through shared memory (`open_mailbox`). Posting a send copies the message into
+the receiver's queue. Waiting for a receive copies it out. Waiting for a send waits until the queue has room for another
+message. A queue is bounded: it holds one message more than the plan ever has posted and not waited for; mostly that
+makes three. So where the plan waits for a send, a rank may wait for a peer that is that far behind, but not for ever.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def open_mailbox(
         plans: the verified plans that will run on it, of the same chunks.
         group: the pipeline's ranks, in stage order.
         device: where tensors live.
-        timeout_seconds: how long a message waits for a rank that lives.
+        timeout_seconds: how long a message waits for a rank that is alive.
 
     Returns:
-        None on GPUs, for one rank, where neighbouring chunks lie on ranks that are no neighbours, and where the ranks
-        are on several hosts or the memory is refused, which is said: then messages go through the process group.
+        The mailbox. None if messages go through the process group: on GPUs, for one rank, if neighbouring chunks lie on
+        ranks that are not neighbours, or if the ranks are on several hosts or the memory is refused (rank 0 prints so).
 
-    Memory: a rank's two queues of `num_slots_for` messages.
+    Memory: two queues of `num_slots_for` messages per rank.
     """
     plan = plans[0]
     if device.type != "cpu" or dist.get_world_size(group) == 1 or not _is_ring(plan):
@@ -62,17 +63,18 @@ def open_mailbox(
 
 
 def num_slots_for(plan: Plan) -> int:
-    """How many messages a queue must hold so that nothing in the plan waits for ever.
+    """Return how many messages a queue must hold so that nothing in the plan waits for ever.
 
-    The verified plan finishes where a send, or the wait for it, blocks until its receive is posted. When a receive is
-    posted, all that came from that peer is taken but what a rank ever has posted for and not taken. A queue of so many
-    messages lets the send through, and with one more there is room again behind it.
+    The verifier has proved that the plan finishes even if every send, or the wait for it, blocks until its receive is
+    posted. Let n be the most receives from one peer that a rank ever has posted and not yet waited for. When a receive
+    is posted, at most n messages of that peer, this one included, have not been taken out of the queue. So a queue of
+    n messages accepts the send. A queue of n + 1 has room again after it, which the wait for the send needs.
     """
     return 1 + max(_most_untaken(plan, actions) for actions in plan.actions)
 
 
 def _most_untaken(plan: Plan, actions: Sequence[Action]) -> int:
-    """The most receives from one peer that a rank has posted and not taken yet."""
+    """Return the most receives from one peer that a rank has posted and not yet waited for."""
     posted: defaultdict[int, deque[Action]] = defaultdict(deque)
     most = 0
     for action in actions:
@@ -83,14 +85,14 @@ def _most_untaken(plan: Plan, actions: Sequence[Action]) -> int:
             if action.kind is not Kind.WAIT:
                 of_peer.append(transfer)
                 most = max(most, len(of_peer))
-            # Taken in the order they were posted; one may have been taken on the way to another.
+            # Messages are taken in the order they were posted, so that a wait also takes all earlier ones.
             while action.kind is Kind.WAIT and transfer in of_peer:
                 of_peer.popleft()
     return most
 
 
 def _is_ring(plan: Plan) -> bool:
-    """Whether all messages go to a neighbour on the ring of ranks."""
+    """Return whether all messages go to a neighbour on the ring of ranks."""
     steps = {(b.rank - a.rank) % plan.num_ranks for a, b in pairwise(plan.chunks)}
     return steps <= {0, 1, plan.num_ranks - 1}
 
@@ -103,7 +105,7 @@ class Transfers:
         stage: this rank's place in the pipeline.
         group: the pipeline's ranks, in stage order.
         fetch: action -> tensor to send.
-        deliver: (action, tensor) -> None, called when a receive is waited for; the tensor is a slot.
+        deliver: (action, tensor) -> None, called when a receive has been waited for; the tensor is a slot.
         device: where tensors live.
         mailbox: carries the messages; None for the process group.
 
@@ -123,7 +125,7 @@ class Transfers:
         assert mailbox is None or num_slots_for(plan) <= mailbox.num_slots, "the mailbox was opened for other plans"
         self._plan, self._group, self._device = plan, group, device
         self._mailbox = mailbox
-        # Messages of a rank arrive in the order they were posted, whichever is waited for first.
+        # By peer, the receives in the order they were posted: messages arrive in that order, not in that of the waits.
         self._posted: dict[int, deque[Action]] = {}
         self._arrived: set[Action] = set()
         self._fetch, self._deliver = fetch, deliver
@@ -143,12 +145,12 @@ class Transfers:
             return
         tensor = self._slot(action) if receives else self._to_link(self._fetch(action))
         operation = dist.irecv if receives else dist.isend
-        # A batch of one: over NCCL it goes through the group's own communicator, and none is made for each pair.
+        # A batch of one: so NCCL uses the group's communicator instead of making one for each pair of ranks.
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self._group, group_peer=peer)])
         self._pending[action] = (work, tensor)
 
     def wait(self, transfer: Action) -> None:
-        """Wait for one transfer; a received tensor is delivered, a sent one let go, and room made for another."""
+        """Wait for one transfer: deliver a received tensor, or free a sent one and have room for the next."""
         if self._mailbox is not None:
             if transfer.kind in RECEIVES:
                 self._take(self._mailbox, transfer)
@@ -163,11 +165,11 @@ class Transfers:
 
     @property
     def copies(self) -> bool:
-        """Whether posting a send and waiting for a receive move the data themselves: through a mailbox."""
+        """Whether posting a send and waiting for a receive copy the data themselves, as a mailbox does."""
         return self._mailbox is not None
 
     def is_complete(self, transfer: Action) -> bool:
-        """Whether `wait` would find the transfer done, but for the copy out of a mailbox; for a trace."""
+        """Return whether `wait` would not have to wait, except for a copy out of the mailbox; for a trace."""
         if self._mailbox is None:
             work, _ = self._pending[transfer]
             return bool(work.is_completed())
@@ -177,7 +179,7 @@ class Transfers:
         return transfer in self._arrived or self._mailbox.has_arrived(peer, self._posted[peer].index(transfer))
 
     def _take(self, mailbox: Mailbox, transfer: Action) -> None:
-        """Copy messages into their slots until that of `transfer` has come."""
+        """Copy messages into their slots, in order, up to that of `transfer`."""
         peer = self._plan.peer(transfer)
         while transfer not in self._arrived:
             oldest = self._posted[peer].popleft()

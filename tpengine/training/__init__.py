@@ -1,1 +1,1 @@
-"""A training run: the trainer of one step, and the loop around it."""
+"""A training run: the trainer, which runs one step, and the loop around it."""

@@ -1,4 +1,4 @@
-"""A rank's model and gradients, put together: fast, or exact with its shards and a sink for each of them."""
+"""Build a rank's model and gradient buffers, for fast mode, or for exact mode with one sink per shard."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def assemble(
         config: validated.
         layout, mesh, comms: of that configuration.
         device: where this rank computes.
-        halves: where input halves leave what their weight halves add.
+        halves: keeps contributions to weight gradients between the halves of a backward pass.
 
     Returns:
-        This rank's chunks of the model, uninitialised, and its gradients, which the model's layers add to.
+        This rank's chunks of the model, uninitialised, and the gradients that their layers add to.
 
     With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
     """
@@ -54,7 +54,7 @@ def _fast(
     gradients = FastGradients(
         layout.buckets_of(mesh.at.pp),
         model.held,
-        # Two uses in one backward pass; ends in two chunks of a rank each have their own.
+        # Tied ends in one chunk contribute twice per backward pass; in two chunks of a rank, once per chunk's pass.
         tied_ends=config.model.tie_embeddings and len(layout.ranks) == 1,
         comms=comms,
         dtype=accumulation_dtype(dtype),

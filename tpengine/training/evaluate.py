@@ -25,13 +25,13 @@ from tpengine.training.trainer import RunError, Trainer
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """Micro-batches that nothing is learned from (pipeline.stage.Batch): `on_logits` sees what the model says."""
+    """The batch of a pass without training (pipeline.stage.Batch): `on_logits` is given the logits."""
 
     all_tokens: Tensor
     on_logits: Callable[[Tensor, int], None]
 
     def begin(self, microbatch: int) -> None:
-        """Nothing: without training no layer drops."""
+        """Do nothing: without training no layer drops elements."""
 
     def tokens(self, microbatch: int) -> Tensor:
         """As Batch."""
@@ -47,8 +47,8 @@ class ForwardPass:
     """Runs the trainer's model forward over given micro-batches, pipelined.
 
     Args:
-        trainer: whose model and mesh are used.
-        num_micro_batches, micro_batch_size: of one replica and pass.
+        trainer: has the model and the mesh.
+        num_micro_batches, micro_batch_size: per replica and pass.
     """
 
     def __init__(self, trainer: Trainer, num_micro_batches: int, micro_batch_size: int) -> None:
@@ -71,27 +71,27 @@ class ForwardPass:
 
 
 def held_out_loss(trainer: Trainer) -> float | None:
-    """Mean loss over the valid targets of the first held-out samples, in nats, equal on all ranks and for all layouts.
+    """Return the mean loss over the valid targets of the first held-out samples, in nats; the same in every layout.
 
-    `eval_micro_batches` counts over all replicas, which share them as evenly as they can. No sample counts twice, so a
-    short held-out text gives fewer.
+    `eval_micro_batches` is a number over all replicas, which share them as evenly as possible. No sample counts twice,
+    so that a short held-out text gives fewer. Collective; equal on all ranks.
 
     Returns:
         The mean; None if no target is valid.
 
     Raises:
-        RunError: on all ranks alike: some rank cannot read its samples, or ranks of a replica have read others.
+        RunError: on all ranks alike: a rank cannot read its samples, or ranks of a replica have read different ones.
     """
     config, mesh = trainer.config, trainer.mesh
     size = config.train.micro_batch_size
-    # Samples beyond the last one count nothing.
+    # Read this replica's samples; those beyond the last one do not count.
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
     tokens, labels = _read_held_out(trainer, first, each * size)
     last = min(config.train.eval_micro_batches * size, trainer.corpus.held_out.num_windows)
     labels[max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
-    # Each micro-batch has its place: other replicas and stages add zero there, which is exact in whatever order.
+    # Loss and number of targets of each micro-batch have a place: others add zeros there, which is exact in any order.
     sums = torch.zeros(2, mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
@@ -99,6 +99,7 @@ def held_out_loss(trainer: Trainer) -> float | None:
         sums[0, place] = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
         sums[1, place] = (target != IGNORED_LABEL).sum()
 
+    # Run the model, then sum over replicas and stages.
     ForwardPass(trainer, each, size).run(tokens, add_loss)
     trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
@@ -111,8 +112,8 @@ def held_out_loss(trainer: Trainer) -> float | None:
 def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
 
-    Args: first, count: of this rank's replica.
-    Returns: tokens[count, S] and labels[count, S], int64, on the host; zeros where neither is used.
+    Args: first, count: first sample of this rank's replica, and their number.
+    Returns: tokens[count, S] and labels[count, S], int64, on the host; zeros on stages that use neither.
     """
     trainer.activity.begin("reading the held-out text")
     samples, model = trainer.corpus.held_out, trainer.model
@@ -143,10 +144,10 @@ def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Te
 
 
 def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
-    """The first tokens of the held-out text, at most a window of them; rank 0 reads them for all ranks.
+    """Return the first tokens of the held-out text, at most a window of them; rank 0 reads them for all ranks.
 
     Raises:
-        RunError: on all ranks alike: they cannot be read.
+        RunError: on all ranks alike: the text cannot be read.
     """
     trainer.activity.begin("reading the prompt")
     told: Any = None
@@ -167,13 +168,13 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
 
         next = argmax over v of logits[v] / temperature + Gumbel noise(seed, position, v)
 
-    Adding Gumbel noise and taking the maximum draws from the softmax, so the shards need to agree on a maximum
-    only and no rank sees the whole row of logits. Source: Gumbel-max trick, Maddison et al., NeurIPS 2014, section 2.
+    Adding Gumbel noise and taking the maximum draws from the softmax. So the ranks only need to agree on a maximum, and
+    no rank needs the whole row of logits. Source: Gumbel-max trick, Maddison et al., NeurIPS 2014, section 2.
 
     Args:
         prompt: at least one token.
-        num_tokens: how many to add; each is one forward pass over a window of the last seq_len tokens.
-        temperature: below 1 sharpens.
+        num_tokens: number of tokens to add; each takes a forward pass over a window of the last seq_len tokens.
+        temperature: below 1 makes likely tokens likelier.
     """
     config, tp = trainer.config, trainer.comms.tp
     seq, num_shards = config.train.seq_len, trainer.model.parts.table_size
@@ -189,7 +190,7 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         def draw(logits: Tensor, _: int, place: int = place, drawn: Tensor = drawn) -> None:
             rows = logits[..., place, :].double().view(-1, logits.shape[-1]) / temperature
             column = torch.arange(rows.numel(), device=rows.device) + tp.rank * rows.numel()
-            # Shard by shard: a logarithm's last bit may depend on its place in what is computed at once.
+            # Shard by shard: the last bit of a logarithm may depend on its place in the tensor.
             noise = [uniform(config.train.seed, f"sample/{len(tokens)}", c) for c in column.view_as(rows)]
             scores = [row - (-n.log()).log() for row, n in zip(rows, noise, strict=True)]
             score = torch.cat(scores).masked_fill(column >= config.model.vocab_size, -torch.inf)

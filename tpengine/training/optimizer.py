@@ -15,7 +15,7 @@ from tpengine.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio`, where it stays.
+    """Return the rate of a step: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio`, where it stays.
 
         step < w:  lr (step+1)/w          else  lr (r + (1-r) (1 + cos(pi (step-w)/(n-1-w))) / 2)
 
@@ -32,10 +32,10 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 
 
 def squared_norms(gradients: Mapping[int, Tensor], num_places: int, device: torch.device) -> Tensor:
-    """Sum of squares of each given gradient at its place of a float64 vector, zero at the other places.
+    """Return a float64 vector with each gradient's sum of squares at its place, and zeros elsewhere.
 
-    The caller passes each shard of the global gradient once over all ranks (replicated parameters on one of their
-    holders only), each at a place of its own, and sums over ranks.
+    Over all ranks, callers pass each shard of the global gradient once, at a place of its own (a replicated parameter
+    on one of its holders only), and then sum the vectors over the ranks.
     """
     squares = torch.zeros(num_places, dtype=torch.float64, device=device)
     for place, gradient in gradients.items():
@@ -54,7 +54,7 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 class _Moments(NamedTuple):
-    """What AdamW keeps of a master: both moments, and how many updates they have seen, a float32 scalar."""
+    """The state of one master weight: both moments, and their number of updates, a float32 scalar."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -62,24 +62,24 @@ class _Moments(NamedTuple):
 
 
 class AdamW:
-    """AdamW, by torch's fused kernel, on masters in the accumulation dtype.
+    """AdamW with torch's fused kernel, on master weights in the accumulation dtype.
 
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = (1 - lr decay) w - lr (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^n)) + eps)
 
-    Parameters in float32 and float64 are their own masters. Below that each has a master copy, which the optimizer
-    updates and which is rounded into the parameter after the step.
+    Parameters in float32 and float64 are their own masters. A parameter in a narrower dtype has a master copy: the
+    optimizer updates the copy, and rounds it into the parameter.
 
-    The decision a reader will question: torch.optim.AdamW runs the same kernel, but its class imports torch's compiler,
-    2 CPU seconds of every start.
+    The decision a reader will question: torch.optim.AdamW runs the same kernel, but importing its class imports torch's
+    compiler, which costs 2 CPU seconds per start.
 
     Args:
         parameters: by name.
-        gradients: by name, the parameters' shapes, in the accumulation dtype; read at every step.
-        decayed: names of the parameters weight decay applies to.
+        gradients: by name, of the parameters' shapes, in the accumulation dtype; every step reads them.
+        decayed: names of the parameters that weight decay applies to.
         config: learning rate, betas, eps, weight decay.
 
-    Memory: two moments, and a master where the dtype is narrower, each in the accumulation dtype.
+    Memory: two moments, and a master if the dtype is narrower, each in the accumulation dtype.
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
     """
 
@@ -114,31 +114,32 @@ class AdamW:
 
     @staticmethod
     def states_per_element(master_is_parameter: bool) -> int:
-        """Tensors in the accumulation dtype besides the parameter: gradient, two moments, master where needed."""
+        """Return how many accumulation-dtype tensors a parameter needs: gradient, two moments, maybe a master."""
         return 3 if master_is_parameter else 4
 
     def state_of(self, name: str) -> dict[str, Tensor]:
-        """What a checkpoint must hold of one parameter: both moments, and the master where there is one.
+        """Return what a checkpoint must hold of one parameter: both moments, and the master if there is one.
 
-        Returns: the tensors themselves, of the parameter's shape in the accumulation dtype, zero before the first step.
+        Returns: the tensors themselves, of the parameter's shape, in the accumulation dtype; moments begin as zeros.
         """
         master, moments = self.masters[name], self._moments[name]
         tensors = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
         return tensors if isinstance(master, Parameter) else {**tensors, "master": master}
 
     def resume_after(self, num_updates: int) -> None:
-        """Count `num_updates` as done: they decide the moments' bias correction."""
+        """Set the number of updates done so far, which decides the moments' bias correction."""
         for moments in self._moments.values():
             moments.step.fill_(num_updates)
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Update every parameter with the gradients as they are.
+        """Update every parameter with the current gradients.
 
         Args:
-            skip: bool [] on the device; where it is true no parameter, moment or count changes, whatever the gradients
-                hold. The host does not learn of it.
+            skip: bool [] on the device. If it is true, no parameter, moment or count changes. The host does not wait to
+                know it.
         """
+        # Update masters and moments, first those with weight decay, then the others.
         for weight_decay, names in self._groups:
             if not names:
                 continue
@@ -151,7 +152,7 @@ class AdamW:
                 [],
                 [of_one.step for of_one in moments],
                 fused=True,
-                # What a GradScaler gives too: the kernel leaves everything as it is where this is 1.
+                # As a GradScaler passes it: if this is 1, the kernel changes nothing.
                 found_inf=None if skip is None else skip.float(),
                 amsgrad=False,
                 beta1=self._config.beta1,
@@ -161,5 +162,6 @@ class AdamW:
                 eps=self._config.eps,
                 maximize=False,
             )
+        # Round the masters into their parameters.
         for parameter, master in self._copies:
             parameter.copy_(master)

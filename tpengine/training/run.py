@@ -1,7 +1,4 @@
-"""One training run from start to finish: directory, plan shown, steps, checkpoints, held-out loss, sample.
-
-Used by train.py.
-"""
+"""One training run from start to finish: set up, show the plan, train, save, evaluate, sample. Called by train.py."""
 
 from __future__ import annotations
 
@@ -46,17 +43,17 @@ _PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is to do.
+    """The work of one rank.
 
     Attributes:
         config: validated configuration.
-        corpus: its text.
-        launch, device: this rank and where it computes.
-        shared_cores: of which the ranks of this host took a share of threads each; 0 if their number was given.
+        corpus: the configuration's text.
+        launch, device: this rank, and the device where it computes.
+        shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
         meeting: where the ranks have met.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
-        checkpoint: where to go on, unless some rank cannot use it; None starts at step 0.
+        checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
     """
 
     config: Config
@@ -74,19 +71,19 @@ def train(job: Job, watch: Watch) -> None:
 
     Args:
         job: what to train.
-        watch: hears signals and hangs while this runs.
+        watch: handles signals and hangs while this runs.
 
     Raises:
-        RunError: what the user can mend, raised on all ranks alike.
+        RunError: on all ranks alike, for what the user can fix.
     """
     watch.activity.begin("connecting with the other ranks")
     start(job.device, job.launch, job.meeting.store)
     try:
         with _pulse(job, watch):
-            # No variable holds the run here: it would keep the process groups alive until they are ended below.
+            # Keep no variable of the run here: it would keep the process groups alive until they are destroyed below.
             _loop(_set_up(job, watch))
     except RunError as error:
-        # All ranks are here. What the traceback keeps alive holds process groups.
+        # All ranks come here. Clear the traceback's frames first: they keep the process groups alive.
         traceback.clear_frames(error.__traceback__)
         _end_groups(watch)
         raise
@@ -95,7 +92,7 @@ def train(job: Job, watch: Watch) -> None:
 
 @contextlib.contextmanager
 def _pulse(job: Job, watch: Watch) -> Iterator[None]:
-    """Let the watch know whether any rank still moves."""
+    """Tell the watch, inside the context, whether any rank still makes progress."""
     if job.launch.world_size == 1:
         yield
         return
@@ -113,11 +110,11 @@ def _end_groups(watch: Watch) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run consists of once it is set up.
+    """The parts of a run that has been set up.
 
     Attributes:
-        checkpoint: where it goes on; None at step 0.
-        content: compares the text with what it was when the run began.
+        checkpoint: where it continues; None at step 0.
+        content: checks that the text is still what it was when the run began.
     """
 
     job: Job
@@ -131,12 +128,12 @@ class _Run:
 
     @property
     def first_step(self) -> int:
-        """The step that comes first, 0-based."""
+        """The first step to run, 0-based."""
         return 0 if self.checkpoint is None else self.checkpoint.index.step
 
 
 def _set_up(job: Job, watch: Watch) -> _Run:
-    """Build the model and its groups, and bring back what a checkpoint holds; collective."""
+    """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
     trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity)
     watch.explain = partial(explain, trainer, Peers(job.device))
@@ -150,7 +147,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
 
 
 def _loop(run: _Run) -> None:
-    """Train the steps that are left, write what they measured, then evaluate and sample; collective."""
+    """Train the steps that are left and write their metrics, then evaluate and sample; collective."""
     job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
     with _open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
         say = partial(run.console.print, markup=False, highlight=False)
@@ -159,15 +156,17 @@ def _loop(run: _Run) -> None:
         watch.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
             for step in range(run.first_step, job.config.train.steps):
+                # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
                     checkpoints.after_step(step + 1)
                     continue
+                # Train.
                 profiler.begin(step)
                 begin = time.perf_counter()
                 result = trainer.train_step(step, partial(_figures, begin, job.device, watch, content))
                 seconds, memory, stop_signal, content_flag = result.largest
-                # A GPU's work is done by now; what the other ranks told was before theirs was.
+                # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 seconds = max(seconds, time.perf_counter() - begin)
                 record = step_record(
                     job.config,
@@ -184,6 +183,7 @@ def _loop(run: _Run) -> None:
                 trainer.activity.begin("writing what it measured", timed=False)
                 _write(writer, progress, record)
                 profiler.end(step, seconds)
+                # React: to a text that has changed, a skipped step, a signal to stop, a checkpoint that is due.
                 if content_flag:
                     raise RunError(content.explain(int(content_flag)))
                 skipped.note(step, result)
@@ -205,7 +205,7 @@ def _write(writer: MetricsWriter | None, progress: ProgressLine, record: dict[st
 
 
 def _end_steps(run: _Run) -> None:
-    """Wait for the last checkpoint, and hear of signals and texts once more, after the last step."""
+    """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
     stop_signal, content_flag = max_over_ranks([float(watch.stop), float(run.content.flag)], run.job.device)
@@ -219,7 +219,7 @@ def _end_steps(run: _Run) -> None:
 
 
 def _evaluate(run: _Run) -> None:
-    """Show the held-out loss and a sample."""
+    """Compute and show the held-out loss and a sample; collective."""
     config, trainer, held_out = run.job.config, run.trainer, None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
@@ -236,12 +236,10 @@ def _evaluate(run: _Run) -> None:
 def _open_writer(
     trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[MetricsWriter | None]:
-    """Say what will happen, write the resolved configuration, and give the writer of metrics, closed at the end.
-
-    Collective.
+    """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
 
     Raises:
-        RunError: on all ranks alike: rank 0 cannot write there.
+        RunError: on all ranks alike: rank 0 cannot write into the run directory.
     """
     writer, problem = None, ""
     if job.run_dir is not None:
@@ -251,7 +249,7 @@ def _open_writer(
             _write_config(trainer, job.run_dir)
             writer = MetricsWriter(job.run_dir, first_step or None)
         except OSError as error:
-            problem = f"the run directory must take the run's files: {error}: mend that or use another --run-dir"
+            problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
     problem = broadcast_json(problem)
     if problem:
         raise RunError(problem)
@@ -278,7 +276,7 @@ def _say_what_will_happen(
 
 def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
     if writer.kept is not None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # stderr may be closed
             print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
     if not writer.tensorboard:
         console.print(
@@ -289,7 +287,7 @@ def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
 
 
 def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
-    """Say where the run goes on, and which settings are not those of the checkpoint."""
+    """Say at which step the run continues, and which settings differ from those of the checkpoint."""
     if checkpoint is None:
         lines = ["no checkpoint yet: starting at step 1"]
     else:
@@ -305,7 +303,7 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
 
 
 def _say_where_learning_ends(console: Console, config: Config) -> None:
-    """Say it where the schedule is shorter than the run, which was resumed or begun with another run's config.toml."""
+    """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
     steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
     last = max(decay_steps_of(config), config.optim.warmup_steps + 2)
     if last < steps:
@@ -317,7 +315,7 @@ def _say_where_learning_ends(console: Console, config: Config) -> None:
 
 
 def _write_config(trainer: Trainer, run_dir: Path) -> None:
-    """Write config.toml, which repeats or continues the run; another one that is there is kept aside."""
+    """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
     config, parallel = trainer.config, trainer.config.parallel
     resolved = replace(
         config,
@@ -330,7 +328,7 @@ def _write_config(trainer: Trainer, run_dir: Path) -> None:
 
 
 def _keep_schedule(name: str, run_dir: Path) -> str:
-    """Copy the file of a user's own schedule into the run's directory; return what names the schedule from then on."""
+    """Copy the file of a user's schedule into the run's directory; return the name or path to store in config.toml."""
     if name in SCHEDULES:
         return name
     kept = run_dir / f"{Path(name).stem}.txt"
@@ -339,8 +337,8 @@ def _keep_schedule(name: str, run_dir: Path) -> str:
 
 
 def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
-    """Write a file of the run, after keeping aside another one that is there."""
-    # A link to somebody else's file is no copy.
+    """Write a file of the run; keep an earlier one aside, or with `keeps_equal` leave it if it is equal."""
+    # A link is replaced by a copy: the file that it leads to may change.
     if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
         return
     with written_beside(path) as beside:
@@ -349,7 +347,5 @@ def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
 
 
 def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:
-    """What a rank tells at the end of a step: seconds since it began, memory, the signal heard, what the text check has
-    found.
-    """
+    """Return what a rank tells the others at the end of a step: its seconds, peak memory, signal, and content flag."""
     return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]

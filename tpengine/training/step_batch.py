@@ -1,9 +1,10 @@
-"""What a step is trained on: this rank's micro-batches, and what all ranks say of theirs in one gather.
+"""The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. Every rank then tells every other whether it read, a digest of the windows, and how many targets are
-valid. What follows from that is computed on the device and read at the end of the step, together with the loss: a rank
-whose file cannot be read trains on zeros meanwhile, and no rank applies an update of a batch that is not usable.
+read nothing. Every rank then reports to all others whether it read, a digest of its windows, and the number of valid
+targets. From the reports each rank computes on its device whether the batch is usable, and reads that at the end of the
+step, together with the loss. Until then a rank that cannot read its file computes with zeros. No rank applies the
+update of a batch that is not usable.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 class _Report(NamedTuple):
-    """What a rank says of its windows.
+    """A rank's report on the windows it should read.
 
     Attributes:
-        status: whether they are read.
-        digest: of them (data.batch_digest).
-        num_valid: targets that count.
+        status: _UNREADABLE, _NOT_READ (this rank needs none) or _READ.
+        digest: digest of the windows (data.batch_digest).
+        num_valid: number of valid targets.
     """
 
     status: int = _NOT_READ
@@ -48,9 +49,9 @@ class StepBatch:
 
     Attributes:
         tokens, labels: int64 [micro-batches, T]; empty on a stage that needs neither.
-        loss_scale: float64 [], 1 / valid targets of the global step.
-        usable: bool [], equal on all ranks: all could read, replicas agree in themselves, some target is valid.
-        reports: int64 [pp, dp, tp, 3], what each rank says, equal on all ranks.
+        loss_scale: float64 [], 1 / number of valid targets of the global step.
+        usable: bool [], equal on all ranks: all could read, the ranks of each replica read the same, a target is valid.
+        reports: int64 [pp, dp, tp, 3], the reports of all ranks; equal on all ranks.
         error: why this rank could not read; empty if it could.
     """
 
@@ -62,7 +63,7 @@ class StepBatch:
     error: str = ""
 
     def refusal(self, step: int, errors: Sequence[str]) -> str:
-        """Say why the batch is not usable, in one line; waits for the device. Equal on all ranks.
+        """Return why the batch is not usable, in one line, equal on all ranks; waits for the device.
 
         Args:
             step: 0-based.
@@ -91,18 +92,19 @@ class StepBatch:
 
 
 class TrainingBatch:
-    """The micro-batches of the step under way, as the stages see them (pipeline.stage.Batch).
+    """The micro-batches of the current step, as the stages see them (pipeline.stage.Batch).
 
     Args:
         config: validated.
         mesh: places of the ranks.
         tp: the ranks that share a row of logits.
-        position: told which micro-batch comes next, for dropout.
+        position: set to the micro-batch that comes next, for dropout.
         device: where this rank computes.
 
     Attributes:
-        step: what was read for the step under way.
-        losses: of the step under way, summed over the valid targets of each micro-batch, counted over all replicas.
+        step: what was read for the current step.
+        losses: float64 [dp * micro-batches], the current step's loss sums of all replicas' micro-batches: those of this
+            replica have values, the others are zero.
     """
 
     step: StepBatch
@@ -111,11 +113,11 @@ class TrainingBatch:
         self._vocab_size, self._tp, self._position = config.model.vocab_size, tp, position
         num_micro_batches = config.train.num_micro_batches
         self._first_number = mesh.at.dp * num_micro_batches
-        # Of all replicas' micro-batches: a sum over ranks that adds zeros to them is exact, in whatever order.
+        # One place per micro-batch of all replicas: a sum over ranks only adds zeros to it, exact in any order.
         self.losses = torch.zeros(mesh.shape.dp * num_micro_batches, dtype=torch.float64, device=device)
 
     def number_of(self, microbatch: int) -> int:
-        """The number, over all replicas, of a micro-batch of this one."""
+        """Return the number, counted over all replicas, of a micro-batch of this replica."""
         return self._first_number + microbatch
 
     def begin(self, microbatch: int) -> None:
@@ -127,7 +129,7 @@ class TrainingBatch:
         return self.step.tokens[microbatch]
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """As Batch, of logits: summed over valid targets, times the step's loss scale."""
+        """Return the loss of logits y, summed over valid targets and multiplied by the step's loss scale."""
         loss = vocab_parallel_cross_entropy(y, self.step.labels[microbatch], self._vocab_size, self._tp)
         self.losses[self.number_of(microbatch)] = loss.detach()
         return loss * self.step.loss_scale.to(loss.dtype)
@@ -138,7 +140,7 @@ class BatchReader:
 
     Args:
         config: validated.
-        samples: the text's.
+        samples: the samples of the training text.
         mesh: places of the ranks.
         ends: the stages that hold the model's first chunk and its last.
         device: where this rank computes.
@@ -150,17 +152,18 @@ class BatchReader:
         self._train, self._samples, self._mesh, self._ends, self._device = config.train, samples, mesh, ends, device
 
     def read(self, step: int) -> StepBatch:
-        """Read what this rank needs of a step, and hear of the others; collective over all ranks.
+        """Read what this rank needs of a step, and exchange reports; collective over all ranks.
 
         Args:
             step: 0-based.
 
-        Cost: a gather of 24 bytes a rank. No wait for a device.
+        Cost: a gather of 24 bytes per rank. It does not wait for the device.
         """
         train, at = self._train, self._mesh.at
         tokens = labels = torch.empty(0, dtype=torch.int64)
         mine, error = _Report(), ""
         if at.pp in self._ends:
+            # Read, or go on with zeros and ignored labels.
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORED_LABEL)
             try:
@@ -170,6 +173,7 @@ class BatchReader:
             else:
                 mine = _Report(_READ, batch_digest(*arrays), int((arrays[1] != IGNORED_LABEL).sum()))
                 tokens, labels = (torch.from_numpy(array).view_as(tokens) for array in arrays)
+        # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
         scale, usable = self._judged(reports)
         return StepBatch(
@@ -187,7 +191,7 @@ class BatchReader:
         )
 
     def _gathered(self, mine: _Report) -> Tensor:
-        """Every rank's report, by its place, on the device."""
+        """Return all ranks' reports [pp, dp, tp, 3] on the device."""
         shape = self._mesh.shape
         report = torch.tensor(mine, dtype=torch.int64)
         everyone = report[None]
@@ -198,9 +202,9 @@ class BatchReader:
         return to_device(everyone, self._device).view(shape.pp, shape.dp, shape.tp, len(mine))
 
     def _judged(self, reports: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss scale, and whether the batch is usable."""
+        """Return the loss scale, and whether the batch is usable."""
         status, digests, num_valid = reports.unbind(-1)
-        # One rank of each replica counts its targets.
+        # The ranks of a replica read the same labels: count those of one rank of its last stage.
         total = num_valid[self._ends[1], :, 0].sum()
         reads = status == _READ
         largest = digests.masked_fill(~reads, _LEAST).amax((0, 2))

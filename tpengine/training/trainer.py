@@ -1,11 +1,11 @@
-"""The trainer: builds every part from a configuration and runs steps. The only file that knows all parts.
+"""The trainer: builds every part from a configuration and runs steps. It is the only file that knows all parts.
 
 Data flow of a step: the batch is a function of the step and this rank's place; the executor runs the verified plan;
-handlers connect its actions to stage, transfers, buckets and optimizer; the loss and the norm come back as numbers.
+handlers connect its actions to stages, transfers, buckets and optimizer; loss and norm are returned as numbers.
 
-The host waits for the device once a step, at its end. Whether the update is applied is therefore decided on the device:
-loss and norm are the same numbers on all ranks before the optimizer's step, and where one of them is not finite, or the
-batch is not usable, the optimizer leaves everything as it is.
+The host waits for the device once per step, at its end. So the device decides whether the update is applied: before the
+optimizer's step all ranks have the same loss and norm, and if one of them is not finite, or the batch is not usable,
+the optimizer changes nothing.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from tpengine.training.step_batch import BatchReader, StepBatch, TrainingBatch
 
 
 class RunError(RuntimeError):
-    """What a user can mend and only training can find; raised on all ranks alike: the rule, the values, the remedy."""
+    """An error that the user can fix and only training can find; raised on all ranks alike, with rule and remedy."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, equal on all ranks.
+    """The results of a step, equal on all ranks.
 
     Attributes:
         loss: nats per valid target of the global step.
         grad_norm: of the global gradient, before clipping.
         lr: learning rate used.
-        skipped: whether loss or norm are not finite: then nothing was updated, and the step counts as no update.
-        largest: of the figures that ranks were asked for, over all of them.
+        skipped: whether loss or norm is not finite: then nothing was updated, and the step does not count as an update.
+        largest: the largest value over all ranks of each figure that `tell` returns.
     """
 
     loss: float
@@ -67,10 +67,10 @@ class Probe(Protocol):
     """Looks at the gradients of a step that is computed again; see Trainer.compute_again."""
 
     def before_sum(self, bucket: int) -> None:
-        """A bucket holds what the micro-batch under way has added last, and is summed over ranks next."""
+        """Look at a bucket that the current micro-batch has completed, before it is summed over ranks."""
 
     def after_backward(self) -> None:
-        """A micro-batch has been added to the buckets that are not summed yet."""
+        """Look at the buckets that are not summed yet, after a micro-batch has been added."""
 
 
 class Trainer:
@@ -81,17 +81,18 @@ class Trainer:
         corpus: the text, equal on all ranks.
         device: where this rank computes.
         trace: records what the executor runs; None records nothing.
-        activity: told what this rank does; None where nobody watches.
+        activity: told what this rank does; None if nothing watches it.
 
     Attributes:
-        model: this rank's chunks, in this rank's shards.
-        stages, pipeline: the same at run time, by number of the chunk, and what drives them.
+        model: this rank's shards of this rank's chunks.
+        stages: the chunks at run time, by their number.
+        pipeline: runs the stages and their transfers.
         plan, layout, mesh, comms, gradients, optimizer: see their types.
-        batch: the micro-batches of the step under way, and their losses.
-        grad_norm: of the step under way, before clipping.
-        squares: of the same gradient, by the places of its pieces.
-        num_updates: steps whose update has been applied, those of the run before a checkpoint too.
-        mailbox: carries the pipeline's messages between CPU ranks of one host; None where the process group does.
+        batch: the micro-batches of the current step, and their losses.
+        grad_norm: gradient norm of the current step, before clipping.
+        squares: sums of squares of the same gradient, by the place of each piece.
+        num_updates: number of updates applied, including those before the checkpoint that the run continues.
+        mailbox: carries the pipeline's messages between CPU ranks of one host; None if the process group does.
 
     Raises:
         ValueError: the plan fails verification (a bug of a schedule, named).
@@ -111,16 +112,19 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.device = config, corpus, device
         self.activity = activity or Activity()
+        # Plan: who holds what, and the order of actions.
         self.layout: Layout = layout_of(config)
         self.plan = training_plan(config, self.layout)
-        # Before any other group is made: ranks that differ in layout could not make one.
+        # Compare first: ranks that differ in layout could not make the groups below.
         self._check_same_run()
+        # Connect: the mesh, its groups and their communicators.
         shape = Shape.of(config.parallel)
         ends = (self.layout.ranks[0], self.layout.ranks[-1]) if config.model.tie_embeddings else None
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
         self.comms = Communicators.of(self.mesh, config, device)
         self.comms.connect(link_device(device))
 
+        # Build: model, gradient buckets, optimizer and initial weights.
         halves = WeightHalves()
         self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device, halves)
         self.buckets = self.gradients.buckets
@@ -131,13 +135,15 @@ class Trainer:
             config.optim,
         )
         self.model.initialise(config.train.seed, self.optimizer.masters)
-        # Prepared copies are two more of all matrices. They pay most where shards are multiplied as they arrive; alone
-        # they save some 2 % of a step, which a pipeline does without. The bits of exact mode are those of the copies.
+        # Preparing weights costs memory for two more copies of all matrices. It saves most over tp, where shards are
+        # multiplied as they arrive. Without tp it saves some 2 % of a step: in a pipeline not worth the memory.
+        # Exact mode must always multiply by prepared weights: other layouts give other bits.
         self._prepares_weights = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
         self._num_places, self._places = self._places_of_gradients()
         self._reader = BatchReader(
             config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
         )
+        # State of the current step.
         self.num_updates = 0
         self._probe: Probe | None = None
         self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
@@ -145,9 +151,9 @@ class Trainer:
         self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._skip = torch.zeros((), dtype=torch.bool, device=device)
         self._lr = 0.0
+        # Run time: stages, transfers and the executor. Evaluation and sampling use the mailbox too.
         at = self.mesh.at.pp
         self.stages = self.make_stages(self.batch)
-        # Evaluation and sampling run on it too.
         passes = (
             forward_plan(config, self.layout, num_micro_batches, config.train.micro_batch_size)
             for num_micro_batches in {1, max(1, evaluation_micro_batches(config))}
@@ -158,7 +164,7 @@ class Trainer:
         self.executor.check(self.plan.actions[at])
 
     def make_stages(self, batch: Batch) -> dict[int, Stage]:
-        """This rank's chunks at run time, by number.
+        """Return this rank's chunks at run time, by number.
 
         Args:
             batch: the micro-batches that they run.
@@ -180,33 +186,36 @@ class Trainer:
 
         Args:
             step: 0-based; decides the data and the learning rate.
-            tell: figures of this rank, none of them NaN, asked for when the step's work has been issued.
+            tell: returns figures of this rank, none of them NaN; called when the step's work has been issued.
 
         Returns:
-            Loss, gradient norm and learning rate; whether they were finite and the update was applied; the largest over
-            ranks of what they tell.
+            Loss, gradient norm and learning rate; whether the update was skipped; the largest value over ranks of each
+            figure.
 
         Raises:
             RunError: on all ranks alike. No target of the global step is valid, a text cannot be read, a token lies
-                outside the vocabulary, or ranks of a replica have read different tokens: nothing was updated. Or ranks
-                do not agree whether the step is finite: those that found it finite have updated their weights, so
-                that a checkpoint is the only way on.
+                outside the vocabulary, or ranks of a replica have read different tokens: then nothing was updated. Or
+                ranks do not agree whether the step is finite: those that found it finite have updated their weights,
+                so that the run can only go on from a checkpoint.
 
         Order: one wait for the device, at the end.
         """
+        # Read the batch, and tell all ranks about it.
         self.activity.step = step
         self.activity.begin("counting its targets")
         self.batch.step = self._load(step)
+        # Run the plan: forward, backward, reductions, clipping and update.
         self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self._run_plan(step)
+        # Wait for the device, and compare the outcome over all ranks.
         self.activity.begin("ending the step with all ranks")
         return self._result(step, tell)
 
     def compute_again(self, step: int, probe: Probe) -> None:
-        """Run the step that `train_step` has just skipped once more, up to its update; collective.
+        """Compute the step that `train_step` has just skipped once more, without its update; collective.
 
         Args:
-            step: the same.
+            step: number of that step.
             probe: looks at what the micro-batches add.
         """
         self._probe, trace = probe, self.executor.trace
@@ -244,7 +253,7 @@ class Trainer:
         }
 
     def _reducing(self, handler: Handler) -> Handler:
-        """Start the reductions that are due, in the plan's order, while the handler adds to weight gradients."""
+        """Return a handler that also starts the action's reductions, in the plan's order, as buckets are completed."""
 
         def handle(action: Action) -> None:
             starts = {sub.index: sub for sub in action.reduces if sub.index is not None}
@@ -275,7 +284,7 @@ class Trainer:
             trace.waited(started, begin, was_complete, None if work is None else work.ended_ns())
 
     def _wait_for(self, started: Action) -> Work | None:
-        """Wait for a transfer or a reduction; return the reduction."""
+        """Wait for a transfer or a reduction; return the reduction's work, or None."""
         if started.kind is not Kind.REDUCE:
             self.pipeline.wait_for(started)
             return None
@@ -299,19 +308,20 @@ class Trainer:
 
     def _clip(self) -> None:
         self.gradients.finish()
-        # Each shard of the model has its place; other ranks add zeros there, which is exact in whatever order.
+        # Sum the squares. Each shard of the model has its place, and other ranks add zeros there: exact in any order.
         owned = {place: self.gradients.of[name] for name, place in self._places.items()}
         figures = squared_norms(owned, self._num_places + 1, self.device)
         if self.model.is_last:
             loss = self.comms.dp.all_reduce_(self.batch.losses).sum() * self.batch.step.loss_scale
-            # The last place is the loss's: so it travels with the norm, and a NaN is one on every stage.
+            # The loss takes the last place: so one sum brings both, and every stage sees a loss that is NaN.
             if self.mesh.at.tp == 0:
                 figures[-1] = loss
         self.comms.tp.all_reduce_(figures)
         self.comms.pp.all_reduce_(figures)
+        # Norm, the decision to skip, and the scaling of the gradients.
         self.squares, self._loss = figures[:-1], figures[-1]
         self.grad_norm = self.squares.sum().sqrt()
-        # The norm overflows before a moment would: the largest element's square is part of it.
+        # A finite norm means finite second moments: the norm contains the square of the largest element.
         finite = self._loss.isfinite() & self.grad_norm.isfinite()
         self._skip = ~(finite & self.batch.step.usable)
         if self._probe is not None:
@@ -319,7 +329,7 @@ class Trainer:
         clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm)
 
     def _places_of_gradients(self) -> tuple[int, dict[str, int]]:
-        """How many places the global norm has, and those of the pieces that this rank answers for: each shard once."""
+        """Return the number of places in the global norm, and the places of the pieces that this rank counts."""
         table_size, held = self.model.parts.table_size, self.model.parts.held
         specs = stage_specs(self.config.model, table_size, 0, self.config.model.num_layers)
         first_place = {spec.name: i * table_size for i, spec in enumerate(specs)}
@@ -331,12 +341,13 @@ class Trainer:
         return len(specs) * table_size, places
 
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
+        # One wait for the device, together with the maximum over all ranks.
         skip = self._skip.double()
         own = torch.stack([self._loss, self.grad_norm, skip, self.batch.step.usable.double()])
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
         shared = torch.cat([torch.stack([skip, -skip]), to_device(told, self.device)])
         (loss, norm, skipped, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
-        # The device has been waited for: what its kernels gave up on is known.
+        # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.comms.tp.check()
         if not usable:
             raise RunError(self.batch.step.refusal(step, all_gather_json(self.batch.step.error)))

@@ -1,13 +1,13 @@
-"""The arena of a group: symmetric memory, its signals, and the two ways in which data moves through it.
+"""The arena of a group: symmetric memory, its signals, and the two exchanges that move data through it.
 
-    gather           each rank publishes a shard; the others read it in place, own shard first
-    reduce_scatter   each rank writes partial results for their owners, the owner's own last, and adds what it was given
+    gather           each rank publishes its shard; the others read it in place. A rank begins with its own shard
+    reduce_scatter   each rank writes partial results for the other owners, then its own, and adds what the others wrote
 
-Both hand the work on each piece to the caller as soon as it may begin, so that a matmul computes while other ranks are
-still busy; and both end only when every peer has been heard (signals.py, pattern 2), so that calls need no barrier
+Both let the caller work on each piece as soon as it is there, so that a matmul computes while other ranks are still
+busy. Both end only when the signals of all peers have come (signals.py, pattern 2), so that calls need no barrier
 between them. Nothing here is a collective of a process group.
 
-What is larger than a generation of the arena moves in pieces, each a call of its own with its own epoch.
+A tensor larger than a generation of the arena moves in pieces. Each piece is a call of its own, with its own epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tpkernels.symmetric.processes import close_to_children
 from tpkernels.symmetric.signals import PeerError, Signals, control_bytes, words_over, wrapped
 
 NUM_GENERATIONS = 2
-# What splitting a matmul costs: the copies of its parts to their places.
+# How long to wait for all shards to come at once. Splitting a matmul costs about as much, to copy its parts into place.
 _SOON_SECONDS = 1e-4
 _OPERATIONS = (
     "a refused call",
@@ -43,24 +43,24 @@ _OPERATIONS = (
 )
 
 
-# The announcement of a rank that takes part in a call only to say that it cannot.
+# Announced by a rank that takes part in a call only to say that it cannot make it.
 _REFUSED = (0, 0, 0, 0, 0, 0)
-# An operator's forward and its dual carry one name; that one gathers and the other scatters tells them apart.
+# An operator's forward and its dual have the same name: this field says which of the two gathers and which scatters.
 _GATHERS, _SCATTERS = 1, 2
 
 
 class CallMismatch(ValueError):
-    """The ranks of a group made different calls; all of them raise."""
+    """The ranks of a group made different calls. All of them raise this."""
 
 
 def shard_rows(num_rows: int, world: int, rank: int) -> slice:
-    """The rows that `rank` holds of `num_rows`: ceil(num_rows / world) each, the last ranks fewer or none."""
+    """Return the rows that `rank` holds of `num_rows`: ceil(num_rows / world), on the last ranks fewer or none."""
     most = -(-num_rows // world)
     return slice(min(rank * most, num_rows), min((rank + 1) * most, num_rows))
 
 
 def exchange_bytes(num_rows: int, row_bytes: int, world: int) -> int:
-    """Bytes of arena with which a gather or reduce-scatter of so many rows moves in one piece."""
+    """Return the size of an arena in which a gather or reduce-scatter of `num_rows` rows moves in one piece."""
     slot_bytes = -(-num_rows // world) * row_bytes
     return NUM_GENERATIONS * world * (-(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
@@ -70,19 +70,19 @@ class Arena:
 
     Args:
         memory: the group's symmetric memory.
-        generation_bytes: of each of its two generations.
-        name: the group, for messages.
-        members: numbers of the ranks among all processes, for messages.
+        generation_bytes: size of each of its two generations.
+        name: the group's name, for messages.
+        members: global ranks of the group's members, for messages.
         timeout_seconds: how long to wait for a peer.
-        first_epoch: the number before that of the first call.
+        first_epoch: the epoch before that of the first call.
 
     Attributes:
         rank, world: this rank's place in the group and the number of ranks.
         generation_bytes, memory: as given.
         signals: flags and poison; `signals.timeout_seconds` may be changed.
 
-    Use `Arena.open`. All ranks make the same calls in the same order, with the same sizes; a rank that calls something
-    else is noticed, and every rank raises CallMismatch.
+    Make one with `Arena.open`. All ranks must make the same calls in the same order, with the same sizes. If a rank
+    makes another call, every rank raises CallMismatch.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Arena:
         self._epoch = first_epoch
         self._ended_by: BaseException | None = None
         for peer in self._peers:
-            # Nobody reads these before the barrier that ends `open`.
+            # No rank reads these before the barrier at the end of `open`.
             self.signals.notify(peer, wrapped(first_epoch))
 
     @classmethod
@@ -117,13 +117,13 @@ class Arena:
 
         Args:
             group: the ranks, over gloo.
-            num_bytes: for data, a rank: two generations of half of it.
-            timeout_seconds: how long a call waits for a peer that lives.
-            first_epoch: for tests of what happens near the largest epoch.
+            num_bytes: memory for data per rank; each of two generations gets half.
+            timeout_seconds: how long a call waits for a peer that is alive.
+            first_epoch: for tests near the largest epoch.
 
         Raises:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
-            ValueError: num_bytes is no number of bytes, or not the same on all ranks.
+            ValueError: num_bytes is not a legal number of bytes, or not the same on all ranks.
         """
         check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
@@ -137,21 +137,22 @@ class Arena:
 
     @property
     def epoch(self) -> int:
-        """Number of the newest call, as int32."""
+        """Epoch of the newest call, as int32."""
         return wrapped(self._epoch)
 
     def reset(self) -> None:
         """Make a poisoned group usable again; collective. No rank may be in the middle of a call.
 
         Raises:
-            PeerTimeout, PeerGone: a rank took no part.
+            PeerTimeout, PeerGone: a rank did not take part.
         """
         self._epoch = self.signals.reset(self.epoch)
 
     def refuse(self, message: str) -> NoReturn:
-        """Take part in the call that the other ranks make only to say that this rank cannot; raise ValueError.
+        """Tell the other ranks that this rank cannot make their call, and raise ValueError.
 
-        The others raise CallMismatch, instead of waiting for this rank in vain.
+        It takes part in the call with an announcement of its own. So the others raise CallMismatch, instead of waiting
+        for this rank.
         """
         self._begin(_REFUSED)
         for peer in self._peers:
@@ -167,17 +168,17 @@ class Arena:
         Args:
             x: [rows, columns], this rank's shard: `shard_rows(num_rows, world, rank)`.
             num_rows: of all shards.
-            operation: what for, in messages.
-            into: [num_rows, columns]; if all shards come at once, they are copied into it and yielded as one.
+            operation: name of the operation, for messages and to compare calls.
+            into: [num_rows, columns]; if all shards come soon, they are copied into it and yielded as one.
 
         Yields:
-            (rows of the whole, shard [rows, columns]): this rank's own, which is `x` itself, then that of rank + 1, ...
-            A peer's shard is its memory, to be read before the next one is asked for, and never kept. Or once, of all
-            rows, `into`.
+            (rows of the whole, shard [rows, columns]): first this rank's own shard, which is `x` itself, then those of
+            rank + 1, rank + 2, ... A peer's shard is that rank's memory: read it before asking for the next, and do not
+            keep it. If all shards come soon: once (all rows, `into`).
 
         Raises:
             CallMismatch: on all ranks, if they call different things.
-            ValueError: `x` is not this rank's shard, or a row does not fit; on other ranks CallMismatch.
+            ValueError: `x` is not this rank's shard, or a row does not fit; other ranks raise CallMismatch.
             PeerError: a peer is missing.
         """
         columns, item = x.shape[1], x.element_size()
@@ -193,10 +194,12 @@ class Arena:
             call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
+                # Publish: copy this rank's shard into its arena, and raise its flag for every peer.
                 piece = x[first : first + rows_per_piece]
                 self._block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
                 for peer in self._peers:
                     self.signals.notify(peer, self.epoch)
+                # Read: the peers' shards as they come, or all of them copied into `into`.
                 shards = self._peers_shards(num_rows, columns, x.dtype, first, rows_per_piece, generation, call)
                 if into is not None and most <= rows_per_piece and self._all_come_soon():
                     into[own].copy_(x)
@@ -236,9 +239,9 @@ class Arena:
 
         Args:
             num_rows, columns, dtype: T, D and dtype of the partial results.
-            partial: (rows, out) -> this rank's partial result for these rows, in `out` where one is given; otherwise a
-                new tensor, which is added to and returned.
-            operation: what for, in messages.
+            partial: (rows, out) -> this rank's partial result for these rows, in `out` if it is given; otherwise in a
+                new tensor, to which the other ranks' results are added in place.
+            operation: name of the operation, for messages and to compare calls.
 
         Returns:
             A new tensor, this rank's rows.
@@ -260,17 +263,20 @@ class Arena:
             call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
             generation = self._begin(call)
             with self._poison_if_left(operation):
+                # Write: a partial result for each peer, and raise the flag for it.
                 for peer in self._peers:
                     rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_per_piece)
                     shape = (rows.stop - rows.start, columns)
                     if shape[0]:
                         partial(rows, self._block(self.rank, generation, peer * slot_bytes, shape, dtype))
                     self.signals.notify(peer, self.epoch)
+                # Compute this rank's own part while the peers write theirs.
                 rows = piece_of(own, first, rows_per_piece)
                 piece = total[first : first + rows_per_piece]
                 if len(piece):
                     # Matmuls fill a new tensor faster than a given one (ops/matmul/host.py, product).
                     piece = partial(rows, None if is_whole else piece)
+                # Wait for all peers, then add in the tree's order.
                 for peer in self._peers:
                     self._wait(peer, generation, call)
                 slots = [
@@ -292,7 +298,7 @@ class Arena:
         return rows
 
     def _begin(self, call: tuple[int, ...]) -> int:
-        """Begin a call, on a generation that nobody reads any more."""
+        """Begin a call and return its generation, which no rank reads any more."""
         self.signals.raise_if_poisoned()
         self._ended_by = None
         self._epoch += 1
@@ -312,7 +318,7 @@ class Arena:
             raise self._ended_by
 
     def _all_come_soon(self) -> bool:
-        """Whether every peer has published, or does within the time that a matmul would lose by being split."""
+        """Return whether all peers publish within the time that splitting a matmul would cost."""
         end = time.perf_counter() + _SOON_SECONDS
         while not all(self.signals.has_notified(peer, self.epoch) for peer in self._peers):
             if time.perf_counter() > end:
@@ -321,17 +327,17 @@ class Arena:
         return True
 
     def _hear_all(self, call: tuple[int, ...]) -> None:
-        """Wait for every peer, as each call must before the next one writes where they may still read."""
+        """Wait for every peer: otherwise the next call could overwrite what a peer still reads."""
         for peer in self._peers:
             self.signals.wait(peer, self.epoch, call[0])
 
     @contextlib.contextmanager
     def _poison_if_left(self, operation: str) -> Iterator[None]:
-        """Tell the others if this rank leaves a call before its end: they would wait for it in vain."""
+        """Poison the group if this rank leaves a call before its end: the others would wait for it in vain."""
         try:
             yield
         except BaseException as error:
-            # After a mismatch every rank raises, each having heard all others; after a PeerError the group is poisoned.
+            # After a CallMismatch every rank raises by itself; after a PeerError the group is poisoned already.
             if error is not self._ended_by and not isinstance(error, PeerError):
                 self.signals.fail(_OPERATIONS.index(operation), self.epoch)
             raise
@@ -344,13 +350,13 @@ class Arena:
 
 
 def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
-    """What all ranks must agree on, as int32 words."""
+    """Return what all ranks must agree on in a call, as int32 words."""
     sizes = (num_rows, columns, first)
     return (_OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
 
 
 def _dtype_number(dtype: torch.dtype) -> int:
-    """A number for each dtype, the same in every process."""
+    """Return the number of a dtype, the same in every process."""
     return zlib.crc32(str(dtype).encode()) & 0x7FFFFFFF
 
 
@@ -367,16 +373,16 @@ def _describe(call: tuple[int, ...]) -> str:
 
 
 def piece_of(rows: slice, first: int, num_rows: int) -> slice:
-    """The piece of `rows` that begins at its row `first` and has at most `num_rows`."""
+    """Return the piece of `rows` that begins `first` rows after its start and has at most `num_rows` rows."""
     return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
 
 
 def _add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
-    """own = the tree's sum of the slots, with `own` in the place of slots[rank]."""
+    """Write into `own` the tree's sum of the slots, with `own` itself in the place of slots[rank]."""
     tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
 
 
 def round_to_pages(num_bytes: int) -> int:
-    """The smallest whole number of pages, at least one, that holds so many bytes."""
+    """Return `num_bytes` rounded up to whole pages, at least one."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(page, -(-num_bytes // page) * page)

@@ -1,13 +1,13 @@
-"""One group of ranks as operators, layers and buckets see it: gather, reduce-scatter, all-reduce, and how they travel.
+"""One group of ranks as operators, layers and buckets see it: gather, reduce-scatter, all-reduce, and their transport.
 
-A communicator of one rank does nothing and copies nothing. Over an arena (ranks of one host, CPU tensors) the exchanges
-are reads of the peers' memory; otherwise they are collectives of the process group. Over a device arena (GPUs that can
-address each other) the fused matmuls' exchanges are made by their kernels, all others by collectives. Which of these is
-decided when the communicator is made, and said once.
+A communicator of one rank does nothing and copies nothing. Over an arena (ranks of one host, CPU tensors) ranks read
+each other's memory; otherwise exchanges are collectives of the process group. Over a device arena (GPUs that can
+address each other) the kernels of the fused matmuls make their exchanges themselves; all others are collectives. Which
+transport is used is decided when the communicator is made, and printed once if the memory is refused.
 
 The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
 not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.58 ms instead of 0.68 (gather) and 0.68 ms
-instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results), and the sum is taken in a balanced tree of
+instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results). Also, the sum is taken in a balanced tree of
 ranks, so that it is the same on every run.
 """
 
@@ -39,7 +39,7 @@ from tpkernels.symmetric.memory import check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
 
 _ALONE = "alone"
-# By which every exchange begins.
+# Every exchange uses one of these first; in a forked child they raise.
 _CLOSED_TO_CHILDREN = (
     "group",
     "arena",
@@ -51,7 +51,7 @@ _CLOSED_TO_CHILDREN = (
     "broadcast_",
     "_start",
 )
-# What torch adds: no float8 and no wide unsigned integers.
+# Dtypes that torch can add: not float8, and not unsigned integers of more than 8 bits.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SUMMABLE = frozenset((*_FLOATS, *_INTEGERS))
@@ -62,32 +62,33 @@ class Communicator:
 
     Args:
         group: the ranks; None stands for this rank alone.
-        arena_bytes: make exchanges of CPU tensors between ranks of one host read the peers' memory, through an arena of
-            so many bytes a rank (what is larger moves in pieces). 0 makes none. Then the constructor is collective.
-            Where the ranks are on several hosts, or the memory is refused, collectives are used instead, and the
-            group's first rank says so. With a GPU as `device`, an arena for the fused matmuls' kernels is made instead.
-        device: what the arena is for; where kernels are interpreted (launch.py), one for them is made on a CPU too.
-        strategy: of the fused matmuls over a device arena: "auto" chooses by sizes (fused/strategy.py), "plain" takes
-            collectives, "fused" the copy engine, "push" stores of the kernel to gather.
-        timeout_seconds: how long an exchange through the arena waits for a peer that lives.
+        arena_bytes: size of the arena per rank, through which CPU tensors are exchanged between ranks of one host;
+            larger tensors move in pieces. 0 makes no arena; otherwise the constructor is collective. If the ranks are
+            on several hosts, or the memory is refused, collectives are used, and the group's first rank prints so.
+            With a GPU as `device`, an arena for the fused matmuls' kernels is made instead.
+        device: where the exchanged tensors live. If kernels are interpreted (launch.py), an arena for kernels is made
+            on a CPU too.
+        strategy: how fused matmuls exchange over a device arena: "auto" chooses by sizes (fused/strategy.py), "plain"
+            uses collectives, "fused" the copy engine, "push" gathers by stores of the kernel.
+        timeout_seconds: how long an exchange through the arena waits for a peer that is alive.
 
     Raises:
-        ValueError: arena_bytes is no number of bytes, or not the same on all ranks; an unknown strategy.
+        ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy.
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
-        name: by which registered operators find the communicator, in this process.
+        name: registered operators find the communicator by this name, in this process.
         arena: None if collectives are used.
-        device_arena: of the fused matmuls' kernels; None if there is none.
+        device_arena: the arena of the fused matmuls' kernels, or None.
         strategy: as given.
 
-    A copy (copy.deepcopy of a module that holds one, for an average of its weights) shares the communicator. To pickle
+    A copy (copy.deepcopy of a module that holds one, for an average of its weights) shares the communicator. Pickling
     one raises TypeError. In a forked child every exchange raises RuntimeError.
 
     Order: blocking calls return when the result may be read (on CUDA: by the current stream). All members must call
-        in the same order. Numerics: reduce-scatters over gloo, all sums over the arena and those called `in_tree` add
-        in a balanced tree of ranks (tree.py): the same bits on every run. Where the group is gloo's and tensors live on
-        a GPU (several ranks on one card), data is staged through the host.
+        in the same order. Numerics: reduce-scatters over gloo, all sums over the arena, and the methods `*_in_tree` add
+        in a balanced tree of ranks (tree.py): the same bits on every run. If the group is gloo's and tensors live on a
+        GPU (several ranks on one card), data is staged through the host.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Communicator:
         return self
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        """Share it: a copy of a layer speaks to the same ranks, in the same order of calls."""
+        """Return self: a copy of a layer communicates with the same ranks, in the same order of calls."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -145,29 +146,29 @@ class Communicator:
         )
 
     def arena_for(self, x: Tensor) -> Arena | None:
-        """The arena if an exchange of `x` goes through it; it is the caller's to use until it returns."""
+        """Return the arena if an exchange of `x` goes through it, else None; wait for an exchange that runs on it."""
         if torch.compiler.is_compiling():
-            # What other processes write cannot be traced; the registered operators are opaque to torch.compile.
+            # torch.compile cannot trace what other processes write. The registered operators are opaque to it.
             torch._dynamo.graph_break()
         if self._newest is not None:
-            # An exchange under way comes first on all ranks. If it fails, its own `wait` says so, and until a reset the
-            # poisoned arena.
+            # All ranks finish an exchange that is running first. If it fails, its own `wait` raises, and so does every
+            # call on the poisoned arena until a reset.
             self._newest.settle()
         return self.arena if x.device.type == "cpu" else None
 
     def device_arena_for(self, x: Tensor) -> DeviceArena | None:
-        """The device arena if kernels can exchange and multiply `x`."""
+        """Return the device arena if kernels can exchange and multiply `x`, else None."""
         if self.device_arena is None or x.dtype not in KERNEL_DTYPES:
             return None
         return self.device_arena if x.device == self.device_arena.control.device else None
 
     def may_use_kernels(self) -> bool:
-        """Whether fused matmuls of some sizes exchange by kernels; "auto" chooses none for a GPU that nobody knows."""
+        """Return whether kernels exchange for fused matmuls of some sizes; with "auto" only on GPUs of known rates."""
         arena = self.device_arena
         return arena is not None and self.strategy != "plain" and (self.strategy != "auto" or arena.rates is not None)
 
     def check(self) -> None:
-        """Raise if a kernel of this group has given up, as far as this rank has heard; call it after a synchronisation.
+        """Raise if a kernel of this group has given up waiting, as far as this rank knows; call it after synchronising.
 
         Raises:
             PeerError, CallMismatch: see DeviceArena.check.
@@ -176,10 +177,10 @@ class Communicator:
             self.device_arena.check_all()
 
     def refuse(self, x: Tensor, message: str) -> NoReturn:
-        """Raise ValueError for a call with `x` that cannot work, and make the other ranks raise where an arena lets us.
+        """Raise ValueError for a call with `x` that cannot work; over an arena, make the other ranks raise too.
 
-        Over collectives the others wait for this rank, as they do in any program whose ranks differ. A device arena is
-        poisoned, unless no kernel takes x's dtype: the others may be anywhere in what they have launched.
+        Over collectives the other ranks wait for this one, as in any program whose ranks differ. A device arena is
+        poisoned if kernels take x's dtype, since the other ranks may already have launched theirs.
         """
         by_kernels = self.device_arena_for(x)
         if by_kernels is not None:
@@ -203,8 +204,10 @@ class Communicator:
 
         Raises:
             ValueError: over an arena, a row (an element of dim 0) does not fit into it.
-            PeerError: over an arena, a peer did not take part; so do the other exchanges. Sums also raise ValueError
-                for a dtype that cannot be added: float8, unsigned integers of more than 8 bits.
+            PeerError: over an arena, a peer did not take part.
+
+        The other exchanges raise the same. Sums also raise ValueError for a dtype that cannot be added: float8, and
+        unsigned integers of more than 8 bits.
 
         Cost: each rank sends (R - 1) times its bytes.
         """
@@ -235,12 +238,12 @@ class Communicator:
             y[shard_rows(T), ...] = sum over ranks of x[T, ...]
 
         Args:
-            x: the same shape on every rank. Each rank keeps ceil(T/R) rows, the last ones fewer or none.
+            x: of the same shape on every rank. Each rank keeps ceil(T/R) rows, the last ranks fewer or none.
 
         Returns:
             A new tensor; with one rank `x` itself.
 
-        Cost: each rank sends (R - 1)/R of its bytes. Over gloo extra memory of one tensor.
+        Cost: each rank sends (R - 1)/R of its bytes. Over gloo it needs extra memory of one tensor.
         """
         if self.size == 1:
             return x
@@ -256,14 +259,14 @@ class Communicator:
 
     @torch.no_grad()
     def reduce_scatter_in_tree(self, terms: Sequence[Tensor]) -> Tensor:
-        """Sum several tensors a rank over all ranks in one balanced tree, and keep this rank's slice of dim 0.
+        """Sum several tensors per rank over all ranks in one balanced tree, and keep this rank's slice of dim 0.
 
             y[shard_rows(T), ...] = tree over ranks r, terms i of x_ri[T, ...],   in the order x_00, x_01, ..., x_10
 
-        With a power of two of terms on each rank the bits depend on the terms alone, not on how many ranks hold them.
+        If each rank has a power of two of terms, the bits depend on the terms only, not on how many ranks hold them.
 
         Args:
-            terms: equally many on every rank, of one shape and dtype.
+            terms: tensors of one shape and dtype, as many on every rank.
 
         Returns:
             A new tensor in promote_types(dtype, float32).
@@ -289,14 +292,14 @@ class Communicator:
 
     @torch.no_grad()
     def all_reduce_in_tree_(self, x: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place, in a balanced tree of ranks whatever the transport. Returns x."""
+        """Sum the ranks' tensors in place, in a balanced tree of ranks over any transport. Return x."""
         self.start_all_reduce_in_tree(x).wait()
         return x
 
     def start_all_reduce_in_tree(self, x: Tensor) -> Work:
-        """As `start_all_reduce`, in a balanced tree of ranks whatever the transport.
+        """Begin as `start_all_reduce` does, but sum in a balanced tree of ranks over any transport.
 
-        Where there is no arena, it has been done when this returns.
+        Without an arena the sum is complete when this returns.
         """
         if self.size == 1 or (self.arena is not None and x.device.type == "cpu"):
             return self.start_all_reduce(x)
@@ -308,7 +311,7 @@ class Communicator:
 
     @torch.no_grad()
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place: x = sum over ranks of x. Returns x."""
+        """Sum the ranks' tensors in place: x = sum over ranks of x. Return x."""
         self._check_sum(x, "all_reduce")
         arena = self.arena_for(x)
         if arena is None:
@@ -318,12 +321,12 @@ class Communicator:
         return x
 
     def all_reduce_max_(self, x: Tensor) -> Tensor:
-        """Take the elementwise maximum over the ranks in place. Returns x."""
+        """Take the elementwise maximum over the ranks in place. Return x."""
         self._start(x, dist.ReduceOp.MAX).wait()
         return x
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        """Overwrite the ranks' tensors with that of the group's rank 0. Returns x."""
+        """Overwrite the ranks' tensors with that of the group's rank 0. Return x."""
         if self.size > 1:
             host = x.cpu().contiguous() if self._gloo else x.contiguous()
             dist.broadcast(host, group=self.group, group_src=0)
@@ -332,9 +335,9 @@ class Communicator:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Work:
-        """Begin summing the ranks' tensors in place; `x` must not be touched before `wait()` of the result.
+        """Begin to sum the ranks' tensors in place; do not read or write `x` before `wait()` of the result returns.
 
-        Over an arena a thread of this communicator does it, one sum after the other.
+        Over an arena a thread of this communicator takes the sums, one after the other.
         """
         self._check_sum(x, "all_reduce")
         if self.arena is None or x.device.type != "cpu":
@@ -345,7 +348,7 @@ class Communicator:
         return self._newest
 
     def _check_sum(self, x: Tensor, operation: str) -> None:
-        """Refuse a dtype that cannot be added before the call begins, which it would leave poisoned."""
+        """Refuse a dtype that cannot be added. Do so before the call begins: to fail within it poisons the group."""
         if x.dtype not in _SUMMABLE and self.size > 1:
             self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
 
@@ -353,7 +356,7 @@ class Communicator:
         if self.size == 1:
             return Done()
         if (self._gloo and x.is_cuda) or not x.is_contiguous():
-            # What lies between the elements of a tensor with gaps is nobody's to sum.
+            # A contiguous copy: the collective would also sum what lies between the elements of a strided tensor.
             host = x.cpu().contiguous() if self._gloo else x.contiguous()
             return Collective(dist.all_reduce(host, op, group=self.group, async_op=True), (host, x))
         return Collective(dist.all_reduce(x, op, group=self.group, async_op=True))
@@ -374,12 +377,12 @@ class Communicator:
         own = shard_rows(len(x), self.size, self.rank)
         most = -(-len(x) // self.size)
         part = x.new_empty(most, *x.shape[1:])
-        # By name: what comes third is the reduce operation.
+        # `group` by keyword: the third argument is the reduce operation.
         _reduce_scatter_single(part, _padded(x, self.size * most), group=self.group)
         return part[: own.stop - own.start]
 
     def _reduce_scatter_by_exchange(self, x: Tensor) -> Tensor:
-        """Every rank sends each other one its rows, and adds what it was sent in a balanced tree."""
+        """Send each other rank its rows, and add the received ones in a balanced tree."""
         own = shard_rows(len(x), self.size, self.rank)
         x = _padded(x, self.size * -(-len(x) // self.size))
         part = self._on_host(self._exchange_and_add, x) if self._gloo else self._exchange_and_add(x)
@@ -406,7 +409,7 @@ class Communicator:
         return tree_sum(terms.unbind()).to(x.dtype)
 
 
-# Registered operators carry a group's name, not the group. A communicator that nobody holds is forgotten.
+# Registered operators are given a communicator's name, not the object. Entries vanish with their communicators.
 _BY_NAME: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
 
@@ -414,7 +417,7 @@ def communicator_named(name: str) -> Communicator:
     """Find a communicator by its name.
 
     Raises:
-        ValueError: there is none, or nobody holds it any more.
+        ValueError: there is none of that name, or it has been freed.
     """
     communicator = Communicator(None) if name == _ALONE else _BY_NAME.get(name)
     if communicator is None:
@@ -424,7 +427,7 @@ def communicator_named(name: str) -> Communicator:
 
 @functools.cache
 def _say_that_nothing_is_chosen(model: str) -> None:
-    """Once a process, however many groups it makes."""
+    """Print that "auto" takes collectives; once per process, however many groups it makes."""
     print(
         f"tpkernels: the rates and links of {model} are not known: strategy auto takes collectives: name fused or push "
         "to try the kernels",
@@ -433,14 +436,14 @@ def _say_that_nothing_is_chosen(model: str) -> None:
 
 
 def _all_reduce_timed(arena: Arena, x: Tensor) -> int:
-    """Sum the ranks' tensors in place; return when that ended."""
+    """Sum the ranks' tensors in place; return the time at which that ended, in ns."""
     _all_reduce_through(arena, x)
     return time.perf_counter_ns()
 
 
 @torch.no_grad()
 def _all_reduce_through(arena: Arena, x: Tensor) -> None:
-    """Sum in place: each rank adds its share of the elements, and all read the shares."""
+    """Sum in place: a reduce-scatter, in which each rank adds its share of the elements, then a gather."""
     flat = x.reshape(-1, 1)
     total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: _copied(flat[rows], out), "all_reduce")
     for rows, shard in arena.gather(total, len(flat), "all_reduce"):
@@ -459,6 +462,6 @@ def _padded(x: Tensor, num_rows: int) -> Tensor:
     return torch.cat((x, x.new_zeros(num_rows - len(x), *x.shape[1:])))
 
 
-# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+# torch 2.13 has renamed these two and warns about the old names; 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,11 +1,11 @@
-"""Copy engines: what fetches the peers' blocks while a kernel computes, and raises a flag behind each split.
+"""Copy engines: fetch the peers' blocks while a kernel computes, and raise a flag after each split.
 
-`StreamCopies` is a GPU's: a stream of its own, on which a peer's shard is waited for (wait_kernels.wait_kernel, one
-program), copied by cudaMemcpy, and its flag raised by copying the epoch, which lies in device memory, into the flag. So
-no processor moves data, and all of it can be captured in a CUDA graph. `HostCopies` is a thread that does the same
-where kernels are interpreted.
+`StreamCopies` is the copy engine of a GPU. On a stream of its own it waits for a peer's shard (one program of
+wait_kernels.wait_kernel), copies it by cudaMemcpy, and raises its flag by copying the epoch, which lies in device
+memory, into the flag. So no processor of the GPU moves data, and everything can be captured in a CUDA graph.
+`HostCopies` is a thread that does the same for interpreted kernels.
 
-Whoever launches a kernel that waits for such a flag leaves one processor of the GPU free: wait_kernel needs a place.
+A kernel that waits for such a flag must leave one processor of the GPU free, on which wait_kernel can run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOKS_BETWEEN_SLEEPS = 100
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy, and the line of the flag that it ends with; none if nobody waits for it in a kernel."""
+    """One copy, and the line of the flag to raise after it; None if no kernel waits for it."""
 
     source: Tensor
     target: Tensor
@@ -43,7 +43,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fetch:
-    """What is copied once `peer` has published its block; if `peer` is this rank, at once."""
+    """The copies to make once `peer` has published its block; if `peer` is this rank, at once."""
 
     peer: int
     copies: tuple[Copy, ...]
@@ -53,19 +53,18 @@ class Copies(Protocol):
     """One rank's copy engine."""
 
     def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
-        """Begin to fetch, in this order, after what has been launched so far.
+        """Begin to fetch, in this order, after everything that has been launched so far.
 
         Args:
-            generation: whose newest call this is; the epoch is read when a copy is made, since the host does not know
-                it, and the newest call may be another one by then.
-            call: its number.
+            generation: generation of the call; its epoch is read when a copy is made, since the host does not know it.
+            call: number of the call.
         """
 
     def join(self) -> None:
-        """Have what is launched from now on come after everything that was started."""
+        """Let everything that is launched from now on run after all started copies."""
 
     def reset(self) -> None:
-        """Forget an error of what was started."""
+        """Wait for all started copies and discard their errors."""
 
 
 class StreamCopies:
@@ -76,10 +75,10 @@ class StreamCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Before the matmul's programs where both could start.
+        # High priority: wait_kernel must start before the matmul's programs.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
-        # What is being copied must not be given to other tensors of the caller's stream meanwhile.
+        # Keep the tensors alive: their memory must not be reused on the caller's stream while they are copied.
         self._under_way: list[Fetch] = []
 
     def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
@@ -95,7 +94,7 @@ class StreamCopies:
                         arena.word(copy.line * LINE_WORDS).copy_(arena.epoch_of(generation), non_blocking=True)
 
     def join(self) -> None:
-        if not self._under_way:  # nor may a CUDA graph wait for a stream that has done nothing in it
+        if not self._under_way:  # a CUDA graph must not wait for a stream that has done nothing in it
             return
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._under_way.clear()
@@ -106,10 +105,10 @@ class StreamCopies:
 
 
 class HostCopies:
-    """A thread in the place of a copy engine, for interpreted kernels.
+    """A thread that takes the place of a copy engine, for interpreted kernels.
 
     Args:
-        generator: shuffles the peers and delays each step at random, for tests; None: in order, at once.
+        generator: for tests: shuffles the peers and delays each step at random; None: in order, without delay.
         most_seconds: the longest delay.
     """
 
@@ -139,7 +138,7 @@ class HostCopies:
     def _fetch(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         for fetch in fetches:
             self._pause()
-            # As late as a GPU's engine reads it.
+            # Read the epoch as late as a GPU's engine does.
             epoch = int(arena.epoch_of(generation))
             if fetch.peer != arena.rank and not _has_published(arena, fetch.peer, epoch, call):
                 return
@@ -156,7 +155,7 @@ class HostCopies:
 
 
 def _has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool:
-    """Wait as wait_kernels.wait_kernel does; False if the group is poisoned."""
+    """Wait as wait_kernels.wait_kernel does; return False if the group is poisoned."""
     line = PUBLISHED + peer
     flag, number = arena.word(line * LINE_WORDS), arena.word(line * LINE_WORDS + 1 + (epoch & 1))
     poison = arena.word(POISON * LINE_WORDS)
@@ -164,7 +163,7 @@ def _has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool
     while not reached(int(flag), epoch):
         if int(poison):
             return False
-        # The clock is read after a look at this flag, and only where that was in vain.
+        # Read the clock after looking at the flag, and only if it was not raised.
         now = arena.clock()
         end = now + arena.timeout_seconds if not looks else end
         if now > end:
@@ -179,7 +178,7 @@ def _has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool
 
 
 def give_up(arena: DeviceArena, reason: int, peer: int, line: int, epoch: int, seen: int, call: int) -> None:
-    """Poison every rank's area as signals_kernel.give_up does."""
+    """Poison the control areas of all ranks, as signals_kernel.give_up does."""
     verdict = (reason, arena.rank, peer, line, wrapped(epoch), seen, call)
     for rank in range(arena.world):
         poison = arena.control_of(rank)[POISON * LINE_WORDS :]

@@ -1,14 +1,14 @@
 """The arena of a group whose exchanges are made by kernels: symmetric memory, control areas, generations, verdicts.
 
-What arena.py is for processes. Here data moves inside kernels (fused/gather_kernel.py, fused/scatter_kernel.py) and by
-copy engines (copies.py); this file knows where everything lies, which generation a call uses, and how to tell the user
-what a kernel gave up on. A rank's memory is its control area (signals_kernel.py), then two generations of data.
+It is to kernels what arena.py is to processes. Data moves inside kernels (fused/gather_kernel.py,
+fused/scatter_kernel.py) and by copy engines (copies.py). This file knows where everything lies, which generation a call
+uses, and how to tell the user what a kernel gave up waiting for. A rank's memory is its control area
+(signals_kernel.py), then two generations of data. It is a GPU's memory, or shared memory of this host if kernels are
+interpreted.
 
-The memory is a GPU's, or shared memory of this host where kernels are interpreted.
-
-The decision a reader will question: a verdict is looked for when a call begins, and by `check`, instead of after each
-call, for which the host would have to wait for the device. Kernels never hang (their waits are bounded), so that what
-they write after a peer is lost is garbage that a later call, or the next `check`, raises about.
+The decision a reader will question: a verdict is looked for when a call begins, and by `check`, not after each call,
+since then the host would have to wait for the device. Kernels never hang, since their waits are bounded. What they
+write after a peer is lost is garbage; a later call, or the next `check`, raises.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ from tpkernels.work import RATES, Rates, rates_of
 NUM_GENERATIONS = 2
 CONTROL_BYTES = 4 * LINE_WORDS * NUM_LINES
 # A poll is three loads from the GPU's own memory, one after the other, and six barriers: about 2.9 us, estimated from
-# the code for sm_90. No clock is asked: threads of a program would read different times, and part where one gives up.
-# Interpreted, limits are in ticks of the host's clock.
+# the code for sm_90. Limits count polls, not time: the threads of a program would read different times, and so diverge
+# when one gives up. Interpreted, limits are in ticks of the host's clock.
 _POLLS_PER_SECOND = TICKS_PER_SECOND if INTERPRETED else 350_000
-# A copy engine wants so much at once to be as fast as the links.
+# Smaller copies would not reach the speed of the links.
 _SPLIT_BYTES = 8 << 20
 _MOST_CALLS = 4096
 _MOST_POLLS = 2**31 - 1
@@ -82,28 +82,29 @@ class DeviceArena:
         memory: the group's symmetric memory, zeros; at least CONTROL_BYTES and two generations.
         record: [8] int32 that this rank's kernels can write and its host can read.
         copies: this rank's copy engine.
-        generation_bytes: of data.
-        name: the group, for messages.
-        members: numbers of the ranks among all processes, for messages.
+        generation_bytes: size of a generation of data.
+        name: the group's name, for messages.
+        members: global ranks of the group's members, for messages.
         timeout_seconds: about how long a kernel waits for a peer, at most about 6,000; eight times as long for a copy.
-        rates: by which strategies are chosen, the same on every rank; default the H100's. None where nobody knows them:
-            "auto" then takes collectives.
-        first_epoch: the number before that of the first call.
+        rates: the GPU's rates, by which strategies are chosen; the same on every rank, default the H100's. None if they
+            are not known: "auto" then uses collectives.
+        first_epoch: the epoch before that of the first call.
 
     Attributes:
         rank, world: this rank's place in the group and the number of ranks.
         control: this rank's control area.
-        address: of the control area, what every kernel is given.
-        epoch: its word of the newest call's epoch.
+        address: address of the control area; every kernel is given it.
+        epoch: the word of the control area that holds the newest call's epoch.
         timeout_seconds: as given.
-        clock: what the waits of this host are measured by; a test may let time pass by a clock of its own.
+        clock: measures the waits of this host; a test may set a clock of its own.
         newest_call: number of the newest call.
-        processors: of the GPU, for the arena's kernels; None for all. Ranks that share a GPU share them.
-        split_bytes: what a copy engine fetches at a time, at least; a flag is raised behind each.
+        processors: how many processors of the GPU the arena's kernels use; None for all. Ranks that share a GPU divide
+            them.
+        split_bytes: the least that a copy engine fetches at a time; a flag is raised after each split.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         generation_bytes, memory, copies, name, rates: as given.
 
-    Use `DeviceArena.open`.
+    Make one with `DeviceArena.open`.
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class DeviceArena:
 
         Args:
             group: the ranks, at most 8, all of one host or with peer access.
-            num_bytes: for data, a rank: two generations of half of it.
-            device: where the exchanged tensors live; a CPU where kernels are interpreted.
+            num_bytes: memory for data per rank; each of two generations gets half.
+            device: where the exchanged tensors live; the CPU if kernels are interpreted.
             timeout_seconds: about how long a kernel waits for a peer.
-            first_epoch: for tests of what happens near the largest epoch.
+            first_epoch: for tests near the largest epoch.
 
         Raises:
             MemoryRefused: on all ranks alike; see CudaMemory.allocate and HostMemory.allocate.
-            ValueError: num_bytes is no number of bytes.
+            ValueError: num_bytes is not a legal number of bytes.
         """
         check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
@@ -193,49 +194,50 @@ class DeviceArena:
         return arena
 
     def control_of(self, rank: int) -> Tensor:
-        """A rank's control area, int32."""
+        """Return a rank's control area, int32."""
         return self.memory.block(rank, 0, (CONTROL_BYTES // _WORD_BYTES,), torch.int32)
 
     def word(self, index: int) -> Tensor:
-        """A word of this rank's control area, [1]."""
+        """Return a word of this rank's control area, [1]."""
         return self.memory.block(self.rank, _WORD_BYTES * index, (1,), torch.int32)
 
     def epoch_of(self, generation: int) -> Tensor:
-        """The word of the epoch of a generation's newest call."""
+        """Return the word that holds the epoch of a generation's newest call."""
         return self.word(STATE * LINE_WORDS + EPOCH_OF + generation)
 
     @property
     def generation(self) -> int:
-        """The newest call's."""
+        """The generation of the newest call."""
         return self._generation
 
     def offset_of(self, generation: int) -> int:
-        """Where a generation's data begins in each rank's memory, in bytes."""
+        """Return the offset in bytes at which a generation's data begins in each rank's memory."""
         return round_to_pages(CONTROL_BYTES) + generation * self.generation_bytes
 
     def block(
         self, owner: int, generation: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
-        """View part of a rank's data."""
+        """Return a view of a part of a rank's data."""
         return self.memory.block(owner, self.offset_of(generation) + offset_bytes, shape, dtype)
 
     @property
     def slot_bytes(self) -> int:
-        """The room of a generation for what one of the ranks sends."""
+        """Bytes of a generation for the data of one sending rank."""
         return self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     def begin(
         self, operation: str, kind: str, num_rows: int, columns: int, dtype: torch.dtype, first: int
     ) -> tuple[int, int]:
-        """The generation of the next call and the number that ranks compare.
+        """Begin a call; return its generation, and its number, which ranks compare.
 
         Args:
-            operation: its name.
+            operation: name of the operation.
             kind: how it exchanges: "pulls", "pushes" or "scatters".
-            num_rows, columns, dtype, first: what, from which row of each shard; all ranks must agree on all of it.
+            num_rows, columns, dtype: of the exchanged tensor.
+            first: the row of each shard from which it is exchanged. All ranks must agree on all arguments.
 
         Raises:
-            PeerTimeout, GroupPoisoned, CallMismatch: a kernel of an earlier call has given up.
+            PeerTimeout, GroupPoisoned, CallMismatch: a kernel of an earlier call has given up waiting.
         """
         self.check()
         self.follow()
@@ -245,9 +247,10 @@ class DeviceArena:
         return self._generation, self.number(what)
 
     def follow(self) -> None:
-        """Have what is launched next come after all that was: launches share counters, and a caller may change streams.
+        """Let what is launched next run after all earlier launches, also if the caller has changed the stream.
 
-        Not while a CUDA graph is captured, which cannot wait for what is outside of it: its calls are on one stream.
+        Launches share counters. While a CUDA graph is captured this does nothing: a graph cannot wait for work outside
+        of it, and its calls are on one stream.
         """
         if self._device.type != "cuda":
             return
@@ -257,15 +260,15 @@ class DeviceArena:
         self._stream = stream
 
     def number(self, described: str) -> int:
-        """The number of a call: equal where its description is."""
+        """Return the number of a call: calls of equal descriptions have equal numbers."""
         self.newest_call = number = signed(zlib.crc32(described.encode()), 32)
-        if len(self._calls) >= _MOST_CALLS:  # lengths that change with every call
+        if len(self._calls) >= _MOST_CALLS:  # sizes that change with every call
             self._calls.clear()
         self._calls[number] = described
         return number
 
     def refuse(self, message: str) -> NoReturn:
-        """Raise ValueError, and CallMismatch on the other ranks: they wait for a call that this one cannot make."""
+        """Raise ValueError; the other ranks, which wait for a call that this one cannot make, raise CallMismatch."""
         self.check()
         self.leave()
         raise ValueError(message)
@@ -276,26 +279,26 @@ class DeviceArena:
         self._hear()
 
     def check_all(self) -> None:
-        """As `check`, of everything that the device has been waited for.
+        """Raise as `check` does, also for verdicts that are not in the host's record yet; call it after synchronising.
 
-        Cost: reads a word of the device's memory.
+        Cost: reads a line of the device's memory.
         """
         self._hear()
         self.check()
 
     def _hear(self) -> None:
-        """Copy the poison line to the record, as whoever sees poison in a kernel does."""
+        """Copy the poison line to the record, as a kernel does that sees poison."""
         poison = self.control[POISON * LINE_WORDS : POISON * LINE_WORDS + VERDICT_WORDS].cpu()
         if int(poison[0]):
             self._record[:VERDICT_WORDS].copy_(poison)
 
     def check(self) -> None:
-        """Raise if a kernel has given up, as far as this rank's host has heard; it does not wait for the device.
+        """Raise if a kernel has given up waiting, as far as this rank's host knows; do not wait for the device.
 
         Raises:
             PeerTimeout: this rank waited in vain.
-            GroupPoisoned: another did.
-            CallMismatch: ranks called different things.
+            GroupPoisoned: another rank waited in vain.
+            CallMismatch: ranks made different calls.
         """
         if not int(self._record[0]):
             return
@@ -308,7 +311,8 @@ class DeviceArena:
             )
         called = self._calls.get(call, "a call that this rank has not made")
         if reason == MISMATCH:
-            # What a rank knows is its own call; a GPU's host is further.
+            # Name this rank's own call; the verdict has the waiter's. If kernels are interpreted, this rank is still in
+            # its newest call; the host of a GPU may be further ahead.
             is_newest = waiter != self.rank and not self.control.is_cuda
             called = self._calls.get(self.newest_call, called) if is_newest else called
             raise CallMismatch(
@@ -329,8 +333,9 @@ class DeviceArena:
     def reset(self, group: ProcessGroup) -> None:
         """Make a poisoned group usable again; collective. No rank may be in the middle of a call.
 
-        Cost: two barriers of the process group; the device is waited for.
+        Cost: two barriers of the process group; waits for the device.
         """
+        # No rank's kernels or copies may still run; then clear, and let no rank begin before all have cleared.
         self.copies.reset()
         self._settle(group)
         self.control.zero_()
@@ -359,12 +364,12 @@ class DeviceArena:
 
 
 def model_of(device: torch.device) -> str:
-    """The GPU's name; interpreted kernels are chosen as those of an H100."""
+    """Return the GPU's name; for interpreted kernels that of an H100, whose rates then choose strategies."""
     return "H100" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def shard_pieces(num_tokens: int, world: int, rows_that_fit: int) -> list[tuple[int, int]]:
-    """(first row, rows) of the pieces in which every shard of num_tokens moves: at least one, so that all are heard."""
+    """Return (first row, rows) of the pieces in which shards move; at least one, so that every rank takes part."""
     most = -(-num_tokens // world)
     return [(first, min(rows_that_fit, most - first)) for first in range(0, max(most, 1), rows_that_fit)]
 

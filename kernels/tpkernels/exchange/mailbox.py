@@ -1,11 +1,11 @@
 """Messages between neighbours of a ring of ranks on one host, through symmetric memory.
 
-Each rank has two outboxes in its memory, for rank + 1 and for rank - 1 (one of two ranks), each a ring of slots. `send`
-copies into the next slot and raises a flag; `receive` copies out of it and raises the flag that gives the slot back.
-Messages of a pair arrive in the order they were sent.
+Each rank has two outboxes in its memory, for rank + 1 and for rank - 1; with two ranks, one. An outbox is a ring of
+slots. `send` copies into the next slot and raises a flag. `receive` copies out of the slot and raises the flag that
+returns it. Messages between two ranks arrive in the order they were sent.
 
-A send waits only if every slot of the outbox still holds something: with as many slots as the receiver may be behind
-it never does, and no order of sends and receives that works with buffered messages can block.
+A send waits only while every slot of the outbox holds a message. With as many slots as the receiver may be messages
+behind, no send ever waits. Then an order of sends and receives that works with buffered messages cannot block here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tpkernels.symmetric.signals import Signals, control_bytes, words_over, wrap
 
 _OPERATIONS = ("receive", "send")
 _RECEIVE, _SEND = range(2)
-# What a slot begins with: the number of elements and their dtype's code.
+# A slot begins with a header: the number of elements and the code of their dtype.
 _HEADER_BYTES = ALIGNMENT_BYTES
-# By name, not by order: the ranks may run several versions of torch.
+# Codes follow from the dtypes' names, not from their order: ranks may run different versions of torch.
 _CODES = {d: zlib.crc32(str(d).encode()) for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _NAMES = {code: str(dtype) for dtype, code in _CODES.items()}
 
@@ -35,16 +35,16 @@ class Mailbox:
 
     Args:
         memory: the group's symmetric memory.
-        slot_bytes: data of one slot; longer messages take several.
-        num_slots: of each outbox.
-        name: the group, for messages.
-        members: numbers of the ranks among all processes, for messages.
+        slot_bytes: size of a slot's data; a longer message takes several slots.
+        num_slots: slots per outbox.
+        name: the group's name, for error messages.
+        members: global ranks of the group's members, for error messages.
         timeout_seconds: how long to wait for a neighbour.
 
     Attributes:
         memory, slot_bytes, num_slots: as given.
 
-    Use `Mailbox.open`.
+    Make one with `Mailbox.open`.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Mailbox:
         Args:
             group: the ranks, over gloo.
             slot_bytes, num_slots: see Mailbox; equal on all ranks.
-            timeout_seconds: how long a message waits for a neighbour that lives.
+            timeout_seconds: how long a message waits for a neighbour that is alive.
 
         Raises:
             MemoryRefused: on all ranks alike; see HostMemory.allocate.
-            ValueError: no number of bytes, or of slots.
+            ValueError: slot_bytes is not a legal number of bytes, or num_slots is below 1.
         """
         check_num_bytes("a mailbox's slot_bytes", slot_bytes)
         if num_slots < 1:
-            raise ValueError(f"an outbox needs a slot at least: got num_slots {num_slots}: pass 1 or more")
+            raise ValueError(f"an outbox needs at least one slot: got num_slots {num_slots}: pass 1 or more")
         slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         world = dist.get_world_size(group)
-        # Of two ranks each is the other's neighbour on both sides, and has one outbox.
+        # With two ranks both neighbours are the same rank: one outbox each.
         num_outboxes = min(2, world - 1)
         total = 2 * control_bytes(world) + num_outboxes * num_slots * (_HEADER_BYTES + slot_bytes)
         memory = HostMemory.allocate(group, total)
@@ -102,7 +102,7 @@ class Mailbox:
         """Copy a CPU tensor into the outbox for `peer`, a neighbour; `x` may be changed afterwards.
 
         Raises:
-            PeerError: the outbox is full and the peer takes nothing.
+            PeerError: the outbox is full and the peer receives nothing.
         """
         for piece in self._pieces(x.detach().reshape(-1)):
             self.wait_for_room(peer)
@@ -117,17 +117,17 @@ class Mailbox:
         """Wait until the outbox for `peer`, a neighbour, has a free slot.
 
         Raises:
-            PeerError: it is full and the peer takes nothing.
+            PeerError: it is full and the peer receives nothing.
         """
         if not self.has_room(peer):
             self._returns.wait(peer, self._return_of_next(peer), _SEND)
 
     def has_room(self, peer: int) -> bool:
-        """Whether a message of one slot for `peer` would be sent at once."""
+        """Return whether a message of one slot could be sent to `peer` without waiting."""
         return self._num_sent[peer] < self.num_slots or self._returns.has_notified(peer, self._return_of_next(peer))
 
     def _return_of_next(self, peer: int) -> int:
-        """Which slot that the peer gives back is the one that the next message takes."""
+        """Return the flag value with which the peer returns the slot that the next message takes."""
         return wrapped(self._num_sent[peer] + 1 - self.num_slots)
 
     @torch.no_grad()
@@ -136,7 +136,7 @@ class Mailbox:
 
         Raises:
             ValueError: the message has another size or dtype.
-            PeerError: it does not come.
+            PeerError: the message does not come.
         """
         for piece in self._pieces(out.detach().view(-1)):
             number = self._num_received[peer]
@@ -154,9 +154,9 @@ class Mailbox:
             self._returns.notify(peer, wrapped(number + 1))
 
     def has_arrived(self, peer: int, num_before: int = 0) -> bool:
-        """Whether `receive` would find its message of `peer` there, after receiving `num_before` others.
+        """Return whether, after `num_before` others, the next message of `peer` has arrived.
 
-        Messages of one slot are counted: one that takes several is told to be there with its first part.
+        It counts slots: of a message that takes several slots, it answers for the first.
         """
         return self._arrivals.has_notified(peer, wrapped(self._num_received[peer] + num_before + 1))
 
@@ -164,7 +164,7 @@ class Mailbox:
         return flat.split(max(1, self.slot_bytes // flat.element_size()))
 
     def _slot(self, owner: int, receiver: int, number: int, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """Header and data of slot `number` of the owner's outbox for `receiver`, shaped as `piece`."""
+        """Return header and data of slot `number` of the owner's outbox for `receiver`, shaped as `piece`."""
         ahead = (receiver - owner) % self._world
         assert ahead in (1, self._world - 1), f"rank {owner} has no outbox for {receiver}, which is no neighbour"
         outbox = 0 if ahead == 1 else 1

@@ -1,6 +1,6 @@
-"""Collectives under way: what a caller holds between starting one and waiting for it.
+"""Pending collectives: the object that a caller holds between starting a collective and waiting for it.
 
-All are a `Work`, whoever carries them: a process group, a communicator's thread, or nobody, as they have ended.
+Each is a `Work`, whether a process group runs it, a communicator's thread runs it, or it has already ended.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: until the current stream will see it)."""
+        """Block until the result is there (on CUDA: make the current stream wait for it)."""
 
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     def ended_ns(self) -> int | None:
-        """When it ended, by time.perf_counter_ns, for a trace; None if what carried it does not know. After `wait`."""
+        """Return when it ended, as time.perf_counter_ns, or None if that is not known; call it after `wait`."""
 
 
 class Done:
@@ -44,8 +44,8 @@ class Collective:
     """A collective of a process group.
 
     Args:
-        work: torch's.
-        staged: (copy that the group works on, tensor that waiting copies it to); None if it works in place.
+        work: torch's work object.
+        staged: (copy that the group works on, tensor to which `wait` copies it); None if the group works in place.
     """
 
     def __init__(self, work: Any, staged: tuple[Tensor, Tensor] | None = None) -> None:
@@ -68,7 +68,7 @@ class Collective:
 
 
 class Submitted:
-    """An exchange that a communicator's thread does; the future says when it has ended, as perf_counter_ns."""
+    """An exchange that a communicator's thread makes; the future's result is the time it ended, as perf_counter_ns."""
 
     def __init__(self, future: Future[int]) -> None:
         self._future = future
@@ -86,5 +86,5 @@ class Submitted:
         return self._future.result()
 
     def settle(self) -> None:
-        """Wait until it has ended, whatever came of it."""
+        """Wait until it has ended, also if it failed; raise nothing."""
         concurrent.futures.wait([self._future])

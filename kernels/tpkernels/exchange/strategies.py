@@ -1,4 +1,4 @@
-"""Names of the ways to do a sharded matmul and its exchange; fused/strategy.py says what they are and chooses."""
+"""Names of the strategies for a sharded matmul and its exchange; fused/strategy.py explains and chooses them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ AUTO = "auto"
 
 
 def checked(strategy: str) -> str:
-    """The strategy that a user names, if there is such a one.
+    """Return the strategy that a user names.
 
     Raises:
-        ValueError: there is not.
+        ValueError: there is no such strategy.
     """
     if strategy not in (AUTO, *get_args(Strategy)):
         raise ValueError(f"strategy must be auto, plain, fused or push: got {strategy!r}: use auto")

@@ -1,9 +1,9 @@
-"""Sums in a balanced tree, whose shape follows from the number of terms alone.
+"""Sums in a balanced tree, whose shape follows only from the number of terms.
 
     4 terms: (t0 + t1) + (t2 + t3)
 
-A rank that holds an aligned run of 2^k terms computes a whole subtree, so that the same terms spread over 1, 2, 4, ...
-ranks give the same bits. All sums between ranks are taken in this order (arena.py, communicator.py).
+A rank that holds an aligned run of 2^k terms computes a whole subtree. So the same terms on 1, 2, 4, ... ranks give the
+same bits. All sums between ranks are taken in this order (arena.py, communicator.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Add the terms pair by pair, then the sums pair by pair, and so on; one left over waits for the next round.
+    """Add the terms in pairs, then the sums in pairs, and so on; an odd one out takes part in the next round.
 
     Args:
-        terms: of one shape and dtype, at least one; they are left as they are.
+        terms: at least one tensor, all of one shape and dtype; they are not changed.
         out: where the sum goes; default a new tensor. It may be one of the terms.
 
     Returns:
-        The sum, in `out`'s dtype; by default in promote_types(dtype, float32), integers in their own.
+        The sum, in `out`'s dtype; without `out` in promote_types(dtype, float32), for integers in their own dtype.
 
     Numerics: every addition in promote_types(dtype, float32). Extra memory: half as many tensors as terms.
     """

@@ -159,7 +159,7 @@ def refused(what: str) -> str:
         ("no tensor", "loss must return a scalar: got dict: return its sum, or (sum, number of valid targets)"),
         ("loss fails", "the loss must take an output and its target: on float64[4,5] and [4] it fails"),
         ("other numbers", "loss and count must find the same valid targets: their numbers differ by 7"),
-        ("replicas without count", "replicas are for counting valid targets over them: 1 replicas, and no count"),
+        ("replicas without count", "replicas need count, the number of valid targets: 1 replicas, no count"),
         ("count on one rank", "rank 1 has 'count none, 1 replicas' where rank 0 has 'count given, 1 replicas'"),
     ],
 )

@@ -1,6 +1,6 @@
-"""The norm of all gradients of a model of one's own whose parameters lie on tensor-parallel ranks and pipeline stages.
+"""Clip gradients by their global norm, in a model of your own over tensor-parallel ranks and pipeline stages.
 
-The engine has its own, over flat buffers (optim.squared_norms).
+The engine's own clipping works on flat buffers (training/optimizer.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         norm = (sum over pp, tp and parameters of |gradient|^2, each counted once)^(1/2)
         gradient *= min(1, max_norm / norm)
 
-    A parameter that is whole on every tp rank (`replicate`, `summed`, RMSNorm) counts once, shards count each.
+    A parameter that every tp rank holds whole (`replicate`, `summed`, RMSNorm) counts once. Of a sharded parameter the
+    shard of each rank counts.
 
     Args:
-        model: this rank's part, after the gradients have been summed over replicas.
-        max_norm: above zero.
+        model: this rank's part; call this after the gradients have been summed over replicas.
+        max_norm: the largest norm that is left as it is; above zero.
         tp: the tensor-parallel ranks.
-        pp: the pipeline's ranks; None for one stage.
+        pp: the pipeline's ranks; None without a pipeline.
 
     Returns:
         The norm before clipping, a float64 scalar, the same on all these ranks; not finite if a gradient is not.
@@ -33,10 +34,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
     Raises:
         ValueError: `max_norm` is not above zero.
 
-    Cost: an all-reduce of one number over tp and one over pp. The host waits for nothing.
+    Cost: an all-reduce of one number over tp and one over pp. The host does not wait for the device.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above zero: got {max_norm}: use 1.0")
+    # The squares of this rank's gradients; what several ranks hold is divided among them.
     gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     holders = ranks_that_hold(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -44,6 +46,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
     for parameter, gradient in gradients.items():
         norm_here = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         square += norm_here.double().square() / holders.get(parameter, 1)
+    # Sum over the ranks, then scale every gradient by the same factor.
     for ranks in (tp, pp):
         if ranks is not None:
             ranks.all_reduce_(square)

@@ -1,12 +1,12 @@
-"""Modules that are whole on every tensor-parallel rank: how they are made right, and a guard for those that are not.
+"""Modules that every tensor-parallel rank holds whole: sum their gradients, and refuse a model in which nothing does.
 
-Activations are x[T/tp, D]: a rank's part of the tokens. The gradient of a parameter that every rank holds whole, as
-nn.LayerNorm's weight beside tensor-parallel layers, is then a sum over the ranks, of which autograd computes each
-rank's own term alone. Nothing fails: the loss is right, and the ranks drift apart.
+Activations are x[T/tp, D]: a rank's part of the tokens. Take a parameter that every rank holds whole, such as the
+weight of nn.LayerNorm beside tensor-parallel layers. Its gradient is a sum over the ranks, and autograd computes only
+the term of this rank. Without the sum nothing fails: the loss looks right, and the ranks' parameters drift apart.
 
-The layers of this package take those sums by themselves. `replicate` does it for any other module; `summed` and
-`sharded` say of a module of one's own that it is right already; `check_replicated` names what nobody sums. DataParallel
-and Pipeline ask it of every model that holds tensor-parallel layers.
+The layers of this package take those sums themselves. `replicate` makes any other module take them. `summed` and
+`sharded` declare that a module of your own needs nothing more. `check_replicated` names the parameters that nothing
+sums; DataParallel and Pipeline call it for every model that has tensor-parallel layers.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from tpengine.layers.norm import RMSNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# On a parameter, beside the hook that sums: both are gone together where a copy or another parameter takes its place.
+# Set on a parameter together with the hook that sums: a copy, or a parameter that replaces it, has neither.
 _SUMMED = "_tpengine_summed_over"
-# On a module: the ranks over which it sums the gradients of its own parameters by itself.
+# Set on a module: the ranks over which it sums the gradients of its direct parameters itself.
 _SUMS = "_tpengine_sums_over"
-# On a module: each rank holds its own part of its own parameters.
+# Set on a module: each rank holds a different part of its direct parameters.
 _SHARDED = "_tpengine_sharded_over"
 _MOST_NAMES = 8
 
 
 def replicate(module: _Module, tp: Communicator) -> _Module:
-    """Make a module right whose parameters are whole on every tensor-parallel rank; collective.
+    """Sum the gradients of a module that every tensor-parallel rank holds whole, from now on; collective.
 
         gradient = sum over the tp ranks of the gradient of each one's tokens
 
         self.norm = replicate(nn.LayerNorm(dim), tp)
 
     Its parameters and buffers are overwritten with those of the communicator's rank 0. A copy of the module (an EMA)
-    has no hooks: to train one, call this for it too.
+    has no hooks: to train the copy, call this for it too.
 
     Args:
-        module: sees x[T/tp, ...], this rank's tokens, alone. Frozen parameters get no hook, nor do those of this
-            package's tensor-parallel layers in it. On the meta device parameters are only marked, and `Pipeline` makes
-            their values equal once they are there.
+        module: its input is x[T/tp, ...], this rank's tokens only. Frozen parameters get no hook, nor do the parameters
+            of this package's tensor-parallel layers inside it. On the meta device parameters are only marked:
+            `Pipeline` makes them equal when it gives them values.
         tp: the tensor-parallel ranks.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: a layer of this package in it was made over other ranks.
+        ValueError: a layer of this package inside the module was made over other ranks.
         RuntimeError: from backward, with create_graph: the sum is differentiable once.
 
-    Cost: one all-reduce a parameter and backward pass, of its gradient's size, in the order of backward.
+    Cost: one all-reduce per parameter and backward pass, of the gradient's size, in the order of backward.
     """
     if tp.size == 1:
         return module
@@ -77,14 +77,15 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
 
 
 def sharded(module: _Module, tp: Communicator) -> _Module:
-    """Say that each rank holds its own part of a module's parameters: this changes nothing, and the guard is silent.
+    """Declare that each rank holds its own part of a module's parameters, so that `check_replicated` accepts them.
 
         self.bias = sharded(Bias(4 * dim // tp.size), tp)
 
-    `clip_grad_norm_` counts the part of each rank. A module that is whole on every rank and sums by itself is `summed`.
+    This changes nothing in the module. `clip_grad_norm_` counts the part of each rank. For a module that every rank
+    holds whole, and that sums its gradients itself, call `summed`.
 
     Args:
-        module: with all modules in it.
+        module: the module, with all modules inside it.
         tp: the tensor-parallel ranks.
 
     Returns:
@@ -96,15 +97,15 @@ def sharded(module: _Module, tp: Communicator) -> _Module:
 
 
 def summed(module: _Module, tp: Communicator) -> _Module:
-    """Say that a module is whole on every tp rank and sums its parameters' gradients by itself; collective.
+    """Declare that every tp rank holds a module whole and that it sums its gradients itself; collective.
 
         self.bias = summed(Bias(dim), tp)  # whose forward uses collectives.copy(self.bias, tp)
 
-    So the guard is silent, and `clip_grad_norm_` counts the parameters once. Parameters and buffers are overwritten
-    with those of the communicator's rank 0, as by `replicate`. A copy of the module is summed as well.
+    Then `check_replicated` accepts its parameters, and `clip_grad_norm_` counts them once. Parameters and buffers are
+    overwritten with those of the communicator's rank 0, as by `replicate`. The declaration holds for copies too.
 
     Args:
-        module: with all modules in it, but for this package's layers and those that are `sharded`.
+        module: the module, with all modules inside it except this package's layers and those that are `sharded`.
         tp: the tensor-parallel ranks.
 
     Returns:
@@ -125,25 +126,25 @@ def summed(module: _Module, tp: Communicator) -> _Module:
 def check_replicated(model: nn.Module, tp: Communicator) -> None:
     """Refuse a model with trained parameters whose gradients nothing sums over the tensor-parallel ranks.
 
-    Parameters pass that are frozen, lie in this package's tensor-parallel layers, or went through `replicate`, `summed`
-    or `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
+    Accepted are parameters that are frozen, that belong to this package's tensor-parallel layers, or that went through
+    `replicate`, `summed` or `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
 
     Args:
-        model: any module; before its first step.
+        model: any module; call this before its first step.
         tp: the tensor-parallel ranks.
 
     Raises:
-        ValueError: there are others; they are named.
+        ValueError: names the parameters that nothing sums.
     """
     if tp.size > 1:
         _refuse(_unsummed(model, _of_layers(model)), tp.size)
 
 
 def check_beside_parallel_layers(model: nn.Module) -> None:
-    """`check_replicated` for who knows no tp: over the largest communicator of the model's tensor-parallel layers.
+    """Call `check_replicated` with the tp size that the model's own tensor-parallel layers have.
 
     Raises:
-        ValueError: as check_replicated; a model without such layers has nothing to sum.
+        ValueError: as check_replicated. A model without such layers is accepted.
     """
     over = _of_layers(model)
     marked = [vars(parameter)[_SUMMED].size for parameter in model.parameters() if hasattr(parameter, _SUMMED)]
@@ -154,11 +155,11 @@ def check_beside_parallel_layers(model: nn.Module) -> None:
 
 
 def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
-    """Make right what was marked on the meta device and has values by now; collective.
+    """Hook and equalise the parameters that were marked on the meta device and have values now; collective.
 
     Args:
-        module: holds the successors.
-        made: tensor on the meta device -> its successor.
+        module: holds the new parameters.
+        made: tensor on the meta device -> the tensor that replaces it.
     """
     new = set(made.values())
     for parameter, ranks in _held_alike(module).items():
@@ -169,12 +170,12 @@ def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
 
 
 def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
-    """How many tensor-parallel ranks hold the same parameter, of those of which several do."""
+    """Return how many tensor-parallel ranks hold each parameter, for parameters that several ranks hold."""
     return {parameter: ranks.size for parameter, ranks in _held_alike(model).items()}
 
 
 def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
-    """The ranks that hold the same parameter and sum its gradient."""
+    """Return, for each such parameter, the ranks that hold it and sum its gradient."""
     alike: dict[Parameter, Communicator] = {}
     for part in model.modules():
         if isinstance(part, RMSNorm):
@@ -190,7 +191,7 @@ def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
 
 
 def _of_layers(model: nn.Module) -> dict[Tensor, int]:
-    """Parameters of this package's layers, and over how many ranks each is cut or summed."""
+    """Return the number of ranks over which each parameter of this package's layers is cut or summed."""
     over: dict[Tensor, int] = {}
     for part in model.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | RMSNorm):
@@ -199,12 +200,12 @@ def _of_layers(model: nn.Module) -> dict[Tensor, int]:
 
 
 def _real(ranks: Communicator) -> Communicator:
-    """The processes that a layer is over; exact mode's layers are over shards, of which a process holds several."""
+    """Return the processes that a layer is made over; for a layer of exact mode, those that hold its shards."""
     return ranks.holders if isinstance(ranks, ShardCommunicator) else ranks
 
 
 def _unsummed(model: nn.Module, over: Mapping[Tensor, int]) -> dict[str, Parameter]:
-    """Trained parameters that nothing sums, by name."""
+    """Return the trained parameters that nothing sums, by name."""
     right = [part for part in model.modules() if hasattr(part, _SHARDED) or hasattr(part, _SUMS)]
     owned = {parameter for part in right for parameter in part.parameters(recurse=False)}
     return {
@@ -223,7 +224,7 @@ def _refuse(names: Iterable[str], size: int) -> None:
         return
     more = f" and {len(unsummed) - _MOST_NAMES} more" if len(unsummed) > _MOST_NAMES else ""
     raise ValueError(
-        f"a parameter that is whole on every tp rank needs its gradient summed over them: tp {size}, nothing sums "
+        f"a parameter that every tp rank holds whole needs its gradient summed over them: tp {size}, nothing sums "
         f"{', '.join(unsummed[:_MOST_NAMES])}{more}: wrap the modules in tpengine.layers.replicate(module, tp), make "
         "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
         "summed(module, tp) that the module sums by itself"

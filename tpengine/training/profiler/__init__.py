@@ -1,1 +1,1 @@
-"""Recorded steps: who waited for whom, and costs that predict other schedules; whom a rank waits for that hangs."""
+"""Profiles of recorded steps, costs that predict other schedules, and the ranks that a stuck rank waits for."""

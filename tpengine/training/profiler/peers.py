@@ -1,4 +1,4 @@
-"""Whether the other ranks still live, as far as this host can tell."""
+"""Find out which other ranks are still alive, as far as this host can tell."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Peers:
         mine = torch.tensor([host, os.getpid()], dtype=torch.int64, device=link_device(device))
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
-        # Process numbers mean something on this host only.
+        # Process ids of other hosts mean nothing here.
         self._local = {rank: int(place[1]) for rank, place in enumerate(everyone) if int(place[0]) == host}
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks of `ranks` whose process on this host has ended; ranks of other hosts are never among them."""
+        """Return those of `ranks` whose process on this host has ended; never a rank of another host."""
         return [rank for rank in ranks if rank in self._local and not lives(self._local[rank])]

@@ -1,14 +1,14 @@
-"""Profiles a run: switches the trace on for some steps, gathers what all ranks recorded, and writes what it shows.
+"""Profile a run: trace some steps, gather the records of all ranks, and write timelines and measured costs.
 
     trace.json      every rank's timeline, for ui.perfetto.dev
-    timeline.svg    a pipeline in the step of middle length, over what the simulator makes of the measured costs
+    timeline.svg    one pipeline in the step of median length, above the simulator's prediction from the measured costs
     profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them
 
-Of several pipelines (replicas, tensor-parallel ranks) the one that computes longest is drawn and spoken of: the others
+Of several pipelines (replicas, tensor-parallel ranks) the one that computes longest is drawn and described. The others
 wait for it in their reductions, which would look like slow communication.
 
-The steps themselves run as always, but for two readings of the clock an action; gathering comes after a step's time
-has been taken. Records travel as JSON in a tensor: nothing that another rank sends is unpickled.
+A traced step runs as always, except that the clock is read twice per action. Records are gathered after the step's time
+has been taken. They travel as JSON in a tensor: nothing that another rank sends is unpickled.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Profiler:
     """Profiles the steps that the configuration names.
 
     Args:
-        trainer: whose steps.
+        trainer: runs the steps.
         run_dir: where files go, on rank 0; None elsewhere.
-        first_step: the run's first, where it continues another.
-        say: takes lines for a person; called on rank 0.
+        first_step: the step at which the run starts or continues.
+        say: takes lines for the user; called on rank 0.
 
-    `begin` and `end` are collective in the steps that are profiled, and do nothing in others.
+    `begin` and `end` are collective in steps that are profiled, and do nothing in others.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Profiler:
         self._trainer.executor.trace = Trace(clock_of(self._trainer.device))
 
     def end(self, step: int, seconds: float) -> None:
-        """Take what the ranks recorded; after the last profiled step, write.
+        """Gather what the ranks recorded; after the last profiled step, write the files.
 
         Args: seconds: the step's time.
         """
@@ -95,20 +95,22 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what has been recorded so far, if anything has; a run that is stopped calls it early.
+        """Write what has been recorded so far, if there is anything; a run that is stopped calls this early.
 
-        What cannot be written or drawn is said, and ends no run.
+        If something cannot be written or drawn, a line says so, and the run goes on.
         """
         steps, self._steps = self._steps, []
         if not steps or self._run_dir is None:
             return
         plan = self._trainer.plan
         profile = profile_of(plan, steps, self._bucket_bytes())
+        # Choose the step of median length, and its pipeline that computes longest.
         drawn = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         ends = [computed_until(pipeline) for pipeline in drawn.pipelines]
         last = ends.index(max(ends))
         measured = measured_timeline(plan, drawn.pipelines[last])
         predicted = simulate(plan, costs_for(profile, plan))
+        # Write the files, then say what they show.
         for name, write in {
             "profile.json": profile.to_json,
             "trace.json": lambda: self._chrome_trace(steps),
@@ -120,7 +122,7 @@ class Profiler:
             self._say(line)
 
     def _gather(self, trace: Trace) -> list[RankRecord]:
-        """Return the records of all ranks on rank 0, and nothing elsewhere; collective."""
+        """Return the records of all ranks on rank 0, and an empty list elsewhere; collective."""
         trainer = self._trainer
         encoded = encode_record(
             [(event.action, event.begin_ns, event.end_ns) for event in trace.events],
@@ -144,7 +146,7 @@ class Profiler:
         ranks = []
         for rank in range(shape.world_size):
             at = shape.coordinates(rank)
-            # Pipelines are numbered by their first ranks.
+            # A pipeline's number is that of its first rank, counted over dp and tp.
             pipeline = at.dp * shape.tp + at.tp
             traced = [
                 TracedStep(step.step, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
@@ -178,7 +180,7 @@ class Profiler:
     def _lines(
         self, drawn: MeasuredStep, num_steps: int, pipeline: int, ahead: float, measured: Timeline, predicted: Timeline
     ) -> Iterator[str]:
-        """Yield what a person is told; `ahead`: seconds by which the first pipeline was done computing before this."""
+        """Yield lines for the user; `ahead`: how many seconds before this pipeline the first one ended computing."""
         figures = StepFigures.of(self._trainer.plan, measured)
         num_pipelines = len(drawn.pipelines)
         where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
@@ -200,7 +202,7 @@ class Profiler:
 
 
 def crowding(num_ranks: int, num_cores: int) -> str:
-    """Say that ranks take each other's cores, if they do: then a time says as much of the neighbours as of the plan."""
+    """Return a line that warns if ranks share cores: then times depend on the other ranks as much as on the plan."""
     if num_ranks <= num_cores:
         return ""
     cores = f"{num_cores} cores" if num_cores > 1 else "one core"
@@ -208,5 +210,5 @@ def crowding(num_ranks: int, num_cores: int) -> str:
 
 
 def num_local_ranks(environ: Mapping[str, str]) -> int:
-    """The ranks of this host, as torchrun says, or train.py; 1 without."""
+    """Return the number of ranks on this host, as torchrun or train.py set it; 1 by default."""
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or 1)

@@ -1,4 +1,4 @@
-"""Whom a rank waits for in what it is doing, by the plan and the mesh: the last part of a stuck rank's report."""
+"""Find the ranks that a rank waits for, from its current action, the plan and the mesh; ends a stuck rank's report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tpengine.training.trainer import Trainer
 
 
 def explain(trainer: Trainer, peers: Peers, what: object) -> str:
-    """Say whom this rank waits for, and which of them are gone.
+    """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
 
     Args:
-        what: an action of a plan, or words for what lies between plans, in which all ranks meet.
+        what: the current action of a plan; or a text for work between plans, in which all ranks meet.
 
     Returns:
-        Such as ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
+        For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
     """
     by_axis = awaited(trainer, what)
     if not by_axis:
@@ -35,14 +35,14 @@ def explain(trainer: Trainer, peers: Peers, what: object) -> str:
 
 
 def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
-    """The other ranks that must act before `what` can end, by the axis that connects them."""
+    """Return the other ranks that must act before `what` can end, by the mesh axis that connects them."""
     mesh = trainer.mesh
     if not isinstance(what, Action):
         return _others({"all": range(mesh.shape.world_size)})
     if what.kind in COMPUTE:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
-        # The last stage has losses to sum.
+        # The last stage also sums the losses over the replicas.
         replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
@@ -55,7 +55,7 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
 
 
 def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
-    """The ranks on the other side of a transfer or a reduction."""
+    """Return the ranks on the other side of a transfer or a reduction, by mesh axis."""
     mesh = trainer.mesh
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())

@@ -1,1 +1,1 @@
-"""The state of a run: saved, restored, checked, and which steps left it as it was."""
+"""The state of a run: save it, restore it, check it, and list the steps that were skipped."""

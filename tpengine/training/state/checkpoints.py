@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps, at the last one, and when it is asked to stop; what it says about it."""
+"""Save a run's checkpoints: every so many steps, at the last step and at a signal to stop; report what was saved."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tpengine.training.state.state_check import check_finite, check_replicas
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import RunError, Trainer
 
-# How long a rank that has failed stays for a checkpoint under way; if a peer is gone, the write fails much sooner.
+# How long a failed rank waits for a checkpoint that is being written; if a peer is gone, writing fails much sooner.
 _LAST_WRITE_SECONDS = 10.0
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
 
 
 class RunCheckpoints:
-    """The checkpoints of one run; the constructor is collective. Leaving its context waits for what is being written.
+    """The checkpoints of one run; the constructor is collective. Leaving the context waits for what is being written.
 
     Args:
-        trainer: whose state is saved.
+        trainer: has the state that is saved.
         run_dir: the run's directory on rank 0; None elsewhere.
 
     Raises:
-        RunError: on all ranks alike: checkpoints are asked for, and rank 0 cannot write to its directory or some rank
-            does not see it.
+        RunError: on all ranks alike: checkpoints are asked for, and rank 0 cannot write to its directory or a rank does
+            not see it.
     """
 
     def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
@@ -51,15 +51,15 @@ class RunCheckpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, RunError):
-            # A thread that still talked over its group while the groups are destroyed would end the process.
+            # Wait: a writing thread that used its group while the groups are destroyed would crash the process.
             self.wait()
         elif self._saver is not None:
-            # This rank is about to leave, and says what it was doing: that stays as it is. The ranks that still live
-            # can complete what they have begun.
+            # This rank has failed, and its report names the current activity, so keep that. Wait a little, so that the
+            # ranks that are alive can complete the checkpoint.
             self._saver.wait(_LAST_WRITE_SECONDS)
 
     def after_step(self, num_steps: int) -> None:
-        """Begin to save if it is time; if it is not, compare replicas if it is time for that.
+        """Begin to save if a checkpoint is due; otherwise compare replicas if that is due.
 
         Raises:
             RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
@@ -72,10 +72,10 @@ class RunCheckpoints:
             check_replicas(self._trainer, num_steps, masters_only=True)
 
     def save_and_say(self, num_steps: int, stop_signal: int) -> str:
-        """Save now, because a signal asked the run to stop, and wait for it.
+        """Save now, because a signal asked the run to stop, and wait until it is on disk.
 
         Returns:
-            What to tell the user.
+            The message for the user.
 
         Raises:
             RunError: as `after_step`.
@@ -90,20 +90,20 @@ class RunCheckpoints:
         return f"{done}{self.where()}"
 
     def wait(self) -> None:
-        """Wait until what is under way is on disk."""
+        """Wait until the checkpoint that is being written is on disk."""
         if self._saver is not None:
             self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
             self._note(self._saver.wait())
 
     def where(self) -> str:
-        """What is on disk and how to go on from it, to end a message with."""
+        """Return the end of a message: the newest checkpoint, and how to continue from it."""
         newest = self._saver.directory.newest() if self._saver is not None else None
         if newest is None:
             return ": no checkpoint is saved"
         return f": saved in {newest}; continue with --run-dir {shlex.quote(str(newest.parents[1]))} --resume"
 
     def raise_if_the_last_is_missing(self) -> None:
-        """End with an error a run whose last state is not on disk: training is over, so nothing will try again.
+        """Raise if the run's last state is not on disk: training is over, so that nothing will try again.
 
         Raises:
             RunError: on all ranks alike.
@@ -114,13 +114,16 @@ class RunCheckpoints:
     def _save(self, num_steps: int) -> None:
         assert self._saver is not None
         trainer = self._trainer
+        # Wait for the previous checkpoint, which may still be being written.
         trainer.activity.begin("waiting for the checkpoint before", timed=False)
         self._note(self._saver.wait())
         if self._saved_step == num_steps:
             return
+        # Check the state: finite, and equal on replicas.
         trainer.activity.begin("checking what is to be saved")
         check_finite(trainer)
         check_replicas(trainer, num_steps)
+        # Copy it; a thread writes the copy while training goes on.
         trainer.activity.begin("copying a checkpoint aside", timed=False)
         config = replace(trainer.config, device="cuda" if trainer.device.type == "cuda" else "cpu")
         threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
@@ -131,7 +134,7 @@ class RunCheckpoints:
         self._saved_step = num_steps
 
     def _note(self, failure: str | None) -> None:
-        """Say that a checkpoint could not be written, and remember it: the next one may do better."""
+        """Print and remember that a checkpoint could not be written; the run goes on, and the next may succeed."""
         if failure is None:
             return
         self._failure = failure
@@ -145,7 +148,7 @@ class RunCheckpoints:
 
 
 def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
-    """Make rank 0's directory ready and tell its place to all ranks, which must reach it."""
+    """Make rank 0's directory, send its path to all ranks, and check that every rank sees the same directory."""
     own, problem = "", ""
     if run_dir is not None:
         directory = checkpoints_of(run_dir)
@@ -153,10 +156,10 @@ def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
             own = str(_make_ready(directory))
         except OSError as error:
             problem = (
-                f"the directory of checkpoints must take files: {directory.path}: {error.strerror}: mend that, or use "
+                f"the directory of checkpoints must take files: {directory.path}: {error.strerror}: fix that, or use "
                 "another --run-dir or --train.checkpoint-every 0"
             )
-    # A file's name may hold bytes that are no text; JSON carries them as the escapes that os.fsdecode makes.
+    # A path may contain bytes that are not text: os.fsdecode's escapes for them survive JSON.
     own, problem = broadcast_json([own, problem])
     if problem:
         raise RunError(problem)
@@ -171,12 +174,12 @@ def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
             f"all ranks must reach the run directory to write checkpoints: ranks {blind} do not see {path}: use a "
             "--run-dir that all nodes share, or --train.checkpoint-every 0"
         )
-    # Rank 0 says the path as the user gave it.
+    # Rank 0 prints the path as the user gave it.
     return checkpoints_of(run_dir) if run_dir is not None else CheckpointDirectory(path)
 
 
 def _make_ready(directory: CheckpointDirectory) -> Path:
-    """Make the directory; another node may have one of its own under the same name: the file given tells them apart."""
+    """Make the directory and a file in it; a host that does not see the file has another directory of that name."""
     directory.clean()
     directory.path.mkdir(exist_ok=True)
     token = directory.path.resolve() / f".seen-{secrets.token_hex(8)}"

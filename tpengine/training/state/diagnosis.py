@@ -1,9 +1,9 @@
-"""Where a step stopped being finite: the first tensor, its layer and its micro-batch.
+"""Find where a step stopped being finite: the first tensor, its layer and its micro-batch.
 
-The step is computed once more, without its update, and looked at: first the weights, then, micro-batch by micro-batch,
-each layer's output on the way forward and each gradient on the way back. Ranks differ in what they hold, so each tells
-what it saw first, and the first of all is what all of them report. What is not seen again, though weights and data are
-the same, was an accident of the machine, and is said to be.
+The step is computed once more, without its update. A probe checks the weights first, then for each micro-batch every
+layer's output in forward and every gradient in backward. Each rank holds different tensors and tells what it found
+first; the first of all is reported by all. If the fault does not occur again, though weights and data are the same, the
+machine is suspected, and the report says so.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _BEFORE_ALL = -1
 
 @dataclass(frozen=True)
 class Finding:
-    """What was not finite first.
+    """The first tensor that was not finite.
 
     Attributes:
-        tensor: what it is, by the name that it is saved under.
-        layer: of it; None outside the layers.
-        micro_batch: counted from 0 over all replicas; None where it is of none, or unknown.
-        again: whether it was seen when the step was computed again.
+        tensor: its kind and the name that it is saved under.
+        layer: number of its layer; None outside the layers.
+        micro_batch: counted from 0 over all replicas; None if it belongs to none, or is unknown.
+        again: whether it occurred again when the step was computed again.
     """
 
     tensor: str
@@ -58,23 +58,25 @@ def find_first(trainer: Trainer, step: int) -> Finding:
 
     Cost: a step, and a pass over the gradients for each of its micro-batches.
     """
+    # Compute the step again under the probe; before that, note what overflowed the first time.
     before = _overflowing(trainer)
     probe = _Probe(trainer)
     with probe:
         trainer.compute_again(step, probe)
     probe.see_losses()
+    # The first event over all ranks.
     events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
     if events:
         micro_batch, _, _, name = min(events)
         return Finding(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
-    # Finite elements, whose squares are not.
+    # All elements were finite: then a square or a sum of squares overflowed.
     again = _overflowing(trainer)
     name = f"the norm of the gradient of {again or before}" if again or before else "the loss"
     return Finding(name, _layer_of(name), None, again=bool(again))
 
 
 class _Probe:
-    """What one rank sees; while its context is open it also looks at the outputs of layers."""
+    """Looks for the first event on one rank; inside its context also in the outputs of layers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -105,16 +107,16 @@ class _Probe:
             hook.remove()
 
     def before_sum(self, bucket: int) -> None:
-        """As trainer.Probe."""
+        """Look at a bucket before it is summed: see trainer.Probe."""
         self._look([bucket])
         self._summed.add(bucket)
 
     def after_backward(self) -> None:
-        """As trainer.Probe."""
+        """Look at the buckets that are not summed yet: see trainer.Probe."""
         self._look(index for index in self._trainer.buckets.flat if index not in self._summed)
 
     def see_losses(self) -> None:
-        """Look at the losses of all micro-batches, which the last stage has."""
+        """Look at the losses of all micro-batches, on the last stage."""
         if self._trainer.model.is_last:
             for micro_batch, loss in enumerate(self._trainer.batch.losses.tolist()):
                 if not torch.isfinite(torch.tensor(loss)):
@@ -144,7 +146,7 @@ class _Probe:
 
 
 def _overflowing(trainer: Trainer) -> str:
-    """The first parameter that backward meets the squares of whose gradient are not finite; empty if all are."""
+    """Return the first parameter, in backward's order, whose gradient's sum of squares is not finite; "" if none is."""
     model, table_size = trainer.config.model, trainer.model.parts.table_size
     finite = trainer.squares.isfinite().view(-1, table_size).all(1).tolist()
     specs = stage_specs(model, table_size, 0, model.num_layers)
@@ -157,7 +159,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _parameter_of(name: str) -> str:
-    """The parameter of a piece, or of a gradient's buffer."""
+    """Return the name of the parameter that a piece or a gradient buffer belongs to."""
     return re.sub(r"[\[#].*", "", name)
 
 

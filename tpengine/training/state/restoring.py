@@ -1,8 +1,9 @@
-"""Going on from the newest checkpoint that is whole on every rank: found by all of them, loaded, said.
+"""Restore the newest checkpoint that is whole on every rank: agree on it, load it, report damaged ones.
 
-Damage is found at two places: an index or a size, when a rank looks before any process group exists (resume.py); the
-bytes of a file, when it is loaded, by the one rank that hashes it. Wherever it is found, all ranks pass over that
-checkpoint together. It is renamed, not removed, once an older one is loaded: its step is going to be saved again.
+Damage is found at two places. A damaged index or a wrong size is found by each rank before any process group exists
+(resume.py). Damaged bytes of a file are found when it is loaded, by the one rank that hashes it. In both cases all
+ranks skip that checkpoint together. Once an older one is loaded, the damaged one is renamed, not removed, since the run
+will save its step again.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from tpengine.training.trainer import RunError, Trainer
 def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
     """Load the newest checkpoint of the run directory that is whole on every rank; collective.
 
-    Rank 0 says which are damaged and renames them.
+    Rank 0 prints which checkpoints are damaged, and renames them.
 
     Args:
-        trainer: of any layout; its config.run_dir is looked at only with config.resume.
-        found: what find_checkpoint has given to this rank.
+        trainer: of any layout. Without config.resume nothing is loaded.
+        found: what find_checkpoint has returned on this rank.
 
     Returns:
-        What was loaded, the same on all ranks; None where there is no checkpoint.
+        The loaded checkpoint, the same on all ranks; None if there is none.
 
     Raises:
         RunError: ranks see different checkpoints, none is whole, or the newest whole one is another model's.
 
-    Cost: one exchange of a few hundred bytes a rank, and one more for each damaged checkpoint.
+    Cost: one exchange of a few hundred bytes per rank, and one more for each damaged checkpoint.
     """
     if not trainer.config.resume:
         return None
     while True:
+        # Agree on a checkpoint, load it; if it proves damaged, note that and agree again.
         found = _agreed(trainer, found)
         if found is None:
             return None
@@ -58,7 +60,7 @@ def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | N
 
 
 def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
-    """The newest checkpoint that no rank has found to be damaged."""
+    """Return the newest checkpoint that no rank has found to be damaged."""
     refusal = ""
     if found is not None and found.index.step in found.damaged:
         found, refusal = _find(trainer, found.damaged)
@@ -66,7 +68,7 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
         everyone = all_gather_json(_seen_by(trainer, found, refusal))
         differing = [rank for rank, seen in enumerate(everyone) if seen["steps"] != everyone[0]["steps"]]
         refusals = [seen["refusal"] for seen in everyone if seen["refusal"]]
-        # Where ranks give other reasons, the first one's is said.
+        # If ranks give different reasons for one step, that of the first rank counts.
         damaged = {int(step): reason for seen in reversed(everyone) for step, reason in seen["damaged"].items()}
         if not differing and refusals:
             raise RunError(refusals[0])
@@ -83,18 +85,18 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
 
 
 def _find(trainer: Trainer, damaged: Mapping[int, str]) -> tuple[Checkpoint | None, str]:
-    """What find_checkpoint gives or says: one rank may not raise alone."""
+    """Return what find_checkpoint returns, or the message of what it raises: one rank must not raise alone."""
     try:
         corpus = trainer.corpus
         ends = corpus.fingerprint_of_ends
         return find_checkpoint(trainer.config, corpus.fingerprint(), damaged, fingerprint_of_ends=ends), ""
     except ValueError as error:
-        # Of a checkpoint, or of the text, whose ends may have to be read.
+        # A checkpoint is refused, or the ends of the text cannot be read.
         return None, str(error)
 
 
 def _seen_by(trainer: Trainer, found: Checkpoint | None, refusal: str) -> dict[str, Any]:
-    """What this rank tells the others: nodes may see other directories under the same name."""
+    """Return what this rank tells the others: hosts may see different directories under the same name."""
     files = "" if found is None else f"{found.index.step} {sorted(found.index.files.items())}"
     return {
         "steps": checkpoints_of(trainer.config.run_dir).steps(),
@@ -105,7 +107,7 @@ def _seen_by(trainer: Trainer, found: Checkpoint | None, refusal: str) -> dict[s
 
 
 def _set_aside(trainer: Trainer, loaded: Checkpoint) -> None:
-    """Rename the damaged checkpoints, which the run will save again, and say so."""
+    """Rename the damaged checkpoints, whose steps the run will save again, and print a line for each."""
     if not loaded.damaged:
         return
     problem = ""

@@ -1,13 +1,13 @@
-"""Steps whose update is left out because it is not finite: which they are, and when there are too many in a row.
+"""The list of steps that were skipped because loss or gradient was not finite, and the limit of so many in a row.
 
-    skipped.jsonl    one JSON object a step, on disk as soon as it is skipped:
+    skipped.jsonl    one JSON object per step, on disk as soon as it is skipped:
                      {"step": 12, "samples": [384, 416], "tensor": "the gradient of model.layers.3.mlp.up_proj.weight",
                       "layer": 3, "micro_batch": 1, "loss": "2.25", "grad_norm": "nan"}
 
-What was not finite first is found by computing the step once more; until then `tensor` is null, and stays so if the run
-ends meanwhile. Steps count from 0 there, as in metrics.jsonl; `samples` is a half-open range of the run's order. The
-data of a step is a function of its number, so a run that starts again would meet the same step: it leaves the listed
-ones out, without computing them, and gets further each time. Who wants them computed removes their lines.
+Which tensor was not finite first is found by computing the step once more. Until then `tensor` is null; it stays null
+if the run ends meanwhile. Steps count from 0, as in metrics.jsonl; `samples` is a half-open range of the run's order.
+The data of a step is a function of its number, so that a restarted run would meet the same fault again. It leaves the
+listed steps out without computing them, and so gets further each time. To have a step computed, remove its line.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FILE_NAME = "skipped.jsonl"
 
 
 class SkippedSteps:
-    """The steps of a run that are left out; the constructor is collective.
+    """The skipped steps of a run; the constructor is collective.
 
     Args:
-        trainer: whose steps.
-        run_dir: the run's directory on rank 0; None elsewhere. A run that does not continue another keeps its list
-            aside.
+        trainer: runs the steps.
+        run_dir: the run's directory on rank 0; None elsewhere. A run that does not continue another keeps an earlier
+            list aside.
 
     Attributes:
         known: the steps that were skipped before this start, 0-based.
@@ -58,18 +58,18 @@ class SkippedSteps:
         self._in_a_row: list[int] = []
 
     def leaves_out(self, step: int) -> bool:
-        """Whether a step is not to be computed; equal on all ranks."""
+        """Return whether a step is to be left out, as it was skipped before this start; equal on all ranks."""
         return step in self.known
 
     def num_until(self, step: int) -> int:
-        """How many steps up to and with this one have been skipped, in this start and before."""
+        """Return how many steps up to and including this one were skipped, in this start and before."""
         return sum(skipped <= step for skipped in self._skipped)
 
     def note(self, step: int, result: StepResult) -> None:
-        """Count a step that has been computed; if it was skipped, find out why and write it down. Collective.
+        """Note a step that has been computed; if it was skipped, find out why and write it down. Collective.
 
         Raises:
-            RunError: on all ranks alike: as many in a row as --train.nonfinite-steps says.
+            RunError: on all ranks alike: --train.nonfinite-steps steps in a row were skipped.
         """
         if not result.skipped:
             self._in_a_row = []
@@ -88,8 +88,9 @@ class SkippedSteps:
             "loss": str(result.loss),
             "grad_norm": str(result.grad_norm),
         }
-        # At once: the run may end while the reason is sought.
+        # Write at once: the run may end while the reason is sought.
         self._write_while_all_wait(record, f"a restart meets step {step + 1} again")
+        # Find the first tensor that is not finite, and write it into the step's line.
         self._trainer.activity.begin("finding what is not finite")
         first = find_first(self._trainer, step)
         found = {
@@ -111,14 +112,14 @@ class SkippedSteps:
             )
 
     def _open(self, path: Path) -> list[int]:
-        """Read the list of the run that this one continues, or put another's aside."""
+        """Return the steps listed by the run that this one continues; keep the list of another run aside."""
         if not self._trainer.config.resume:
             keep_aside(path)
             return []
         if not path.exists():
             return []
         lines = path.read_bytes().splitlines(keepends=True)
-        # A last line that is cut is of a step that is met again.
+        # A last line that is cut off is dropped: its step will be computed again.
         if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
             lines.pop()
         steps = []
@@ -130,17 +131,17 @@ class SkippedSteps:
         return steps
 
     def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
-        """Write a step's line on rank 0; collective. What a disk takes counts on no rank as a wait for another."""
+        """Write a step's line on rank 0; collective. All ranks wait without a time limit, as the disk may be slow."""
         self._trainer.activity.begin("writing what is not finite", timed=False)
         self._write(record, without)
         broadcast_json()
 
     def _write(self, record: dict[str, Any], without: str) -> None:
-        """Write a step's line, in place of the one that it may have: the list is the old one or the whole new one.
+        """Write a step's line, replacing an earlier line of the step; the file is replaced whole.
 
         Args:
             record: the line.
-            without: what follows if it cannot be written, which is said.
+            without: the consequence to print if it cannot be written.
         """
         if self._path is None:
             return

@@ -1,15 +1,16 @@
-"""Whether a trainer's state may be saved: every number finite, and replicas equal to the last bit.
+"""Check that a trainer's state may be saved: every number is finite, and replicas are equal to the last bit.
 
-What several ranks hold (all of it over data parallelism; norm weights, and KV heads fewer than ranks, over tensor
-parallelism; tied ends over the pipeline) starts equal, and every update keeps it so: each replica adds the same sum. A
-bit that flips in one rank's memory breaks that for good and without a sign, and a checkpoint, of which each replica
-writes a part, would then mix two models. So each rank hashes what it holds, and all compare.
+Several ranks hold the same tensors: everything over data parallelism; norm weights, and shared KV heads, over tensor
+parallelism; tied ends over the pipeline. These start equal, and every update keeps them equal, since each replica adds
+the same sum. A bit that flips in one rank's memory breaks that for good, and nothing shows it. A checkpoint, of which
+each replica writes a part, would then mix two models. So each rank hashes what it holds, and all compare the hashes.
 
     h(x) = sum over rows r of M[r] * (sum over columns c of m[c] * mix(x[r, c]))  mod 2**64,   mix(x) = x ^ (x >> 32)
 
-over the bits in words of 64, `m` and `M` odd. A single flipped bit changes mix(x) by an odd number times a power of two
-below 2**64, and so h for certain. Several flipped bits may cancel out: by a chance of some 2**-32 where all of them are
-the highest of their words, and of some 2**-64 elsewhere. The hash is no defence against anybody who wants to deceive.
+over the tensor's bits in words of 64 bits, with odd factors `m` and `M`. A single flipped bit changes mix(x) by an odd
+number times a power of two below 2**64, and so always changes h. Several flipped bits may cancel: with a probability of
+some 2**-32 if all of them are the highest bits of their words, and of some 2**-64 otherwise. The hash does not protect
+against deliberate changes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check_finite(trainer: Trainer) -> None:
     Raises:
         RunError: on all ranks alike: names the first tensor that is not finite.
 
-    Cost: one pass over the state, one number from each rank.
+    Cost: one pass over the state, and a maximum over ranks of one number.
     """
     places = _Places(trainer)
     found = list(_state(trainer))
@@ -59,27 +60,29 @@ def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = Fal
 
     Args:
         num_steps: steps done, for the message.
-        masters_only: masters, or weights where they are their own; else all that a checkpoint holds.
+        masters_only: compare only the masters (a weight without a master copy is its own); else the whole state.
 
     Raises:
         RunError: on all ranks alike: names the first tensor that differs, and two ranks.
 
-    Cost: one pass over what is compared, 16 bytes a tensor, shard and kind from each rank.
+    Cost: one pass over what is compared; each rank sends 16 bytes per tensor, shard and kind.
     """
     if dist.get_world_size() == 1:
         return
+    # Hash: every tensor at the place that it has on all ranks.
     places, link = _Places(trainer), link_device(trainer.device)
     mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=trainer.device)
     for kind, name, tensor in _state(trainer, masters_only):
         mine[places.of(kind, name)] = bits_hash(tensor)
     mine = mine.to(link)
-    # A maximum of hashes and one of their complements, which is the complement of the minimum.
+    # Compare: one all-reduce gives the maximum of the hashes, and of their complements, hence also the minimum.
     extremes = torch.stack([mine, torch.where(mine == _NO_HASH, mine, ~mine)])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, smallest = extremes[0], ~extremes[1]
     differing = ((largest != smallest) & (largest != _NO_HASH)).nonzero().flatten().tolist()
     if not differing:
         return
+    # Name the first tensor that differs, and two ranks that disagree.
     place = differing[0]
     hashes = [torch.empty_like(mine[:1]) for _ in range(dist.get_world_size())]
     dist.all_gather(hashes, mine[place : place + 1].contiguous())
@@ -106,12 +109,12 @@ def bits_hash(tensor: Tensor) -> Tensor:
     if whole < words.numel():
         rows.append(_mixed(words[whole:].view(1, -1), factors[: words.numel() - whole]))
     sums = torch.cat(rows)
-    # Other factors than the columns'.
+    # The factors of the rows must differ from those of the columns.
     return (sums * _odd(torch.arange(_COLUMNS, _COLUMNS + sums.numel(), device=words.device))).sum()
 
 
 class _Places:
-    """The numbers of what all ranks hold together: by kind, then in the parameter table's order, then by shard."""
+    """Numbers the shards of all ranks' state: by kind, then in the parameter table's order, then by shard."""
 
     def __init__(self, trainer: Trainer) -> None:
         model, self._size, self._pieces = trainer.config.model, trainer.model.parts.table_size, trainer.model.pieces
@@ -121,19 +124,19 @@ class _Places:
         self.num = len(_KINDS) * self._each
 
     def of(self, kind: str, piece: str) -> int:
-        """The place of a piece of this rank."""
+        """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
         return _KINDS.index(kind) * self._each + self._first[spec.name] + holder
 
     def name(self, place: int) -> str:
-        """The name that it is saved under."""
+        """Return the name that the tensor at a place is saved under."""
         kind, rest = divmod(place, self._each)
         name = hf_name(self._names[rest // self._size])
         return f"optimizer.{_KINDS[kind]}.{name}" if kind else name
 
 
 def _state(trainer: Trainer, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, piece, tensor) of what this rank holds."""
+    """Yield (kind, piece, tensor) of everything that this rank holds."""
     for name, parameter in trainer.model.held.items():
         if masters_only:
             master = trainer.optimizer.masters[name]
@@ -145,7 +148,7 @@ def _state(trainer: Trainer, masters_only: bool = False) -> Iterator[tuple[str, 
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as int64, 64 of them in each where they divide into that."""
+    """Return the bits of a tensor as int64: 64 bits per word if they divide evenly, else one element per word."""
     flat = tensor.detach().contiguous().view(-1)
     size = flat.element_size()
     if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
@@ -154,7 +157,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, factors: Tensor) -> Tensor:
-    """One sum a row; `words` stay as they are."""
+    """Return one sum per row; `words` is not changed."""
     return (words >> 32).bitwise_xor_(words).mul_(factors).sum(1)
 
 
@@ -164,7 +167,7 @@ def _factors(number: int, device: torch.device) -> Tensor:
 
 
 def _odd(number: Tensor) -> Tensor:
-    """Odd numbers without a pattern, one for each: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return an odd pseudo-random factor per number: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     z = number * -0x61C8864680B583EB
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15

@@ -1,11 +1,11 @@
-"""A trainer's state as blocks of global tensors: what its checkpoints hold, under Hugging Face's Llama names.
+"""The trainer's state as blocks of global tensors, as checkpoints hold it, under Hugging Face's Llama names.
 
     model.layers.0.self_attn.q_proj.weight             in the training dtype, vocabulary padding left out
     optimizer.exp_avg.model.layers.0...                moments, in the accumulation dtype
     optimizer.exp_avg_sq.model.layers.0...
     optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
 
-Nothing in a name or shape depends on the layout, so any layout reads what any other wrote.
+No name or shape depends on the layout, so that any layout can read what any other has written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tpengine.training.trainer import Trainer
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters."""
+    """Return Hugging Face's name of one of our parameters."""
     return name if name == HEAD else f"model.{name}"
 
 
 def blocks_of(trainer: Trainer) -> dict[str, Block | Blocks]:
-    """Every block this rank holds, by the name it is saved under; the tensors are the trainer's own."""
+    """Return every block that this rank holds, by the name it is saved under; the tensors are the trainer's own."""
     parts: dict[str, list[Block]] = defaultdict(list)
     for name, block in _blocks(trainer):
         parts[name].append(block)
@@ -39,14 +39,14 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
     """Load a checkpoint into a trainer of any layout; collective.
 
     Returns:
-        The step to go on with.
+        The step to continue with.
 
     Raises:
-        DamagedCheckpoint: on all ranks alike: a damaged file; the trainer must load another checkpoint.
-        CheckpointError: on all ranks alike: another model.
+        DamagedCheckpoint: on all ranks alike: a file is damaged; the trainer must then load another checkpoint.
+        CheckpointError: on all ranks alike: the checkpoint is of another model.
     """
     load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
-    # Checkpoints that are too old to say so skipped nothing.
+    # An old checkpoint has no number of updates: its version could not skip steps.
     trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
     trainer.optimizer.resume_after(trainer.num_updates)
     return checkpoint.index.step
@@ -73,7 +73,7 @@ def _block(piece: Piece, tensor: Tensor, stored: bool) -> Block:
 
 
 def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
-    """Whether this rank, of those that hold the same block, is the one that stores it; they take turns by parameter."""
+    """Return whether this rank stores the block; the ranks that hold the same block take turns by parameter."""
     at, shape = trainer.mesh.at, trainer.mesh.shape
     if piece.spec.name == EMBEDDING and not trainer.model.is_first:  # the tied copy of the last stage
         return False
