@@ -10,6 +10,7 @@ compiles what is not there yet. The tests use results in the lock, and compile a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -21,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -162,7 +162,7 @@ def compile_all(
             (op, target, [one for one in known.values() if (one.op, one.target) == (op, target)])
             for op, target in pairs
         ]
-        done = pool.map(partial(_compile_one, cache=cache), *zip(*jobs_of, strict=True))
+        done = pool.map(functools.partial(_compile_one, cache=cache), *zip(*jobs_of, strict=True))
         return [one for some in progress(done, total=len(pairs), description="compiling") for one in some]
 
 
@@ -231,9 +231,13 @@ def _key(op: str, kernel: Any, arguments: Sequence[Any], options: Mapping[str, A
     """Return the key: the kernel with all functions it calls, arguments, target, compiler, and how results are read."""
     _forget_lines(kernel)
     of_launch = repr(specialised(kernel, arguments, options))
-    looks = "".join(inspect.getsource(look) for look in (_look_at, _nvidia_resources, _amd_resources))
-    text = (op, kernel.cache_key, of_launch, repr(TARGETS[target_name]), triton.__version__, looks)
+    text = (op, kernel.cache_key, of_launch, repr(TARGETS[target_name]), triton.__version__, _source_of_looks())
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _source_of_looks() -> str:
+    return "".join(inspect.getsource(look) for look in (_look_at, _nvidia_resources, _amd_resources))
 
 
 def _forget_lines(kernel: Any) -> None:

@@ -73,24 +73,32 @@ def communicator(by_kernels: bool) -> Communicator:
     return hostile_communicator(dist.group.WORLD, 1 << 13)
 
 
-def check_with_opcheck(grad: bool, by_kernels: bool = False) -> None:
+def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice(None)) -> None:
     comm = communicator(by_kernels)
-    for op, arguments in samples(comm, grad):
+    for op, arguments in samples(comm, grad)[some]:
         if by_kernels and op in (ops.dropout, ops.wgrad_):  # they exchange nothing
             continue
         torch.library.opcheck(op.default, arguments)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
     ranks.run(check_with_opcheck, world, grad)
 
 
-@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no grad", "grad"])
-def test_opcheck_where_kernels_exchange(interpreters: RankPool, grad: bool) -> None:
+# By default one operator: the test above has all, on the host's arena.
+@pytest.mark.parametrize(
+    ("grad", "some"),
+    [
+        pytest.param(True, slice(3, 4), id="grad, some"),
+        pytest.param(True, slice(None), marks=pytest.mark.slow, id="grad"),
+        pytest.param(False, slice(None), marks=pytest.mark.slow, id="no grad"),
+    ],
+)
+def test_opcheck_where_kernels_exchange(interpreters: RankPool, grad: bool, some: slice) -> None:
     pytest.importorskip("triton")
-    interpreters.run(check_with_opcheck, 2, grad, True)
+    interpreters.run(check_with_opcheck, 2, grad, True, some)
 
 
 def test_every_registered_operator_is_checked() -> None:
@@ -130,9 +138,10 @@ def test_fake_tensors_on_uneven_shards(ranks: RankPool, world: int) -> None:
     ranks.run(check_fake_shapes, world)
 
 
-def test_fake_tensors_where_kernels_exchange(interpreters: RankPool) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_fake_tensors_where_kernels_exchange(interpreters: RankPool, world: int) -> None:
     pytest.importorskip("triton")
-    interpreters.run(check_fake_shapes, 3, True)
+    interpreters.run(check_fake_shapes, world, True)
 
 
 def layer(x: Tensor, up: Tensor, down: Tensor, comm: Communicator) -> Tensor:

@@ -98,16 +98,23 @@ def arena_of(**options: Any) -> DeviceArena:
     return arena
 
 
-def check_example(path: str) -> None:
+def check_example(path: str, dtypes: tuple[torch.dtype, ...]) -> None:
     module = loaded(path)
-    for seed, dtype in enumerate((torch.float32, torch.float16)):
+    for seed, dtype in enumerate(dtypes):
         wrong = first_wrong_swap(module, arena_of(seed=seed), dtype, num_rounds=3)
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_example_swaps(interpreters: RankPool, example: Path, world: int) -> None:
-    interpreters.run(check_example, world, str(example))
+@pytest.mark.parametrize(
+    ("world", "dtypes"),
+    [
+        (2, (torch.float32,)),
+        pytest.param(2, (torch.float16,), marks=pytest.mark.slow),
+        pytest.param(3, (torch.float32, torch.float16), marks=pytest.mark.slow),
+    ],
+)
+def test_the_example_swaps(interpreters: RankPool, example: Path, world: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    interpreters.run(check_example, world, str(example), dtypes)
 
 
 # Parts of the example without which it must fail.
@@ -158,10 +165,14 @@ def noticed(path: str) -> str:
     return said
 
 
-def test_mutations_of_the_example(interpreters: RankPool, example: Path, count_mutations: CountMutations) -> None:
+@pytest.mark.parametrize("names", [("wait",), pytest.param(tuple(WITHOUT), marks=pytest.mark.slow)], ids=["one", "all"])
+def test_mutations_of_the_example(
+    interpreters: RankPool, example: Path, count_mutations: CountMutations, names: tuple[str, ...]
+) -> None:
     assert interpreters.run(noticed, 3, str(example)) == [""] * 3
     source, survivors = example.read_text(), []
-    for i, (name, part) in enumerate(WITHOUT.items()):
+    for i, name in enumerate(names):
+        part = WITHOUT[name]
         assert source.count(part) == 1, f"{name} does not stand in the example as tested"
         indent = re.match(" *", part)
         assert indent is not None
@@ -169,7 +180,7 @@ def test_mutations_of_the_example(interpreters: RankPool, example: Path, count_m
         broken.write_text(source.replace(part, INSTEAD.get(name, f"{indent.group()}pass\n")))
         if not any(interpreters.run(noticed, 3, str(broken))):
             survivors.append(name)
-    count_mutations("the worked example", len(WITHOUT) - len(survivors), len(WITHOUT))
+    count_mutations("the worked example", len(names) - len(survivors), len(names))
     assert not survivors
 
 
@@ -244,8 +255,10 @@ def compile_example(source: str, target: str) -> list[str]:
     return codes_of(target, lambda: module.swap(x, scale, arena))
 
 
-def test_the_compiled_example_keeps_the_order_of_signals(compilers: RankPool, example: Path) -> None:
-    for target in TARGETS:
-        (code,) = compilers.run(compile_example, 1, example.read_text(), target)[0]
-        assert "swap_kernel" in code
-        assert not (faults_amd(code) if target == "gfx942" else faults(code)), target
+@pytest.mark.parametrize(
+    "target", [pytest.param(target, marks=() if target == "sm_90" else pytest.mark.slow) for target in TARGETS]
+)
+def test_the_compiled_example_keeps_the_order_of_signals(compilers: RankPool, example: Path, target: str) -> None:
+    (code,) = compilers.run(compile_example, 1, example.read_text(), target)[0]
+    assert "swap_kernel" in code
+    assert not (faults_amd(code) if target == "gfx942" else faults(code))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from support.kernels.mutations import survivors
 from support.ranks.arena_ranks import HostileArena, cases, differences, hostile_communicator
@@ -154,11 +155,14 @@ def compare(outcomes: list[str]) -> None:
     assert not noticed, "\n".join(noticed)
 
 
+EVERY = tuple(mutation for mutation in MUTATIONS if mutation != "no mutation")
+
+
+@pytest.mark.parametrize("broken", [EVERY[:2], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_every_mutation_of_the_protocol_is_noticed(
-    ranks: RankPool, count_mutations: Callable[[str, int, int], None]
+    ranks: RankPool, count_mutations: Callable[[str, int, int], None], broken: tuple[str, ...]
 ) -> None:
     assert ranks.run(outcome_of, WORLD, "no mutation") == [""] * WORLD
-    broken = [mutation for mutation in MUTATIONS if mutation != "no mutation"]
     unnoticed = survivors(broken, lambda mutation: ranks.run(outcome_of, WORLD, mutation), compare)
     count_mutations("the arena's protocol (hostile operators)", len(broken) - len(unnoticed), len(broken))
     assert not unnoticed, f"right results in spite of {unnoticed}"

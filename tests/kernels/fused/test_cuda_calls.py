@@ -205,7 +205,7 @@ def check_replays(device: str, strategy: str, many: Sequence[Case], is_odd: bool
     replay, got = captured(compute) if device == "cuda" else (lambda: None, compute())
     assert (arena._generation != before) == is_odd
     wants = [expected(case, comm.rank, comm.size) for case in many]
-    for factor in (2, -1, 3, -2, 1):
+    for factor in (2, -1, 3, -2, 1) if device == "cuda" else (2,):
         for inputs, original in zip(everyone, drawn, strict=True):
             for t, value in zip([inputs.x, *inputs.dys], [original.x, *original.dys], strict=True):
                 t.copy_(factor * value)

@@ -2,7 +2,7 @@
 
 Every rank is a process that interprets the same kernels that a GPU compiles, on memory that the ranks share; a thread
 of each stands for its copy engine. Inputs are small integers, arenas hostile (kernel_ranks.py). What only a GPU shows
-is in test_cuda.py.
+is in test_cuda.py, which interprets a small case of most checks too: where it does, the case here is slow.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ ROOMY, TINY = 1 << 18, 1 << 13
 STRATEGIES = ("fused", "push")
 
 
-def by_default(strategy: str) -> list[Any]:
-    """Both strategies, of which the other is slow: what they share is tested with one."""
-    return [pytest.param(one, marks=() if one == strategy else pytest.mark.slow) for one in STRATEGIES]
+# What both share is tested with one by default.
+ONE_BY_DEFAULT = ("fused", pytest.param("push", marks=pytest.mark.slow))
 
 
 def check_matrix(strategy: str, arena_bytes: int, token_counts: tuple[int, ...], dim: int) -> None:
@@ -80,7 +79,11 @@ def check_some_of_matrix(token_counts: tuple[int, int]) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("world", "token_counts"), [*WORLDS[:3], pytest.param(*WORLDS[3], marks=pytest.mark.slow)])
+# By default the fewest ranks of which one has two peers.
+@pytest.mark.parametrize(
+    ("world", "token_counts"),
+    [pytest.param(*one, marks=() if one[0] == 3 else pytest.mark.slow) for one in WORLDS],
+)
 def test_outputs_and_gradients(interpreters: RankPool, world: int, token_counts: tuple[int, int]) -> None:
     interpreters.run(check_some_of_matrix, world, token_counts)
 
@@ -94,15 +97,9 @@ def test_outputs_and_gradients_of_every_combination(
     interpreters.run(check_matrix, world, strategy, ROOMY, token_counts, 5)
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [
-        (2, "fused"),
-        pytest.param(3, "push", marks=pytest.mark.slow),
-        pytest.param(2, "push", marks=pytest.mark.slow),
-        pytest.param(3, "fused", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_is_larger_than_the_arena_moves_in_pieces(interpreters: RankPool, world: int, strategy: str) -> None:
     interpreters.run(check_matrix, world, strategy, TINY, (70,), 33)
 
@@ -118,7 +115,7 @@ def check_sizes_of_zero(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", by_default("fused"))
+@pytest.mark.parametrize("strategy", ONE_BY_DEFAULT)
 def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
     """Every peer is notified of nothing, too, or all wait."""
     interpreters.run(check_sizes_of_zero, 2, strategy)
@@ -128,15 +125,26 @@ def check_dtypes_and_strides(strategy: str) -> None:
     comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
     many = cases((65,), dtype=torch.float16, strided=True) + cases((7,), strided=True)
     wrong = wrong_results(comm, many)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_and_strides(interpreters: RankPool, strategy: str) -> None:
+    interpreters.run(check_dtypes_and_strides, 3, strategy)
+
+
+def check_halves_and_float64() -> None:
+    comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
+    wrong = wrong_results(comm, cases((7,), dtype=torch.float16, strided=True)[3:4])
     # No kernel multiplies float64: collectives do.
     assert comm.device_arena_for(torch.zeros(1, dtype=torch.float64)) is None
     wrong += wrong_results(comm, cases((7,), dtype=torch.float64))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", by_default("fused"))
-def test_dtypes_and_strides(interpreters: RankPool, strategy: str) -> None:
-    interpreters.run(check_dtypes_and_strides, 3, strategy)
+def test_halves_and_float64(interpreters: RankPool) -> None:
+    interpreters.run(check_halves_and_float64, 3)
 
 
 def check_mixed_calls(strategy: str) -> None:
@@ -147,7 +155,8 @@ def check_mixed_calls(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("strategy", by_default("push"))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_calls_back_to_back(interpreters: RankPool, strategy: str) -> None:
     interpreters.run(check_mixed_calls, 4, strategy)
 
@@ -178,6 +187,7 @@ def check_wrapping_epochs() -> None:
         assert int(comm.device_arena.epoch) < -(2**31) + 100, "the epochs wrapped around"
 
 
+@pytest.mark.slow
 def test_epochs_wrap_around(interpreters: RankPool) -> None:
     interpreters.run(check_wrapping_epochs, 3)
 
@@ -193,7 +203,7 @@ def check_same_generation_again() -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow  # by default test_protocol_mutations.py shows it
+@pytest.mark.slow
 def test_a_generation_used_twice_in_a_row(interpreters: RankPool) -> None:
     interpreters.run(check_same_generation_again, 3)
 
@@ -221,7 +231,8 @@ def bits_of_runs(strategy: str, num_runs: int) -> list[int]:
     return different
 
 
-@pytest.mark.parametrize("strategy", by_default("fused"))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_bits_on_every_run(interpreters: RankPool, strategy: str) -> None:
     assert interpreters.run(bits_of_runs, 3, strategy, 6) == [[], [], []]
 
@@ -283,6 +294,7 @@ def errors_when_a_rank_stays_away() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_named_by_all(interpreters: RankPool) -> None:
     everyone = interpreters.run(errors_when_a_rank_stays_away, 3)
     for rank, messages in enumerate(everyone):

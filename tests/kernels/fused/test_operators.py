@@ -48,7 +48,7 @@ def check_dtypes_and_strides(arena_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("arena_bytes", [ROOMY, 0], ids=["arena", "collectives"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 6))])
 def test_outputs_and_gradients(ranks: RankPool, world: int, arena_bytes: int) -> None:
     ranks.run(check_matrix, world, arena_bytes, AWKWARD, 5)
 
@@ -310,7 +310,7 @@ def test_row_parallel_backward_does_what_is_asked_for(ranks: RankPool, arena_byt
             assert all(torch.equal(grads[name], whole[name]) for name in names), names
 
 
-@pytest.mark.parametrize("strategy", ["fused", "push"])
+@pytest.mark.parametrize("strategy", ["fused", pytest.param("push", marks=pytest.mark.slow)])
 def test_row_parallel_backward_over_kernels_gathers_alike(interpreters: RankPool, strategy: str) -> None:
     """Whatever a rank asks for, it takes part in the others' exchange by kernels."""
     pytest.importorskip("triton")

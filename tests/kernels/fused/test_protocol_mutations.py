@@ -135,6 +135,10 @@ MUTATIONS = {
 }
 
 
+# One of each check: of what is gathered, and of what is summed.
+BY_DEFAULT = ("tiles do not wait for what is pushed", "calls of one generation do not meet")
+
+
 def module_of(place: tuple[str, str]) -> Any:
     return importlib.import_module(f"tpkernels.{place[0]}")
 
@@ -173,12 +177,19 @@ def kept_back(wait: Callable[[], None], function: Callable[..., Any]) -> Callabl
     return late
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in MUTATIONS]
+)
 def test_nothing_is_noticed_where_nothing_is_taken_out(interpreters: RankPool, name: str) -> None:
     assert interpreters.run(noticed, 3, name, True) == [""] * 3
 
 
-def test_mutations_of_the_kernels_protocol(interpreters: RankPool, count_mutations: CountMutations) -> None:
-    unnoticed = [name for name in MUTATIONS if not any(interpreters.run(noticed, 3, name, False))]
-    count_mutations("the kernels' protocol (fused operators)", len(MUTATIONS) - len(unnoticed), len(MUTATIONS))
+@pytest.mark.parametrize(
+    "names", [BY_DEFAULT, pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_mutations_of_the_kernels_protocol(
+    interpreters: RankPool, count_mutations: CountMutations, names: tuple[str, ...]
+) -> None:
+    unnoticed = [name for name in names if not any(interpreters.run(noticed, 3, name, False))]
+    count_mutations("the kernels' protocol (fused operators)", len(names) - len(unnoticed), len(names))
     assert not unnoticed

@@ -43,8 +43,14 @@ HALVES = (
 )
 FLOATS = tuple(name.replace("bfloat16", "float32").replace("bf16", "fp32") for name in HALVES)
 KINDS = ("wait", "meet", *HALVES)
-# Signals do not depend on the dtype of what they stand for.
-KINDS_OF = {target: KINDS + FLOATS if target == "sm_90" else KINDS for target in TARGETS}
+# One of each: what waits, publishes, gathers, scatters and sums.
+BY_DEFAULT = (
+    "wait",
+    "publish bfloat16",
+    "gather_matmul push bfloat16",
+    "matmul_scatter two bf16",
+    "sum_slots bfloat16",
+)
 
 
 class Mutation(NamedTuple):
@@ -127,17 +133,19 @@ def _broken_kernels(old: str, new: str) -> dict[str, Any]:
     return {key: value for key, value in every if key.endswith("_kernel")}
 
 
-class Code(dict[str, dict[str, str]]):
-    """Code by target and kind, compiled when a target is asked for."""
+class Code:
+    """Code by kind, compiled when it is asked for: `code("sm_90", kinds)`."""
 
     def __init__(self, compilers: RankPool) -> None:
-        super().__init__()
         self._compilers = compilers
+        self._known: dict[str, dict[str, str]] = {target: {} for target in TARGETS}
 
-    def __missing__(self, target: str) -> dict[str, str]:
-        half, other = self._compilers.run(compile_some_kinds, 2, target)
-        self[target] = half | other
-        return self[target]
+    def __call__(self, target: str, kinds: Sequence[str]) -> dict[str, str]:
+        known = self._known[target]
+        if missing := [kind for kind in kinds if kind not in known]:
+            half, other = self._compilers.run(compile_some_kinds, 2, target, missing)
+            known |= half | other
+        return {kind: known[kind] for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +153,20 @@ def code(compilers: RankPool) -> Code:
     return Code(compilers)
 
 
-def compile_some_kinds(target: str) -> dict[str, str]:
+def compile_some_kinds(target: str, kinds: Sequence[str]) -> dict[str, str]:
     """This rank's."""
-    return compile_kernels(target, KINDS_OF[target][dist.get_rank() :: dist.get_world_size()])
+    return compile_kernels(target, kinds[dist.get_rank() :: dist.get_world_size()])
 
 
-# By default one target; the compiler's faults are seldom one target's alone, and CI runs the others in turns.
-EACH_TARGET = [pytest.param(target, marks=() if target == "sm_90" else pytest.mark.slow) for target in TARGETS]
+def each_target(kinds: Sequence[str], *others: str, targets: Sequence[str] = tuple(TARGETS)) -> pytest.MarkDecorator:
+    """Targets with these kinds, all slow, and sm_90 with those of BY_DEFAULT among them; with `others` too for sm_90.
+
+    The compiler's faults are seldom one target's alone, and CI runs the others in turns.
+    """
+    some = tuple(kind for kind in BY_DEFAULT if kind in kinds)
+    every = [(target, (*kinds, *others) if target == "sm_90" else tuple(kinds)) for target in targets]
+    slow = [pytest.param(target, of, marks=pytest.mark.slow, id=f"{target}-all") for target, of in every]
+    return pytest.mark.parametrize(("target", "kinds"), [pytest.param("sm_90", some, id="sm_90-some"), *slow])
 
 
 def every_kind(target: str) -> set[str]:
@@ -163,11 +178,11 @@ def every_kind(target: str) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize("target", EACH_TARGET)
-def test_signals_are_sound_in_every_kernel(code: Code, target: str) -> None:
-    assert code[target].keys() == set(KINDS_OF[target])
+# Signals do not depend on the dtype of what they stand for: float32 is compiled for one target.
+@each_target(KINDS, *FLOATS)
+def test_signals_are_sound_in_every_kernel(code: Code, target: str, kinds: Sequence[str]) -> None:
     assert every_kind(target) == {*KINDS, *FLOATS}
-    for kind, text in code[target].items():
+    for kind, text in code(target, kinds).items():
         is_amd = target == "gfx942"
         assert not (faults_amd if is_amd else faults)(text), kind
         # A loop of two entries, whose head is a switch: threads of one wave would take different ways to a barrier.
@@ -208,12 +223,12 @@ def narrow(found: Counter[str]) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("target", EACH_TARGET[:3])
-def test_data_moves_16_bytes_at_a_time(code: Code, target: str) -> None:
+@each_target(HALVES, targets=tuple(TARGETS)[:3])
+def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[str]) -> None:
     """Of bfloat16: what is published, pushed, sent, summed; and tiles, of which TMA takes what no flag stands for."""
     by_tma = target != "sm_80"
-    for kind in HALVES:
-        found = widths(code[target][kind])
+    of_kind = {kind: widths(text) for kind, text in code(target, kinds).items()}
+    for kind, found in of_kind.items():
         assert not narrow(found), kind
         # Other threads' data, under a flag, neither comes nor goes by TMA.
         assert "TMA store" not in found, kind
@@ -227,18 +242,17 @@ def test_data_moves_16_bytes_at_a_time(code: Code, target: str) -> None:
         else:
             assert bool(found["TMA load"]) == by_tma != bool(found["cp.async 16"]), kind
     # A program of 4 warps copies 4096 elements, one of 8 warps sums 2048 of each of 8 slots.
-    published, summed = (widths(code[target][f"{name} bfloat16"]) for name in ("publish", "sum_slots"))
+    published, summed = (of_kind[f"{name} bfloat16"] for name in ("publish", "sum_slots"))
     assert published["ld v4.b32"] == published["st v4.b32"] == 4096 * 2 // 16 // 128
     assert (summed["ld v4.b32"], summed["st v4.b32"]) == (8, 1)
     # Beside the tile's own stores, those to the peers.
-    pushed, pulled = (widths(code[target][f"gather_matmul {how} bfloat16"]) for how in ("push", "there"))
-    assert pushed["ld v4.b32"] >= published["ld v4.b32"] and pulled["st v4.b32"]
+    assert of_kind["gather_matmul push bfloat16"]["ld v4.b32"] >= published["ld v4.b32"]
 
 
-def test_hopper_multiplies_by_wgmma(code: Code) -> None:
-    for kind in HALVES:
-        if kind.startswith(("gather", "matmul")):
-            assert "wgmma.mma_async" in code["sm_90"][kind], kind
+@each_target([kind for kind in HALVES if kind.startswith(("gather", "matmul"))], targets=["sm_90"])
+def test_hopper_multiplies_by_wgmma(code: Code, target: str, kinds: Sequence[str]) -> None:
+    for kind, text in code(target, kinds).items():
+        assert "wgmma.mma_async" in text, kind
 
 
 def compile_some_broken(every: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -252,22 +266,40 @@ def compile_broken(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -
     return [next(halves[i % 2]) for i in range(len(every))]
 
 
-def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountMutations) -> None:
+# By default those that compile fastest; the sound code is looked at above.
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a shard is published without release", "slots are not read after their flags"),
+        pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow),
+    ],
+    ids=["two", "all"],
+)
+def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountMutations, names: Sequence[str]) -> None:
     survivors = []
-    broken = compile_broken(compilers, [(each.kind, each.old, each.new) for each in MUTATIONS.values()])
-    for (name, mutation), code in zip(MUTATIONS.items(), broken, strict=True):
+    mutations = {name: MUTATIONS[name] for name in names}
+    broken = compile_broken(compilers, [(each.kind, each.old, each.new) for each in mutations.values()])
+    for (name, mutation), code in zip(mutations.items(), broken, strict=True):
         found = faults(code)
         if not any(fault.startswith(mutation.rule) for fault in found):
             survivors.append((name, found))
-    count_mutations("the fused kernels' signals", len(MUTATIONS) - len(survivors), len(MUTATIONS))
+    count_mutations("the fused kernels' signals", len(mutations) - len(survivors), len(mutations))
     assert survivors == []
 
 
-@pytest.mark.parametrize("kind", ["publish bfloat16", "gather_matmul push bfloat16", "matmul_scatter two bf16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "publish bfloat16",
+        "matmul_scatter two bf16",
+        # Whose code is the longest by far.
+        pytest.param("gather_matmul push bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_missing_barrier_before_a_release_is_noticed(code: Code, count_mutations: CountMutations, kind: str) -> None:
     """In the compiled code, and all that come before it: triton has barriers of its own that may stand in for one."""
     tried, survivors = 0, []
-    lines = code["sm_90"][kind].splitlines()
+    lines = code("sm_90", [kind])[kind].splitlines()
     for i, line in enumerate(lines):
         if re.search(r"\batom\.\S*(release|acq_rel)", line):
             tried += 1
@@ -280,13 +312,16 @@ def test_a_missing_barrier_before_a_release_is_noticed(code: Code, count_mutatio
     assert tried >= 5 and survivors == []
 
 
-def test_narrow_accesses_are_noticed(compilers: RankPool) -> None:
+NOT_TOLD = (
+    ("publish bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
+    ("sum_slots bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
+    ("gather_matmul pull bfloat16", "p_rows = tl.multiple_of(p_rows, 16)", "p_rows = p_rows"),
+    ("matmul_scatter one bf16", "return tl.multiple_of(p_block, 16)", "return p_block"),
+)
+
+
+@pytest.mark.parametrize("every", [NOT_TOLD[:2], pytest.param(NOT_TOLD, marks=pytest.mark.slow)], ids=["two", "all"])
+def test_narrow_accesses_are_noticed(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -> None:
     """Without being told that addresses are multiples of 16 the compiler moves less at a time."""
-    every = (
-        ("gather_matmul pull bfloat16", "p_rows = tl.multiple_of(p_rows, 16)", "p_rows = p_rows"),
-        ("matmul_scatter one bf16", "return tl.multiple_of(p_block, 16)", "return p_block"),
-        ("publish bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
-        ("sum_slots bfloat16", "return tl.multiple_of(p_block, 16)", "return p_block"),
-    )
     for (kind, _, _), code in zip(every, compile_broken(compilers, every), strict=True):
         assert narrow(widths(code)), kind

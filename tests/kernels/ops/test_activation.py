@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_rows
+from support.kernels.rungs import Rung, every_grid_of_rows, every_rung, every_rung_and_dtype, every_rung_and_grid
 from torch import Tensor
 from tpkernels.ops.activation import (
     activation_backward_op,
@@ -23,6 +23,7 @@ from tpkernels.ops.activation import (
 
 # Rows and columns of the result: one row, rows and columns that fill no block, no row, several blocks.
 SIZES = [(1, 1500), (63, 65), (0, 65), (13, 257)]
+PART = [(13, 65)]
 FEW = [(1, 1), (1, 100), (65, 1), (3, 257)]
 KINDS = ["silu", "gelu", "gelu_tanh"]
 KIND_AND_GATED = [(kind, gated) for kind in KINDS for gated in (False, True)]
@@ -46,10 +47,11 @@ def operand(rows: int, columns: int, gated: bool, dtype: torch.dtype, device: st
     return (with_gaps if seed == 1 else with_longer_rows)(y.to(device, dtype)).requires_grad_()
 
 
-def check_all(device: str, dtype: torch.dtype) -> None:
+def check_all(device: str, dtype: torch.dtype, whole: bool) -> None:
     for kind, gated in KIND_AND_GATED:
         function = public(kind, gated)
-        for rows, columns in SIZES if gated else SIZES[1:3]:
+        sizes = SIZES if gated else SIZES[1:3]
+        for rows, columns in sizes if whole else PART:
             check_errors(
                 f"{kind} {gated=} {(rows, columns)}",
                 lambda y, function=function: function(y),
@@ -61,15 +63,15 @@ def check_all(device: str, dtype: torch.dtype) -> None:
             )
 
 
-@every_rung_and_dtype_of_rows
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_all, dtype)
+@every_grid_of_rows
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_all, dtype, whole)
 
 
-def check_few(device: str, same_bits: bool) -> None:
+def check_few(device: str, whole: bool, same_bits: bool) -> None:
     """A few elements are what they are among many."""
     tolerance = {"rtol": 0, "atol": 0} if same_bits else {}
-    for kind, gated in KIND_AND_GATED:
+    for kind, gated in KIND_AND_GATED if whole else KIND_AND_GATED[1::4]:
         many = operand(65, 257, gated, torch.float32, device)
         slope = torch.randn(65, 257, generator=torch.Generator().manual_seed(1)).to(device)
         h = public(kind, gated)(many)
@@ -85,10 +87,10 @@ def check_few(device: str, same_bits: bool) -> None:
             torch.testing.assert_close(got_dy, expected, **tolerance)
 
 
-@every_rung
-def test_few_elements(rung: Rung) -> None:
+@every_rung_and_grid
+def test_few_elements(rung: Rung, whole: bool) -> None:
     # torch's own exp and erf differ between vectors and single elements.
-    rung(check_few, rung.name != "host")
+    rung(check_few, whole, rung.name != "host")
 
 
 def check_large_gates(device: str, dtype: torch.dtype) -> None:
@@ -172,7 +174,8 @@ def test_gradcheck_of_host_path_and_reference(kind: str, gated: bool) -> None:
     assert torch.autograd.gradcheck(lambda y: activation_reference(y, kind, gated), y)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5])
+# By default all kinds of 5 rows.
+@pytest.mark.parametrize("rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1)), 5])
 @pytest.mark.parametrize(("kind", "gated"), KIND_AND_GATED)
 def test_opcheck(kind: str, gated: bool, rows: int) -> None:
     y = operand(rows, 7, gated, torch.float32, "cpu")

@@ -264,13 +264,15 @@ def compiled_for(target: str, dtype: torch.dtype) -> str:
     return code
 
 
-def test_threads_load_and_store_16_bytes_at_a_time(compilers: RankPool) -> None:
-    for target in ("sm_80", "sm_90", "sm_100"):
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            wide = r"v2\.b64" if dtype == torch.float64 else r"v4\.b32"
-            (code,) = compilers.run(compiled_for, 1, target, dtype)
-            for access in ("ld", "st"):
-                assert re.search(rf"{access}\.global\.{wide}", code), (target, dtype, access)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100"))]
+)
+def test_threads_load_and_store_16_bytes_at_a_time(compilers: RankPool, target: str, dtype: torch.dtype) -> None:
+    wide = r"v2\.b64" if dtype == torch.float64 else r"v4\.b32"
+    (code,) = compilers.run(compiled_for, 1, target, dtype)
+    for access in ("ld", "st"):
+        assert re.search(rf"{access}\.global\.{wide}", code), access
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

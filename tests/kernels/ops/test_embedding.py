@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype_of_rows
+from support.kernels.rungs import Rung, every_grid_of_rows, every_rung, every_rung_and_grid
 from torch import Tensor
 from tpkernels.launch import INTERPRETED, accumulation_dtype
 from tpkernels.ops.embedding import (
@@ -26,6 +26,7 @@ from tpkernels.ops.embedding import (
 
 # Tokens, rows of the table, columns.
 SIZES = [(1, 1, 1), (63, 5, 100), (65, 40, 257), (0, 3, 4), (5, 3, 0)]
+PART = [(63, 5, 100), (0, 3, 4)]
 
 
 def random_rows(tokens: int, num_rows: int, seed: int) -> Tensor:
@@ -37,8 +38,8 @@ def random_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_lookups(device: str, dtype: torch.dtype) -> None:
-    for tokens, num_rows, columns in SIZES:
+def check_lookups(device: str, dtype: torch.dtype, whole: bool) -> None:
+    for tokens, num_rows, columns in SIZES if whole else PART:
 
         def draw(seed: int, size: tuple[int, int, int] = (tokens, num_rows, columns)) -> dict[str, Tensor]:
             weight = with_longer_rows(random_numbers(*size[1:], seed=seed).to(device, dtype))
@@ -47,9 +48,9 @@ def check_lookups(device: str, dtype: torch.dtype) -> None:
         check_errors(f"embedding {tokens, num_rows, columns}", embedding, embedding_reference, draw)
 
 
-@every_rung_and_dtype_of_rows
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_lookups, dtype)
+@every_grid_of_rows
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_lookups, dtype, whole)
 
 
 # The long ones take three levels of pieces.
@@ -64,11 +65,14 @@ ROWS: dict[str, Callable[[int], Tensor]] = {
     "runs beyond a piece": lambda seed: torch.arange(5).repeat_interleave(33),
     "skewed": lambda seed: torch.where(torch.arange(600) % 9 > 0, 2, random_rows(600, 7, seed)),
 }
+# test_kernels_add_in_the_documented_order has the long one.
+PART_OF_ROWS = ("random", "all outside", "runs of a piece")
 
 
-def check_accumulation(device: str, dtype: torch.dtype) -> None:
+def check_accumulation(device: str, dtype: torch.dtype, whole: bool) -> None:
     """Into buffers of the accumulation dtype, and of the dtype once; tokens outside have NaN for a gradient."""
-    for what, make_rows in ROWS.items():
+    for what in ROWS if whole else PART_OF_ROWS:
+        make_rows = ROWS[what]
         for buffer_dtype in {accumulation_dtype(dtype), dtype if what == "skewed" else accumulation_dtype(dtype)}:
 
             def draw(
@@ -89,9 +93,9 @@ def check_accumulation(device: str, dtype: torch.dtype) -> None:
             check_errors(f"{what} into {buffer_dtype}", accumulate, embedding_backward_reference, draw, draws=num_draws)
 
 
-@every_rung_and_dtype_of_rows
-def test_accumulation_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_accumulation, dtype)
+@every_grid_of_rows
+def test_accumulation_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_accumulation, dtype, whole)
 
 
 def sum_in_documented_order(rows: Tensor, dy: Tensor, row: int) -> Tensor:
@@ -124,10 +128,11 @@ def test_kernels_add_in_the_documented_order(rung: Rung) -> None:
     rung(check_order)
 
 
-def check_columns(device: str) -> None:
+def check_columns(device: str, whole: bool) -> None:
     """Any columns alone have the bits they have among the others."""
-    rows = random_rows(257, 3, seed=0).to(device)
-    dy = random_numbers(257, 1100, seed=0).to(device)
+    num_rows = 257 if whole else 65
+    rows = random_rows(num_rows, 3, seed=0).to(device)
+    dy = random_numbers(num_rows, 1100, seed=0).to(device)
     with unwritten_is_nan():
         whole = embedding_backward_(torch.ones(3, 1100, device=device), rows, dy)
         for columns in (slice(0, 1), slice(0, 63), slice(1000, 1100)):
@@ -135,9 +140,9 @@ def check_columns(device: str) -> None:
             assert torch.equal(alone, whole[:, columns])
 
 
-@every_rung
-def test_order_does_not_depend_on_the_columns(rung: Rung) -> None:
-    rung(check_columns)
+@every_rung_and_grid
+def test_order_does_not_depend_on_the_columns(rung: Rung, whole: bool) -> None:
+    rung(check_columns, whole)
 
 
 def check_strides_and_dtypes(device: str) -> None:

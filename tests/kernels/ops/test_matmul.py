@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.kernels.compiled import codes_of
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
+from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung, every_rung_and_dtype_of_a_product
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import Target, num_processors, observed, target_of
@@ -29,6 +29,7 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad, wgrad_
 
 # M, N, K. Rows of the fourth begin at multiples of 16 bytes, as TMA wants them; the last have nothing to multiply.
 SIZES = [(1, 1, 1), (63, 65, 100), (257, 100, 63), (100, 72, 136), (65, 1, 257), (0, 5, 3), (5, 0, 3), (5, 3, 0)]
+PART = [(63, 65, 100), (5, 3, 0)]
 # Of 32 rows and columns: several tiles a program, groups that the last does not fill.
 SMALL_TILES = MatmulConfig(32, 32, 32, 2, 4, 2)
 TARGETS = [Target("cuda", 80), Target("cuda", 86), Target("cuda", 90), Target("cuda", 100), Target("cuda", 120)]
@@ -72,17 +73,17 @@ def check_a_product(names: str, size: tuple[int, int, int], dtype: torch.dtype, 
     check_errors(f"{names} {size}", matmul, matmul_reference, draw)
 
 
-def check_all_products(device: str, dtype: torch.dtype) -> None:
-    for size in SIZES:
+def check_all_products(device: str, dtype: torch.dtype, whole: bool) -> None:
+    for size in SIZES if whole else PART:
         check_a_product("a b", size, dtype, device)
-    for names in ("a b bias", "a b residual", "a b bias residual"):
+    for names in ("a b bias", "a b residual", "a b bias residual") if whole else ("a b bias residual",):
         check_a_product(names, (63, 65, 100), dtype, device)
     check_a_product("a b bias residual", (5, 3, 0), dtype, device)
 
 
-@every_rung_and_dtype_of_a_product
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_all_products, dtype)
+@every_grid_of_a_product
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_all_products, dtype, whole)
 
 
 def check_whole_numbers(device: str, dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ def check_whole_numbers(device: str, dtype: torch.dtype) -> None:
             assert torch.equal(c, matmul_reference(a, b, *added)), [t is not None for t in added]
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_whole_numbers_are_exact(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_whole_numbers, dtype)
 
@@ -128,16 +129,17 @@ def test_given_outputs(rung: Rung) -> None:
     rung(check_outputs)
 
 
-def check_configurations(device: str) -> None:
-    """The same whole numbers by every configuration that there is."""
-    for dtype in (torch.float16, torch.float32):
+def check_configurations(device: str, whole: bool) -> None:
+    """The same whole numbers by every configuration that there is; a part: by the smallest and the largest tiles."""
+    for dtype in (torch.float16, torch.float32) if whole else (torch.float16,):
         a, b, weight = (
             whole_numbers(*sizes, dtype=dtype, device=device) for sizes in ((257, 72), (72, 136), (2 * 136, 72))
         )
         expected, gated = a @ b, a @ weight.T
         # What float32 compiles with tiles of 128 takes minutes.
         tables = [configs._FLOAT32] if dtype == torch.float32 else [configs._HOPPER, configs._AMPERE, configs._CDNA]
-        for config in {SMALL_TILES, *(choice.config for table in tables for choice in table.choices)}:
+        every = {SMALL_TILES, *(choice.config for table in tables for choice in table.choices)}
+        for config in every if whole else {SMALL_TILES, configs._HOPPER.choices[0].config}:
             with unwritten_is_nan():
                 assert torch.equal(launch_matmul(a, b, config=config), expected), config
                 assert torch.equal(launch_matmul(by_columns(a), by_columns(b), config=config), expected), config
@@ -146,9 +148,13 @@ def check_configurations(device: str) -> None:
         assert torch.equal(y, gated)
 
 
-@kernels_only
-def test_every_configuration(rung: Rung) -> None:
-    rung(check_configurations)
+@pytest.mark.parametrize(
+    ("rung", "whole"),
+    [("interpreter", False), pytest.param("interpreter", True, marks=pytest.mark.slow), ("gpu", True)],
+    indirect=["rung"],
+)
+def test_every_configuration(rung: Rung, whole: bool) -> None:
+    rung(check_configurations, whole)
 
 
 def rounded_between_blocks(m: int, n: int, k: int, block_k: int) -> tuple[Tensor, Tensor]:
@@ -196,7 +202,7 @@ def check_fixed(device: str, dtype: torch.dtype) -> None:
 
 
 @kernels_only
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_fixed_bits_are_a_rows_and_a_columns_own(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_fixed, dtype)
 
@@ -240,8 +246,9 @@ def test_wgrad_of_16_bit_operands_is_one_launch(dtype: torch.dtype) -> None:
         assert out is buffers[0] and options["ACCUMULATE"]
 
 
-def check_all_swiglu(device: str, dtype: torch.dtype) -> None:
-    for m, n, k in ((1, 65, 1), (63, 65, 100), (100, 72, 136), (0, 5, 3), (5, 3, 0)):
+def check_all_swiglu(device: str, dtype: torch.dtype, whole: bool) -> None:
+    sizes = ((1, 65, 1), (63, 65, 100), (100, 72, 136), (0, 5, 3), (5, 3, 0))
+    for m, n, k in sizes if whole else sizes[1:2]:
 
         def draw(seed: int, m: int = m, n: int = n, k: int = k) -> dict[str, Tensor]:
             tensors = operands(m, 2 * n, k, dtype, device, seed)
@@ -259,9 +266,9 @@ def check_all_swiglu(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(matmul_swiglu(x, weight), matmul_swiglu_reference(x, weight))
 
 
-@every_rung_and_dtype_of_a_product
-def test_swiglus_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_all_swiglu, dtype)
+@every_grid_of_a_product
+def test_swiglus_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_all_swiglu, dtype, whole)
 
 
 def check_keeping(device: str) -> None:
@@ -431,12 +438,16 @@ LARGE = MatmulConfig(128, 256, 64, 4, 8, 3)
 SPECIALIZED = MatmulConfig(64, 128, 64, 8, 4, 3, warp_specialize=True)
 
 
-def test_operands_come_by_tma_where_it_is_and_else_16_bytes_at_once(compilers: RankPool) -> None:
-    ptx = compilers.run(assembly, 1, "sm_90", LARGE, True)[0]
-    assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" not in ptx
+@pytest.mark.parametrize(
+    ("target", "unit"), [("sm_90", "wgmma.mma_async"), pytest.param("sm_100", "tcgen05.mma", marks=pytest.mark.slow)]
+)
+def test_operands_come_by_tma_where_it_is(compilers: RankPool, target: str, unit: str) -> None:
+    ptx = compilers.run(assembly, 1, target, LARGE, True)[0]
+    assert "cp.async.bulk.tensor" in ptx and unit in ptx and "setmaxnreg" not in ptx
     assert "st.global.v4" in ptx and "st.global.b16" not in ptx
-    ptx = compilers.run(assembly, 1, "sm_100", LARGE, True)[0]
-    assert "cp.async.bulk.tensor" in ptx and "tcgen05.mma" in ptx and "st.global.v4" in ptx
+
+
+def test_operands_come_16_bytes_at_once_where_there_is_no_tma(compilers: RankPool) -> None:
     ptx = compilers.run(assembly, 1, "sm_80", MatmulConfig(128, 128, 32, 8, 8, 4), True)[0]
     assert "cp.async.bulk" not in ptx and "mma.sync" in ptx
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx and "ld.global" not in ptx

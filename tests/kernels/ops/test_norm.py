@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype_of_rows
+from support.kernels.rungs import Rung, every_grid_of_rows, every_rung
 from torch import Tensor
 from tpkernels.launch import Target, observed
 from tpkernels.ops.norm.kernel import launch_norm_backward
@@ -28,6 +28,7 @@ from tpkernels.ops.norm.operator import (
 
 # The last has more rows than fit into the parts of one chunk's first block.
 SIZES = [(1, 1), (1, 100), (63, 65), (100, 257), (0, 65), (257, 4)]
+PART = [(63, 65), (1, 100)]
 EPS = 1e-5
 
 
@@ -58,18 +59,19 @@ def check_a_norm(
     check_errors(f"{function.__name__} {size}", functools.partial(function, eps=EPS), reference, draw)
 
 
-def check_all_norms(device: str, dtype: torch.dtype) -> None:
-    for size in SIZES:
+def check_all_norms(device: str, dtype: torch.dtype, whole: bool) -> None:
+    sizes = SIZES if whole else PART
+    for size in sizes:
         check_a_norm(rms_norm, "x weight", False, size, dtype, device)
         check_a_norm(add_layer_norm, "x residual weight bias", True, size, dtype, device)
-    check_a_norm(add_rms_norm, "x residual weight", False, SIZES[-1], dtype, device)
-    check_a_norm(layer_norm, "x weight", True, SIZES[-1], dtype, device)
-    check_a_norm(layer_norm, "x weight bias", True, SIZES[-1], dtype, device)
+    check_a_norm(add_rms_norm, "x residual weight", False, sizes[-1], dtype, device)
+    check_a_norm(layer_norm, "x weight", True, sizes[-1], dtype, device)
+    check_a_norm(layer_norm, "x weight bias", True, sizes[-1], dtype, device)
 
 
-@every_rung_and_dtype_of_rows
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_all_norms, dtype)
+@every_grid_of_rows
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_all_norms, dtype, whole)
 
 
 def check_chunks(device: str) -> None:

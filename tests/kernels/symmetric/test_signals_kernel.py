@@ -46,7 +46,12 @@ CALL = 77
 # What a rank sends to each, in one, two or four items.
 NUM_ELEMENTS = 32
 DATA_OFFSET = 1 << 14
-ALL_WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def all_worlds(by_default: int) -> pytest.MarkDecorator:
+    """Groups of one to four ranks, of which one is not slow."""
+    marks = {world: () if world == by_default else pytest.mark.slow for world in (1, 2, 3, 4)}
+    return pytest.mark.parametrize("world", [pytest.param(world, marks=mark) for world, mark in marks.items()])
 
 
 class Area:
@@ -241,18 +246,18 @@ def run_exchanges(epoch: int, num_calls: int, num_items: int, programs: int, mos
     dist.barrier()
 
 
-@ALL_WORLDS
+@all_worlds(by_default=3)
 def test_what_is_read_after_a_wait_was_written_before_the_flag(interpreters: RankPool, world: int) -> None:
     interpreters.run(run_exchanges, world, 0, 6, 4, 3, 0.02)
 
 
-@ALL_WORLDS
+@all_worlds(by_default=2)
 def test_fifty_calls_back_to_back(interpreters: RankPool, world: int) -> None:
     """In two generations and without a barrier; one program a rank suffices."""
     interpreters.run(run_exchanges, world, 0, 50, 1, 1, 0.0)
 
 
-@ALL_WORLDS
+@all_worlds(by_default=3)
 def test_epochs_wrap_around(interpreters: RankPool, world: int) -> None:
     interpreters.run(run_exchanges, world, 2**31 - 3, 6, 1, 2, 0.005)
 
@@ -276,7 +281,7 @@ def run_begins(kernel_name: str) -> list[tuple[float, float]]:
     return times
 
 
-@ALL_WORLDS
+@all_worlds(by_default=3)
 @pytest.mark.parametrize("kernel_name", ["begin", "meet"])
 def test_nobody_overtakes(interpreters: RankPool, kernel_name: str, world: int) -> None:
     """A call on the generation of the call before is a barrier; the first call is on another and is none."""

@@ -23,6 +23,17 @@ _DTYPES = {
 }
 
 every_rung = pytest.mark.parametrize("rung", list(_DTYPES), indirect=True)
+# Of dear checks, which are told whether to take their whole grid: interpreted they take a part by default.
+every_rung_and_grid = pytest.mark.parametrize(
+    ("rung", "whole"),
+    [
+        pytest.param("host", True, id="host"),
+        pytest.param("interpreter", False, id="interpreter-part"),
+        pytest.param("interpreter", True, marks=pytest.mark.slow, id="interpreter-whole"),
+        pytest.param("gpu", True, id="gpu"),
+    ],
+    indirect=["rung"],
+)
 
 
 def _each(slow: torch.dtype | None) -> pytest.MarkDecorator:
@@ -43,6 +54,25 @@ every_rung_and_dtype = _each(None)
 # that multiply matrices convert operands of 16 bits; the others compute all dtypes alike, and lose nothing in float32.
 every_rung_and_dtype_of_a_product = _each(slow=torch.float32)
 every_rung_and_dtype_of_rows = _each(slow=torch.float16)
+
+
+def _grids(interpreted: torch.dtype) -> pytest.MarkDecorator:
+    """Of `rung`, `dtype`, `whole`."""
+    every = [(rung, dtype, True) for rung, dtypes in _DTYPES.items() for dtype in dtypes]
+    by_default = [("host", torch.bfloat16, True), *(one for one in every if one[0] == "gpu")]
+    whole = [pytest.param(*one, marks=() if one in by_default else pytest.mark.slow) for one in every]
+    return pytest.mark.parametrize(
+        ("rung", "dtype", "whole"),
+        [*whole, ("interpreter", interpreted, False)],
+        indirect=["rung"],
+        ids=lambda value: {True: "whole", False: "part"}.get(value, str(value).removeprefix("torch.")),
+    )
+
+
+# Errors over many sizes, by default in one dtype: on the host over all sizes, interpreted over a part of them, which
+# the check chooses. All sizes in all dtypes are slow. The dtypes interpreted are those above.
+every_grid_of_a_product = _grids(interpreted=torch.float16)
+every_grid_of_rows = _grids(interpreted=torch.float32)
 
 
 class Rung:

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from support.kernels.interpreter import patch_language_once
 from support.ranks.preloaded import WORKER, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress
 from tpengine.distributed.loopback import loopback_variables
@@ -51,6 +52,8 @@ def work(connection: Connection) -> None:
     """Be a worker: make what is asked for through the connection, until that is closed."""
     import torch.distributed as dist
 
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        patch_language_once()
     while True:
         try:
             path, name, rank, world, store, args = connection.recv()

@@ -20,7 +20,13 @@ from support.kernels.attention_cases import (
     specification,
 )
 from support.kernels.precision import check_errors, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
+from support.kernels.rungs import (
+    Rung,
+    every_grid_of_a_product,
+    every_rung,
+    every_rung_and_dtype_of_a_product,
+    every_rung_and_grid,
+)
 from torch import Tensor
 from tpkernels.launch import Target, accumulation_dtype, observed
 from tpkernels.ops.attention import attention_qkv
@@ -95,15 +101,19 @@ def test_groups_are_divided_and_are_not() -> None:
     assert found == {(1, 1), (2, 2), (3, 1), (4, 4), (6, 2)}
 
 
-def of_rung(rung: Rung, dtype: torch.dtype) -> tuple[slice, int]:
+def of_rung(rung: Rung, dtype: torch.dtype, cases: list[Case], part: list[Case], whole: bool) -> tuple[list[Case], int]:
     """Which cases to take, and how often to draw."""
     if rung.name == "interpreter":
-        return slice(int(dtype == torch.float16), None, 2), 1
-    return slice(None), 8
+        return cases[int(dtype == torch.float16) :: 2] if whole else part, 1
+    return cases, 8
 
 
-def check_cases(device: str, dtype: torch.dtype, some: slice, draws: int) -> None:
-    for case in CASES[some]:
+# Several blocks and query heads of a group; packed documents seen through a window; dropout; no keys.
+PART = [Case(65, 65, 2, 1, 16), CASES[10], Case(33, 33, 2, 1, 16, dropped=True), CASES[15]]
+
+
+def check_cases(device: str, dtype: torch.dtype, cases: list[Case], draws: int) -> None:
+    for case in cases:
         check_errors(
             str(case),
             lambda case=case, **given: attend(case, **given),
@@ -113,9 +123,9 @@ def check_cases(device: str, dtype: torch.dtype, some: slice, draws: int) -> Non
         )
 
 
-@every_rung_and_dtype_of_a_product
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_cases, dtype, *of_rung(rung, dtype))
+@every_grid_of_a_product
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_cases, dtype, *of_rung(rung, dtype, CASES, PART, whole))
 
 
 def qkv_operands(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Tensor]:
@@ -165,8 +175,8 @@ def specification_qkv(case: Case, qkv: Tensor) -> Tensor:
     return specification(case, q, k, v).flatten(2).flatten(0, 1)
 
 
-def check_qkv_cases(device: str, dtype: torch.dtype, some: slice, draws: int) -> None:
-    for case in QKV_CASES[some]:
+def check_qkv_cases(device: str, dtype: torch.dtype, cases: list[Case], draws: int) -> None:
+    for case in cases:
         check_errors(
             f"qkv {case}",
             lambda case=case, **given: attend_qkv(case, **given),
@@ -176,9 +186,16 @@ def check_qkv_cases(device: str, dtype: torch.dtype, some: slice, draws: int) ->
         )
 
 
-@every_rung_and_dtype_of_a_product
-def test_qkv_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_qkv_cases, dtype, *of_rung(rung, dtype))
+# Rotated, and packed with rotation.
+QKV_PART = [
+    Case(33, 33, 2, 1, 16, batch=2, rotated=False),
+    Case(40, 40, 2, 1, 16, rotated=True, query_starts=(0, 1, 40)),
+]
+
+
+@every_grid_of_a_product
+def test_qkv_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_qkv_cases, dtype, *of_rung(rung, dtype, QKV_CASES, QKV_PART, whole))
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
@@ -196,7 +213,7 @@ def check_one_key_each(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(dv, dy[:, unseen:].sum(2, keepdim=True)) and not dq.any() and not dk.any(), case
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_queries_that_see_one_key(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_one_key_each, dtype)
 
@@ -217,14 +234,14 @@ def check_large_scores(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(dv.float().cpu(), torch.zeros_like(v).index_add(1, chosen, dy), rtol=rounding, atol=0)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_large_scores(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_large_scores, dtype)
 
 
-def check_log_sum_exp(device: str) -> None:
+def check_log_sum_exp(device: str, whole: bool) -> None:
     """Of the scores seen, also of rows that a kernel meets in its masked tiles only; -inf where none is seen."""
-    for case in (CASES[2], CASES[7], Case(63, 0, 1, 1, 16)):
+    for case in (CASES[2], CASES[7], Case(63, 0, 1, 1, 16)) if whole else (Case(40, 29, 1, 1, 16, window=7),):
 
         def operator(case: Case = case, **given: Tensor) -> Tensor:
             return attention_op(*given.values(), None, None, *case.sides(device), *case.options)[1]
@@ -241,9 +258,9 @@ def check_log_sum_exp(device: str) -> None:
         assert (lse[:, :, :unseen] == -torch.inf).all() and lse[:, :, unseen:].isfinite().all()
 
 
-@every_rung
-def test_log_sum_exp(rung: Rung) -> None:
-    rung(check_log_sum_exp)
+@every_rung_and_grid
+def test_log_sum_exp(rung: Rung, whole: bool) -> None:
+    rung(check_log_sum_exp, whole)
 
 
 def check_queries_without_keys(device: str) -> None:
@@ -260,9 +277,11 @@ def test_queries_without_keys(rung: Rung) -> None:
     rung(check_queries_without_keys)
 
 
-def check_no_leak(device: str) -> None:
+def check_no_leak(device: str, whole: bool) -> None:
     """What is in one document changes no bit of another's outputs and gradients."""
     case = Case(100, 80, 2, 1, 16, query_starts=(0, 37, 100), key_starts=(0, 35, 80))
+    if not whole:
+        case = Case(30, 25, 1, 1, 16, query_starts=(0, 17, 30), key_starts=(0, 15, 25))
     q, k, v = operands(case, torch.float32, device).values()
     dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(5)).to(device)
     before = outcome(lambda *given: attend(case, *given), dy, q, k, v)
@@ -277,9 +296,9 @@ def check_no_leak(device: str) -> None:
             assert not torch.equal(old[:, changed[side]], new[:, changed[side]])
 
 
-@every_rung
-def test_documents_see_nothing_of_each_other(rung: Rung) -> None:
-    rung(check_no_leak)
+@every_rung_and_grid
+def test_documents_see_nothing_of_each_other(rung: Rung, whole: bool) -> None:
+    rung(check_no_leak, whole)
 
 
 def check_float64(device: str) -> None:

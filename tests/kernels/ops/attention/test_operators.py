@@ -19,7 +19,7 @@ from support.kernels.attention_cases import (
     visible_by_definition,
 )
 from support.kernels.precision import with_gaps
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_grid
 from torch import Tensor
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.attention import attention, attention_qkv
@@ -40,9 +40,10 @@ from tpkernels.ops.rope import rope_tables
 DROPOUT = AttentionDropout(STREAM, FIRST_HEAD, NUM_HEADS)
 
 
-def check_which_are_dropped(device: str) -> None:
+def check_which_are_dropped(device: str, whole: bool) -> None:
     """Values that are unit vectors show each probability in y, slopes that are show it in dv: 0 where dropped."""
-    for case in (Case(33, 33, 2, 2, 34, batch=2), Case(31, 31, 2, 2, 32, query_starts=(0, 14, 31))):
+    packed = Case(31, 31, 2, 2, 32, query_starts=(0, 14, 31))
+    for case in (Case(33, 33, 2, 2, 34, batch=2), packed) if whole else (packed,):
         n, sides = case.queries, case.sides(device)
         q, k, _ = operands(case, torch.float32, device).values()
         unit = torch.eye(n, case.columns, device=device)[None, :, None].expand(q.shape)
@@ -62,9 +63,9 @@ def check_which_are_dropped(device: str) -> None:
             assert torch.equal(dv[..., :n].permute(0, 2, 3, 1) != 0, keep)
 
 
-@every_rung
-def test_which_probabilities_are_dropped(rung: Rung) -> None:
-    rung(check_which_are_dropped)
+@every_rung_and_grid
+def test_which_probabilities_are_dropped(rung: Rung, whole: bool) -> None:
+    rung(check_which_are_dropped, whole)
 
 
 def of_heads(heads: slice, window: int | None, dy: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -74,22 +75,22 @@ def of_heads(heads: slice, window: int | None, dy: Tensor, *inputs: Tensor) -> l
     return outcome(lambda q, k, v: attention(q, k, v, window=window, dropout=dropout), dy, *own)
 
 
-def check_cut_over_heads(device: str) -> None:
+def check_cut_over_heads(device: str, whole: bool) -> None:
     """A rank that holds some heads drops what one process would have dropped: equal bits in all of the outcome."""
-    q, k, v = operands(Case(20, 20, 3, 3, 16, batch=2), torch.float32, device).values()
+    q, k, v = operands(Case(20, 20, 3, 3, 16, batch=1 + whole), torch.float32, device).values()
     dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(5)).to(device)
-    for window in (None, 9):
+    for window in (None, 9) if whole else (9,):
         first, others, every = (of_heads(slice(*ends), window, dy, q, k, v) for ends in ((0, 1), (1, 3), (0, 3)))
         for part, rest, whole in zip(first, others, every, strict=True):
             assert torch.equal(whole, torch.cat([part, rest], dim=2))
 
 
-@every_rung
-def test_dropout_of_a_cut_over_heads(rung: Rung) -> None:
-    rung(check_cut_over_heads)
+@every_rung_and_grid
+def test_dropout_of_a_cut_over_heads(rung: Rung, whole: bool) -> None:
+    rung(check_cut_over_heads, whole)
 
 
-def check_strides(device: str) -> None:
+def check_strides(device: str, whole: bool) -> None:
     """Views of one tensor, heads first, one KV head for all, gaps between columns, slopes that are one number."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(2, 17, 4, 16, generator=generator).to(device).split([2, 1, 1], dim=2)
@@ -101,7 +102,8 @@ def check_strides(device: str) -> None:
     views += [(slope, q, k, v) for slope in slopes]
     # A host's product of matrices may add in another order for another layout; a kernel adds in one.
     tolerance = {"rtol": 0.0, "atol": 0.0} if device == "cuda" else {}
-    for i, given in enumerate(views):
+    # A part: views of one tensor, and a slope that is one number.
+    for i, given in enumerate(views if whole else views[::4]):
         window = 9 if i % 2 else None
         copies = [t.clone(memory_format=torch.contiguous_format) for t in given]
         got, of_copies = (
@@ -111,9 +113,9 @@ def check_strides(device: str) -> None:
         torch.testing.assert_close(got, of_copies, **tolerance)
 
 
-@every_rung
-def test_any_strides(rung: Rung) -> None:
-    rung(check_strides)
+@every_rung_and_grid
+def test_any_strides(rung: Rung, whole: bool) -> None:
+    rung(check_strides, whole)
 
 
 def check_tables_and_starts_with_gaps(device: str) -> None:
@@ -142,7 +144,10 @@ SMALL = {
     "dropped": (Case(5, 5, 2, 2, 4, batch=2, dropped=True), True),
     "empty": (Case(0, 0, 2, 1, 4), False),
 }
-small = pytest.mark.parametrize("name", SMALL)
+# By default the case with most in it, and the one with nothing.
+small = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("packed", "empty") else pytest.mark.slow) for name in SMALL]
+)
 
 
 def small_problem(name: str, dtype: torch.dtype) -> tuple[Case, list[Tensor], Tables, Sides, Options]:
@@ -320,13 +325,13 @@ def test_longer_tables_than_documents_are_enough() -> None:
     assert torch.equal(y, whole)
 
 
-def check_windows_beyond_all_keys(device: str) -> None:
+def check_windows_beyond_all_keys(device: str, whole: bool) -> None:
     """Equal bits with no window at all, also of a window that 32 bits hold only just, or do not."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dy = (torch.randn(1, 33, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(4))
-    for causal in (True, False):
+    for causal in (True, False) if whole else (True,):
         outcomes = []
-        for window in (66, 2**31 - 1, 2**40):
+        for window in (66, 2**31 - 1, 2**40) if whole else (66, 2**40):
             y = attention(q, k, v, causal=causal, window=window)
             outcomes.append((y, *torch.autograd.grad(y, (q, k, v), dy)))
         want = attention(q, k, v, causal=causal, scale=0.2500000001)  # not the blocks of the plain host path
@@ -335,9 +340,9 @@ def check_windows_beyond_all_keys(device: str) -> None:
             assert all(torch.equal(got, first) for got, first in zip(other, outcomes[0], strict=True))
 
 
-@every_rung
-def test_windows_beyond_all_keys(rung: Rung) -> None:
-    rung(check_windows_beyond_all_keys)
+@every_rung_and_grid
+def test_windows_beyond_all_keys(rung: Rung, whole: bool) -> None:
+    rung(check_windows_beyond_all_keys, whole)
 
 
 def test_autocast_changes_nothing() -> None:

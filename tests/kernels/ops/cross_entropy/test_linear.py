@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernels.precision import check_errors, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_rung_and_dtype_of_a_product
+from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung, every_rung_and_dtype_of_a_product
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +30,7 @@ from tpengine.layers.collectives import Communicator
 
 # Rows, width, vocabulary.
 SIZES = [(1, 7, 100), (63, 16, 65), (100, 65, 257), (0, 16, 65)]
+PART = [(63, 16, 65), (0, 16, 65)]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -56,10 +57,10 @@ def num_draws(num_rows: int) -> int:
     return 32 if num_rows == 1 else 8  # interpreted, a draw takes long
 
 
-def check_every_size(device: str, dtype: torch.dtype) -> None:
-    for size in SIZES:
+def check_every_size(device: str, dtype: torch.dtype, whole: bool) -> None:
+    for size in SIZES if whole else PART:
         reference = functools.partial(linear_cross_entropy_reference, vocab_size=size[2], **SMOOTHED)
-        for chunk_tokens in (None, 25):
+        for chunk_tokens in (None, 25) if whole else (25,):
             check_errors(
                 f"linear_cross_entropy {size}, chunks of {chunk_tokens}",
                 functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens, **SMOOTHED),
@@ -69,9 +70,9 @@ def check_every_size(device: str, dtype: torch.dtype) -> None:
             )
 
 
-@every_rung_and_dtype_of_a_product
-def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
-    rung(check_every_size, dtype)
+@every_grid_of_a_product
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
+    rung(check_every_size, dtype, whole)
 
 
 VOCAB, COLUMNS = 100, 40  # of three shards the last has 20 columns of padding, a fourth is nothing else
@@ -142,7 +143,7 @@ def check_shards(device: str, dtype: torch.dtype) -> None:
     check_errors("shards", of_shards, of_the_whole, draw)
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_a_product
 def test_shards_are_as_the_whole(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_shards, dtype)
 
