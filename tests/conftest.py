@@ -23,6 +23,7 @@ from support import CountMutations
 from support.budget import cpu_seconds
 from support.kernels.compiled import CACHE_VARIABLE
 from support.kernels.rungs import Rung
+from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 from support.slices import Slice
 
@@ -45,6 +46,12 @@ def interpreters() -> Iterator[RankPool]:
     pool = RankPool({"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that tpengine/distributed/local_ranks.py starts are forked: see forked.py."""
+    fork_local_ranks(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ NAMED = re.compile(r"(?<![\w{}*<./-])((?:[a-z_]+/)*[a-z_]+\.py)\b")
 def prose_of(name: str) -> str:
     """A README whole, of a module its docstrings and comments."""
     text = (ROOT / name).read_text()
-    if name.endswith(".md"):
+    # Most files name none, in prose or not.
+    if name.endswith(".md") or not NAMED.search(text):
         return text
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, nodes)]

@@ -177,7 +177,7 @@ def test_a_terminal_is_told_what_it_cannot_show(
     assert [line.split()[0] for line in lines[1:]] == ["makespan", "bubble", "peak"]
 
 
-@pytest.mark.parametrize("micro_batches", ["2", "4000"])
+@pytest.mark.parametrize("micro_batches", ["2", "1000"])
 def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) -> None:
     """Whether what is printed fits in a buffer, which is flushed at the end, or not."""
     reads, writes = os.pipe()
@@ -191,7 +191,7 @@ def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) 
     assert (tmp_path / "plan.txt").read_text().startswith("plan")
 
 
-@pytest.mark.parametrize("command", ["--help", "schedule --help", "train --help"])
+@pytest.mark.parametrize("command", ["--help", "schedule --help", pytest.param("train --help", marks=pytest.mark.slow)])
 def test_a_reader_of_help_may_leave(command: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)

@@ -7,6 +7,7 @@ attention backends work as called; here the order of what its clock records is c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -42,6 +43,7 @@ from benchmarks.kernels.cases.cases import (
     RIVALS,
     TORCH,
     Case,
+    Ceiling,
     Contestant,
     Draw,
     Shape,
@@ -63,6 +65,13 @@ QUICK = ("--seqs", "24", "--rounds", "2", "--rivals", "torch")
 def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_MODELS", {TINY.name: TINY})
     monkeypatch.setattr(kernels, "_HOST_MODELS", (TINY.name,))
+    monkeypatch.setattr(kernels, "measure_ceilings", measured_once)
+
+
+@functools.cache
+def measured_once(device: str, dtype: torch.dtype) -> dict[Ceiling, float]:
+    """The ceilings of this machine, which several tests ask for."""
+    return measure_ceilings(device, dtype, samples=1)
 
 
 def with_contestants(monkeypatch: pytest.MonkeyPatch, case_name: str, change: Mapping[str, Contestant]) -> None:
@@ -82,7 +91,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("op", CASES)
 def test_every_case_is_right(op: str, dtype: torch.dtype) -> None:
     shape = dataclasses.replace(SHAPE, dtype=dtype)
@@ -167,7 +176,7 @@ def test_a_run_prints_stores_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("num_panels", [1, 4])
+@pytest.mark.parametrize("num_panels", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_plot_has_bars_in_every_panel(tmp_path: Path, num_panels: int) -> None:
     """Of both contestants' colours: three panels across, above the legend. A red row has none."""
     pytest.importorskip("matplotlib")

@@ -56,11 +56,12 @@ def test_a_wrong_result_is_noticed() -> None:
             overlap._check(good | {bar: lambda: wrong})
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("arguments", "cases"),
     [
         ("overlap --tp 2 --tokens 10 --hidden 8 --ffn 12 --rounds 2", 6),
-        ("overlap --tp 3 --tokens 10 --hidden 8 --ffn 12 --rounds 2", 6),
+        pytest.param("overlap --tp 3 --tokens 10 --hidden 8 --ffn 12 --rounds 2", 6, marks=pytest.mark.slow),
         ("exchange --ranks 3 --activations 12288 --buckets 4000 --rounds 2", 4),
         ("attention --seqs 8 16 --tokens 16 --heads 2 --head-size 4 --rounds 2", 4),
     ],

@@ -29,7 +29,7 @@ from benchmarks.harness.shapes import Model
 from benchmarks.harness.timing import Comparison
 from benchmarks.overlap import command as overlap
 from benchmarks.overlap import gpu as overlap_gpu
-from benchmarks.overlap.cases import Case, Operands
+from benchmarks.overlap.cases import Case, Operands, cases_of
 from benchmarks.overlap.gpu import measured_rows, ways_of
 from benchmarks.overlap.ranks import VirtualRanks
 from benchmarks.overlap.table import overlap_fields, overlap_table
@@ -46,6 +46,8 @@ CASES = (
     "pair/forward",
     "pair/backward",
 )
+# With what can be pushed, and without.
+FEW = CASES[:2]
 PLAIN = ("torch.mm", "kernel")
 SERIAL = ("serial_torch", "serial_kernel")
 T = TypeVar("T")
@@ -64,8 +66,16 @@ def ranks_on(device: str, world: int) -> VirtualRanks:
     return VirtualRanks(world, torch.device(device), [HostCopies() for _ in range(world)])
 
 
-def rows_with_stand_ins(failing: str) -> list[dict[str, Any]]:
-    """Rows of two small runs; what waits for others is replaced by what does not, and may fail."""
+few_by_default = pytest.mark.parametrize(
+    "cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+
+
+def rows_with_stand_ins(cases: tuple[str, ...], failing: str) -> list[dict[str, Any]]:
+    """Rows of some cases of two small runs; what waits for others is replaced by what does not, and may fail."""
+
+    def chosen(o: Operands) -> list[Case]:
+        return [case for case in cases_of(o) if case.name in cases]
 
     def stand_ins(case: Case, o: Operands, arenas: Any, still: Any) -> dict[str, Way]:
         ways = ways_of(case, o, arenas, still)
@@ -80,15 +90,17 @@ def rows_with_stand_ins(failing: str) -> list[dict[str, Any]]:
             replaced[failing].gather = give_up  # type: ignore[method-assign]
         return ways | replaced
 
-    with patch.object(overlap_gpu, "ways_of", stand_ins), patch.object(overlap_gpu, "_WARMUP_ROUNDS", 0):
+    changes = {"ways_of": stand_ins, "cases_of": chosen, "_WARMUP_ROUNDS": 0}
+    with patch.multiple(overlap_gpu, **changes):
         ranks = ranks_on("cpu", 2)
         return list(measured_rows(TINY, 6, ranks, HostTime(), 2, "virtual, one Some GPU", torch.float32))
 
 
-def test_rows_say_that_ranks_are_virtual_and_have_every_number(interpreters: RankPool) -> None:
+@few_by_default
+def test_rows_say_that_ranks_are_virtual_and_have_every_number(interpreters: RankPool, cases: tuple[str, ...]) -> None:
     pytest.importorskip("triton")
-    ((*rows,),) = interpreters.run(rows_with_stand_ins, 1, "")
-    assert [row["case"] for row in rows] == [f"overlap/{case}/tiny/tokens_6" for case in CASES]
+    ((*rows,),) = interpreters.run(rows_with_stand_ins, 1, cases, "")
+    assert [row["case"] for row in rows] == [f"overlap/{case}/tiny/tokens_6" for case in cases]
     for row in rows:
         assert row["check"] == "passed" and row["num_samples"] == 2, row
         assert (row["ranks"], row["virtual_ranks"], row["dtype"]) == ("virtual, one Some GPU", 2, "float32")
@@ -100,20 +112,23 @@ def test_rows_say_that_ranks_are_virtual_and_have_every_number(interpreters: Ran
         assert [name.removesuffix("_median_seconds") for name in row if name.endswith("_median_seconds")] == bars
         assert row["matmul_flops_per_second"] == row["work_flops"] / row["matmul_median_seconds"]
         json.dumps(row, allow_nan=False)
-    assert "tiny" not in text_of(rows) and "E push" in text_of(rows) and "pair/backward" in text_of(rows)
+    assert "tiny" not in text_of(rows) and "E push" in text_of(rows) and cases[-1] in text_of(rows)
 
 
-def test_a_call_that_was_given_up_is_a_red_check_of_its_case_alone(interpreters: RankPool) -> None:
+@few_by_default
+def test_a_call_that_was_given_up_is_a_red_check_of_its_case_alone(
+    interpreters: RankPool, cases: tuple[str, ...]
+) -> None:
     pytest.importorskip("triton")
-    ((*rows,),) = interpreters.run(rows_with_stand_ins, 1, "fused")
+    ((*rows,),) = interpreters.run(rows_with_stand_ins, 1, cases, "fused")
+    assert len(rows) == len(cases)
     red = [row for row in rows if row["check"] != "passed"]
-    assert [row["case"].split("/", 1)[1].removesuffix("/tiny/tokens_6") for row in red] == [
-        CASES[i] for i in (0, 3, 5, 6)
-    ]
+    gathering = [CASES[i] for i in (0, 3, 5, 6) if CASES[i] in cases]
+    assert [row["case"].split("/", 1)[1].removesuffix("/tiny/tokens_6") for row in red] == gathering
     for row in red:
         assert row["check"].startswith("failed: rank 0: group of co-located ranks is poisoned: rank 1 waited in ")
         assert not [name for name in row if name.endswith(("_seconds", "_ratio", "_per_second"))]
-    assert text_of(rows).count("check failed") == 4
+    assert text_of(rows).count("check failed") == len(gathering)
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:

@@ -151,7 +151,9 @@ def check_variants(world: int, tokens: int) -> None:
         check(case, o, interpreted_ways(case, o, arenas, still), [*arenas, *still], HostTime())
 
 
-@pytest.mark.parametrize(("world", "tokens"), [(2, 1), (3, 19), (4, 7)])
+@pytest.mark.parametrize(
+    ("world", "tokens"), [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 19), (4, 7)))]
+)
 def test_what_waits_for_nobody_is_right(interpreters: RankPool, world: int, tokens: int) -> None:
     pytest.importorskip("triton")
     interpreters.run(check_variants, 1, world, tokens)

@@ -74,6 +74,9 @@ def work(connection: Connection) -> None:
         finally:
             dist.destroy_process_group()
             gc.collect()  # trainers hold cycles, and would wait for the next collection with all their memory
+            # What is left are modules and caches. After torch.compile they are so many that to look at them again would
+            # take longer than most tasks.
+            gc.freeze()
 
 
 def environment_of_ranks(**others: str) -> tuple[tuple[str, str], ...]:

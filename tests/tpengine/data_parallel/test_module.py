@@ -50,9 +50,9 @@ def compare(got: list[Record], wanted: Record) -> None:
                     assert worst <= TOLERANCE, f"{where}: off by {worst}"
 
 
-# The images of tpengine/examples/images.py, in float64.
+# The model of tpengine/examples/images.py in float64, and smaller images.
 
-IMAGE_BATCH, IMAGE_RANKS, IMAGE_STEPS = 2, 4, 3
+IMAGE_BATCH, IMAGE_RANKS, IMAGE_STEPS, IMAGE_SIZE = 2, 4, 3, 32
 
 
 def image_model(seed: int) -> nn.Module:
@@ -72,7 +72,7 @@ def image_model(seed: int) -> nn.Module:
 def image_loader(rank: int) -> DataLoader:
     generator = torch.Generator().manual_seed(3)
     num_images = IMAGE_BATCH * IMAGE_RANKS * IMAGE_STEPS
-    images = torch.randn(num_images, 3, 224, 224, generator=generator, dtype=torch.float64)
+    images = torch.randn(num_images, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator, dtype=torch.float64)
     data = TensorDataset(images, torch.randint(10, (num_images,), generator=generator))
     sampler: DistributedSampler = DistributedSampler(data, num_replicas=IMAGE_RANKS, rank=rank, seed=7)
     return DataLoader(data, batch_size=IMAGE_BATCH, sampler=sampler)
@@ -161,7 +161,7 @@ def train_odd(set_to_none: bool, mutation: str = "no_mutation") -> Record:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 4))])
 def test_parameters_that_take_part_now_and_then(ranks: RankPool, num_ranks: int, set_to_none: bool) -> None:
     wanted = odd_reference(num_ranks, set_to_none)
     assert [step["unused.weight"] for step in wanted[:-1]] == [None] * STEPS
@@ -235,12 +235,17 @@ MUTATIONS = (
 )
 
 
+@pytest.mark.parametrize(
+    "mutations", [MUTATIONS[:2], pytest.param(MUTATIONS, marks=pytest.mark.slow)], ids=["two", "all"]
+)
 def test_every_mutation_turns_the_comparison_red(
-    ranks: RankPool, count_mutations: Callable[[str, int, int], None]
+    ranks: RankPool,
+    mutations: tuple[Callable[[DataParallel], None], ...],
+    count_mutations: Callable[[str, int, int], None],
 ) -> None:
     wanted = odd_reference(2, True)
     compare(ranks.run(train_odd, 2, True, "no_mutation"), wanted)
-    names = [mutation.__name__ for mutation in MUTATIONS]
+    names = [mutation.__name__ for mutation in mutations]
     unnoticed = survivors(names, lambda name: ranks.run(train_odd, 2, True, name), lambda got: compare(got, wanted))
     count_mutations("data parallel for any module", len(names) - len(unnoticed), len(names))
     assert not unnoticed, f"the comparison did not notice {unnoticed}"

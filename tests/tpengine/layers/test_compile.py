@@ -1,4 +1,7 @@
-"""Rung: gloo ranks. torch.compile of a block: the same values and gradients as without, communication included."""
+"""Rung: gloo ranks. torch.compile of a block: the same values and gradients as without, communication included.
+
+A whole block takes ten seconds a rank to compile: by default its MLP is, which has both kinds of communication.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
@@ -19,54 +22,64 @@ from tpengine.model.transformer import Block
 SEQ, TOKENS = 16, 32
 
 
-def values_and_gradients(block: Block, run: object) -> dict[str, Tensor]:
-    assert callable(run)
-    x = torch.randn(TOKENS // dist.get_world_size(), 32, generator=torch.Generator().manual_seed(0))
-    x.requires_grad_()
-    block.zero_grad()
-    y = run(x, SEQ)
-    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    assert x.grad is not None
-    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
-
-
-def check_compiled(arena_bytes: int) -> None:
-    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
-    assert (comm.arena is not None) == (arena_bytes > 0 and comm.size > 1)
-    torch.manual_seed(comm.rank)
-    model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
-    block = Block(FastParts(model, comm))
-    want = values_and_gradients(block, block)
-    assert len(want) == 11
-    got = values_and_gradients(block, torch.compile(block, backend="aot_eager"))
-    for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    torch._dynamo.reset()
-
-
-def check_sinks_are_kept() -> None:
-    """The engine's own sink is not traced: its buffers get the gradients, and .grad stays empty."""
-    comm, sink = Communicator(dist.group.WORLD, arena_bytes=1 << 20), BufferSink()
+def part_of(name: str, comm: Communicator, sink: BufferSink | None = None) -> nn.Module:
     torch.manual_seed(comm.rank)
     model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
     block = Block(FastParts(model, comm, sink=sink))
-    buffers = {p: torch.zeros_like(p) for p in block.parameters()}
+    return block if name == "block" else block.mlp
+
+
+def values_and_gradients(part: nn.Module, run: object) -> dict[str, Tensor]:
+    assert callable(run)
+    x = torch.randn(TOKENS // dist.get_world_size(), 32, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    part.zero_grad()
+    y = run(x, SEQ) if isinstance(part, Block) else run(x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in part.named_parameters() if p.grad is not None}
+
+
+def check_compiled(name: str, arena_bytes: int) -> None:
+    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+    assert (comm.arena is not None) == (arena_bytes > 0 and comm.size > 1)
+    part = part_of(name, comm)
+    want = values_and_gradients(part, part)
+    assert len(want) == {"block": 11, "mlp": 5}[name]
+    got = values_and_gradients(part, torch.compile(part, backend="aot_eager"))
+    for what, tensor in want.items():
+        torch.testing.assert_close(got[what], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=what: f"{n}: {m}")
+    torch._dynamo.reset()
+
+
+def check_sinks_are_kept(name: str) -> None:
+    """The engine's own sink is not traced: its buffers get the gradients, and .grad stays empty."""
+    comm, sink = Communicator(dist.group.WORLD, arena_bytes=1 << 20), BufferSink()
+    part = part_of(name, comm, sink)
+    buffers = {p: torch.zeros_like(p) for p in part.parameters()}
     sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))
-    assert set(values_and_gradients(block, block)) == {"y", "dx"}
+    assert set(values_and_gradients(part, part)) == {"y", "dx"}
     want = {p: buffer.clone() for p, buffer in buffers.items()}
     for buffer in buffers.values():
         buffer.zero_()
-    assert set(values_and_gradients(block, torch.compile(block, backend="aot_eager"))) == {"y", "dx"}
+    assert set(values_and_gradients(part, torch.compile(part, backend="aot_eager"))) == {"y", "dx"}
     for parameter, buffer in buffers.items():
         assert buffer.any()
         torch.testing.assert_close(buffer, want[parameter], rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("world", "arena_bytes"), [(1, 0), (2, 1 << 20), (2, 0)])
-def test_a_compiled_block_is_the_block(ranks: RankPool, world: int, arena_bytes: int) -> None:
-    ranks.run(check_compiled, world, arena_bytes)
+@pytest.mark.parametrize(
+    ("name", "world", "arena_bytes"),
+    [
+        ("mlp", 2, 1 << 20),
+        *(pytest.param("block", *sizes, marks=pytest.mark.slow) for sizes in ((1, 0), (2, 1 << 20), (2, 0))),
+    ],
+)
+def test_a_compiled_block_is_the_block(ranks: RankPool, name: str, world: int, arena_bytes: int) -> None:
+    ranks.run(check_compiled, world, name, arena_bytes)
 
 
-def test_a_sink_outside_autograd_still_gets_the_gradients(ranks: RankPool) -> None:
-    ranks.run(check_sinks_are_kept, 2)
+@pytest.mark.parametrize(("name", "world"), [("mlp", 1), pytest.param("block", 2, marks=pytest.mark.slow)])
+def test_a_sink_outside_autograd_still_gets_the_gradients(ranks: RankPool, name: str, world: int) -> None:
+    ranks.run(check_sinks_are_kept, world, name)

@@ -59,18 +59,23 @@ def test_cross_entropy_of_sharded_logits(ranks: RankPool, vocab_size: int) -> No
                 assert torch.equal(other_loss, loss) and torch.equal(other_dz, dz)
 
 
-def test_a_leafs_logits_are_left() -> None:
-    """Compiled too, where a traced tensor looks like no leaf; the gradient has memory of its own."""
+def check_that_a_leaf_is_left(shape: tuple[int, ...]) -> None:
     comm = Communicator(None)
 
     def loss(z: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(z, labels(100), 100, comm)
 
     for run in (loss, torch.compile(loss, backend="aot_eager")):
-        for shape in ((T, VOCAB), (4, T, VOCAB // 4)):
-            leaf = tensor(0, *shape).requires_grad_()
-            before = leaf.detach().clone()
-            run(leaf).backward()
-            assert torch.equal(leaf, before) and leaf.grad is not None
-            assert not torch.equal(leaf.grad, before)
+        leaf = tensor(0, *shape).requires_grad_()
+        before = leaf.detach().clone()
+        run(leaf).backward()
+        assert torch.equal(leaf, before) and leaf.grad is not None
+        assert not torch.equal(leaf.grad, before)
     torch._dynamo.reset()
+
+
+# Whole, and in one block per shard.
+@pytest.mark.parametrize("shape", [(T, VOCAB), pytest.param((4, T, VOCAB // 4), marks=pytest.mark.slow)])
+def test_a_leafs_logits_are_left(ranks: RankPool, shape: tuple[int, ...]) -> None:
+    """Compiled too, where a traced tensor looks like no leaf; the gradient has memory of its own."""
+    ranks.run(check_that_a_leaf_is_left, 1, shape)

@@ -1,8 +1,8 @@
 """Rung: gloo ranks, and torchrun for whole runs. In exact mode every layout gives the bits of one process.
 
 Loss, gradient norm, weights, summed gradients, moments and masters after three clipped steps with dropout, as one hash.
-CI runs layouts that have every axis at 2, 4 and 8; `pytest -m slow` runs all of up to 8 ranks, tied and untied, with 1,
-2 and 8 KV heads. What only a GPU checks: exact mode there.
+By default 2 layers train for 2 steps, on layouts that have every axis at 2; `pytest -m slow` runs all of up to 8 ranks,
+tied and untied, with 1, 2 and 8 KV heads. What only a GPU checks: exact mode there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from support.engine import parity
 from support.engine.exactness import (
     CPU,
-    STEPS,
     WIDE,
     Bits,
     DType,
@@ -54,6 +53,8 @@ from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
 
 OneProcess = Callable[[Config], Bits]
+# What the default run trains.
+SMALL: dict[str, Any] = {"layers": 2, "steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +79,22 @@ FLOAT32 = [
 ]
 BFLOAT16 = [(2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
 FLOAT64 = [(2, 1, 2), (1, 2, 2)]
-# Of every two axes one layout, and of tp the widest; the others are slow.
-BY_DEFAULT = [("float32", (2, 2, 1)), ("float32", (1, 4, 2)), ("bfloat16", (1, 2, 2)), ("float64", (2, 1, 2))]
 
 
+# Every axis beside another, in the dtype whose master weights are apart too.
+@pytest.mark.parametrize(("dtype", "dp", "tp", "pp"), [("float32", 2, 2, 1), ("bfloat16", 1, 2, 2)])
+def test_a_small_models_layout_gives_the_bits_of_one_process(
+    ranks: RankPool, one_process: OneProcess, dtype: DType, dp: int, tp: int, pp: int
+) -> None:
+    config = exact_config(dp, tp, pp, dtype=dtype, **SMALL)
+    assert_same_bits(bits_of(ranks, config), one_process(config))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "dp", "tp", "pp"),
     [
-        pytest.param(dtype, *layout, marks=() if (dtype, layout) in BY_DEFAULT else pytest.mark.slow)
+        (dtype, *layout)
         for dtype, layouts in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float64", FLOAT64))
         for layout in layouts
     ],
@@ -110,17 +119,35 @@ def test_as_many_shards_and_blocks_as_there_can_be(
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param((1, 1, 2), {"schedule": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param((1, 1, 2), {"schedule": "interleaved"}, marks=pytest.mark.slow),
-        # Weight halves of one micro-batch run after input halves of the next; both ends on one rank.
+        # Weight halves of one micro-batch run after input halves of the next; dropout masks are drawn again.
+        ((1, 1, 2), {"schedule": "zb-h1", "recompute": "block"}),
+        # Attention takes another way, the head has weights of its own, every shard has a KV head.
+        ((1, 2, 1), {"dropout": 0.0, "tied": False, "kv_heads": 4}),
+        # 2 blocks of 3 micro-batches, one a replica.
+        ((2, 1, 1), {"micro_batches": 6, "kv_heads": 1, "steps": 1}),
+    ],
+    ids=["zb-h1", "plain model", "blocks of 3"],
+)
+def test_other_settings_of_a_small_model(
+    ranks: RankPool, one_process: OneProcess, layout: tuple[int, int, int], settings: dict[str, Any]
+) -> None:
+    config = exact_config(*layout, **SMALL | settings)
+    assert_same_bits(bits_of(ranks, config), one_process(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ((1, 1, 2), {"schedule": "gpipe"}),
+        ((1, 1, 2), {"schedule": "interleaved"}),
+        # Both ends on one rank.
         ((2, 1, 2), {"schedule": "zbv"}),
         ((1, 2, 2), {"schedule": "zb-h1", "recompute": "block"}),
-        # Dropout masks, attention's too, are drawn again.
-        pytest.param((1, 1, 2), {"schedule": "interleaved", "recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1), {"recompute": "attention"}, marks=pytest.mark.slow),
-        # Attention takes another way, the head has weights of its own, every shard has a KV head.
+        # Attention's dropout masks are drawn again.
+        ((1, 1, 2), {"schedule": "interleaved", "recompute": "full"}),
+        ((1, 2, 1), {"recompute": "attention"}),
         ((2, 2, 1), {"dropout": 0.0, "tied": False, "kv_heads": 4}),
-        # 2 blocks of 3 micro-batches, one a replica.
         ((2, 2, 1), {"micro_batches": 6, "kv_heads": 1, "steps": 2}),
     ],
     ids=["gpipe", "interleaved", "zbv", "zb-h1", "stages again", "attention again", "plain model", "blocks of 3"],
@@ -147,7 +174,7 @@ def train_by_onednn(config: Config) -> Found:
     ],
 )
 def test_the_library_of_large_products_gives_the_same_bits_too(ranks: RankPool, dp: int, tp: int, pp: int) -> None:
-    config = exact_config(dp, tp, pp, steps=2)
+    config = exact_config(dp, tp, pp, layers=2, steps=1)
     want = merge(alone(config), ranks.run(train_by_onednn, 1, alone(config)))
     assert_same_bits(merge(config, ranks.run(train_by_onednn, num_ranks(config), config)), want)
     if host_gemm._has_onednn():
@@ -199,9 +226,9 @@ def test_how_ranks_communicate_changes_no_bit(
     ranks: RankPool, one_process: OneProcess, dp: int, tp: int, pp: int
 ) -> None:
     """--parallel.tp-comm plain; and every rank on a host of its own, where nothing goes through memory."""
-    config = exact_config(dp, tp, pp, tp_comm="plain")
+    config = exact_config(dp, tp, pp, tp_comm="plain", **SMALL)
     assert_same_bits(merge(config, ranks.run(train_through, num_ranks(config), config, True)), one_process(config))
-    config = exact_config(dp, tp, pp)
+    config = exact_config(dp, tp, pp, **SMALL)
     assert_same_bits(merge(config, ranks.run(train_on_a_host_each, num_ranks(config), config)), one_process(config))
 
 
@@ -212,10 +239,10 @@ def untrained(config: Config) -> Found:
 def test_exact_training_trains(ranks: RankPool, one_process: OneProcess) -> None:
     """Equal bits of nothing would be equal too: losses fall, every step is clipped, every shard moves."""
     for dtype in ("float32", "bfloat16"):
-        config = exact_config(dtype=dtype)
+        config = exact_config(dtype=dtype, **SMALL)
         bits, start = one_process(config), merge(config, ranks.run(untrained, 1, config))
         losses, norms = zip(*((float.fromhex(x) for x in numbers) for numbers in bits.numbers), strict=True)
-        assert list(losses) == sorted(losses, reverse=True) and len(set(losses)) == STEPS
+        assert list(losses) == sorted(losses, reverse=True) and len(set(losses)) == config.train.steps
         assert all(norm > config.optim.clip_norm for norm in norms)
         for key, value in bits.digests.items():
             assert value != start.digests[key] or key[2] == "gradient", f"{key} is what it was before training"
@@ -224,15 +251,16 @@ def test_exact_training_trains(ranks: RankPool, one_process: OneProcess) -> None
 def test_fast_layouts_differ_in_bits(ranks: RankPool, one_process: OneProcess) -> None:
     """Else equal bits would say nothing: this model's last bits depend on the order of sums."""
     layouts = [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
-    fast = [ranks.run(train, dp * tp * pp, exact_config(dp, tp, pp, reduction="fast"))[0][0] for dp, tp, pp in layouts]
-    exact = one_process(exact_config()).numbers
+    configs = [exact_config(*layout, reduction="fast", **SMALL) for layout in layouts]
+    fast = [ranks.run(train, num_ranks(config), config)[0][0] for config in configs]
+    exact = one_process(exact_config(**SMALL)).numbers
     assert len({tuple(numbers) for numbers in (*fast, exact)}) == len(layouts) + 1
 
 
 def test_exact_is_close_to_fast(ranks: RankPool) -> None:
     """In float64 only the order of sums differs: 1e-9 of the largest element of each tensor, dropout included."""
-    (reference,) = ranks.run(parity.train, 1, exact_config(dtype="float64", reduction="fast"))
-    outcomes = ranks.run(parity.train, 2, exact_config(1, 2, 1, dtype="float64"))
+    (reference,) = ranks.run(parity.train, 1, exact_config(dtype="float64", reduction="fast", **SMALL))
+    outcomes = ranks.run(parity.train, 2, exact_config(1, 2, 1, dtype="float64", **SMALL))
     parity.compare([by_parameter for outcome in outcomes for by_parameter in one_shard_each(outcome)], reference)
     shards = [shard for outcome in outcomes for _, shards in one_shard_each(outcome) for shard in shards.items()]
     # Not of norms, whose few weights of about 1 swallow a difference of 1e-16 of an update on some processors.
@@ -263,11 +291,11 @@ def evaluated(config: Config) -> tuple[str, list[int]]:
     return loss.hex(), sample(trainer, prompt, 4)
 
 
-def test_held_out_loss_and_sample_are_the_same(ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)])
+def test_held_out_loss_and_sample_are_the_same(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     """3 micro-batches are held out, which 2 replicas cannot share evenly."""
-    (want,) = ranks.run(evaluated, 1, exact_config())
-    for layout in ((2, 2, 1), (1, 2, 2)):
-        assert ranks.run(evaluated, 4, exact_config(*layout)) == [want] * 4
+    (want,) = ranks.run(evaluated, 1, exact_config(**SMALL))
+    assert ranks.run(evaluated, 4, exact_config(*layout, **SMALL)) == [want] * 4
     assert len(set(want[1][16:])) > 1
 
 
@@ -323,18 +351,24 @@ def train_broken(config: Config, mutation: str) -> Found:
         return train(config)
 
 
+@pytest.mark.parametrize(
+    "mutations", [MUTATIONS[:2], pytest.param(MUTATIONS, marks=pytest.mark.slow)], ids=["two", "all"]
+)
 def test_every_mutation_of_exact_mode_changes_the_hash(
-    ranks: RankPool, one_process: OneProcess, count_mutations: Callable[[str, int, int], None]
+    ranks: RankPool,
+    one_process: OneProcess,
+    mutations: Sequence[Callable[[pytest.MonkeyPatch], None]],
+    count_mutations: Callable[[str, int, int], None],
 ) -> None:
     """In one process, which has 4 terms of each sum: two have one order only."""
-    reference = one_process(exact_config(steps=1))
+    reference = one_process(exact_config(layers=2, steps=1))
 
     def outcome_of(mutation: str) -> Bits:
-        config = exact_config(2 if mutation == "local_dropout" else 1, steps=1)
+        config = exact_config(2 if mutation == "local_dropout" else 1, layers=2, steps=1)
         return merge(config, ranks.run(train_broken, num_ranks(config), config, mutation))
 
     assert_same_bits(outcome_of(""), reference)
-    names = [mutation.__name__ for mutation in MUTATIONS]
+    names = [mutation.__name__ for mutation in mutations]
     unnoticed = survivors(names, outcome_of, lambda bits: assert_same_bits(bits, reference))
     count_mutations("exact mode (bits)", len(names) - len(unnoticed), len(names))
     assert not unnoticed
@@ -342,7 +376,7 @@ def test_every_mutation_of_exact_mode_changes_the_hash(
 
 def test_a_shard_that_differs_or_is_missing_is_noticed(one_process: OneProcess) -> None:
     """The comparison itself."""
-    config = exact_config()
+    config = exact_config(**SMALL)
     bits = one_process(config)
     key = ("layers.1.mlp.up_proj.weight", 3, "exp_avg")
     changed = {**bits.digests, key: "other"}

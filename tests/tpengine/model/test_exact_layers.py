@@ -200,12 +200,15 @@ def digests_by_world(ranks: RankPool) -> DigestsByWorld:
     return functools.cache(lambda num_shards, num_ranks: ranks.run(digests, num_ranks, num_shards))
 
 
-@pytest.mark.parametrize("num_shards", [4, 8])
+@pytest.mark.parametrize(
+    ("num_shards", "worlds"),
+    [(4, (1, 2)), *(pytest.param(num, (1, 2, 4), marks=pytest.mark.slow) for num in (4, 8))],
+)
 def test_bits_are_the_same_in_every_world_and_wherever_operands_lie(
-    digests_by_world: DigestsByWorld, num_shards: int
+    digests_by_world: DigestsByWorld, num_shards: int, worlds: tuple[int, ...]
 ) -> None:
     (alone,) = digests_by_world(num_shards, 1)
-    for num_ranks in (1, 2, 4):
+    for num_ranks in worlds:
         for got in digests_by_world(num_shards, num_ranks):
             differing = [
                 (name, dtype, layout, what)

@@ -37,57 +37,70 @@ from tpengine.data import open_corpus
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import Trainer
 
-BEFORE, STEPS = 5, 10
-
 Layout = tuple[int, int, int]
 # By the name it is saved under: where each block of this rank lies in the global tensor, and its elements.
 State = dict[str, list[tuple[tuple[int, ...], Tensor]]]
 
 
-def config_for(layout: Layout, dtype: DType, reduction: Reduction = "exact") -> Config:
+def config_for(layout: Layout, dtype: DType, steps: int, reduction: Reduction = "exact") -> Config:
     # 3 layers are uneven on 2 stages; 4 replicas, in bfloat16, need 4 micro-batches.
     num = 4 if dtype == "bfloat16" else 2
-    return exact_config(*layout, dtype=dtype, layers=3, micro_batches=num, steps=STEPS, reduction=reduction)
+    return exact_config(*layout, dtype=dtype, layers=3, micro_batches=num, steps=steps, reduction=reduction)
+
+
+def half_of(config: Config) -> int:
+    """The step after which a run is saved."""
+    return config.train.steps // 2
 
 
 def save(trainer: Trainer, run_dir: str) -> None:
-    saver = Saver(checkpoints_of(run_dir), keep=2)
-    saver.save(BEFORE, blocks_of(trainer), state_of(trainer.config, trainer.corpus.fingerprint(), BEFORE))
+    saver, step = Saver(checkpoints_of(run_dir), keep=2), half_of(trainer.config)
+    saver.save(step, blocks_of(trainer), state_of(trainer.config, trainer.corpus.fingerprint(), step))
     assert saver.wait() is None
 
 
 def train_and_save(config: Config, run_dir: str) -> Found:
     trainer = Trainer(config, open_corpus(config), CPU)
-    found = train_steps(trainer, 0, BEFORE)
+    found = train_steps(trainer, 0, half_of(config))
     save(trainer, run_dir)
     return found
 
 
 def resume_and_train(config: Config, run_dir: str) -> tuple[Found, Found]:
     """What was loaded, and what training came to."""
-    trainer = resumed(config, run_dir, BEFORE)
-    return ([], digests_of(trainer)), train_steps(trainer, BEFORE, STEPS)
+    trainer = resumed(config, run_dir, half_of(config))
+    return ([], digests_of(trainer)), train_steps(trainer, half_of(config), config.train.steps)
 
 
 # (dp, tp, pp) that saves, layouts that go on: every axis grows and shrinks, KV heads become shared and single again.
-CHANGES: dict[DType, dict[Layout, list[Layout]]] = {
-    "float32": {(1, 1, 1): [(2, 2, 1)], (1, 4, 1): [(2, 1, 2), (1, 1, 1)]},
-    "bfloat16": {(4, 1, 1): [(1, 2, 2)], (2, 1, 1): [(1, 4, 1)]},
-}
+Changes = dict[Layout, list[Layout]]
+FLOAT32: Changes = {(1, 1, 1): [(2, 2, 1)], (1, 4, 1): [(2, 1, 2), (1, 1, 1)]}
+BFLOAT16: Changes = {(4, 1, 1): [(1, 2, 2)], (2, 1, 1): [(1, 4, 1)]}
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_ten_steps_are_five_and_five_in_another_layout(ranks: RankPool, tmp_path: Path, dtype: DType) -> None:
+# By default one change of every axis, after a step of 2.
+@pytest.mark.parametrize(
+    ("dtype", "changes", "steps"),
+    [
+        ("float32", {(1, 2, 1): [(2, 1, 2)]}, 2),
+        pytest.param("float32", FLOAT32, 10, marks=pytest.mark.slow),
+        pytest.param("bfloat16", BFLOAT16, 10, marks=pytest.mark.slow),
+    ],
+    ids=["one change", "float32", "bfloat16"],
+)
+def test_all_steps_are_half_of_them_and_half_in_another_layout(
+    ranks: RankPool, tmp_path: Path, dtype: DType, changes: Changes, steps: int
+) -> None:
     """Losses, norms, weights, gradients, moments, masters; dropout goes on too."""
-    whole = config_for((1, 1, 1), dtype)
+    whole = config_for((1, 1, 1), dtype, steps)
     want = merge(whole, ranks.run(train, 1, whole))
-    for saving, others in CHANGES[dtype].items():
+    for saving, others in changes.items():
         run_dir = str(tmp_path / "-".join(map(str, saving)))
-        config = config_for(saving, dtype)
+        config = config_for(saving, dtype, steps)
         first = merge(config, ranks.run(train_and_save, num_ranks(config), config, run_dir))
-        assert first.numbers == want.numbers[:BEFORE]
+        assert first.numbers == want.numbers[: half_of(config)]
         for layout in others:
-            config = config_for(layout, dtype)
+            config = config_for(layout, dtype, steps)
             loaded, second = zip(*ranks.run(resume_and_train, num_ranks(config), config, run_dir), strict=True)
             state = merge(config, loaded).digests
             assert [key for key in state if key[2] != "gradient" and state[key] != first.digests[key]] == []
@@ -103,12 +116,13 @@ def state_of_rank(trainer: Trainer) -> State:
 
 
 def state_and_next_loss(config: Config, run_dir: str, saves: bool) -> tuple[State, float]:
-    """After 5 steps that are trained and saved, or loaded; and the loss of the step after."""
-    trainer = Trainer(config, open_corpus(config), CPU) if saves else resumed(config, run_dir, BEFORE)
+    """After steps that are trained and saved, or loaded; and the loss of the step after."""
+    step = half_of(config)
+    trainer = Trainer(config, open_corpus(config), CPU) if saves else resumed(config, run_dir, step)
     if saves:
-        train_steps(trainer, 0, BEFORE)
+        train_steps(trainer, 0, step)
         save(trainer, run_dir)
-    return state_of_rank(trainer), trainer.train_step(BEFORE).loss
+    return state_of_rank(trainer), trainer.train_step(step).loss
 
 
 def put_together(states: Sequence[State]) -> dict[str, Tensor]:
@@ -128,13 +142,20 @@ def put_together(states: Sequence[State]) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(("saving", "going_on", "dtype"), [("fast", "exact", "bfloat16"), ("exact", "fast", "float32")])
+@pytest.mark.parametrize(
+    ("saving", "going_on", "dtype", "steps"),
+    [
+        ("exact", "fast", "float32", 2),
+        ("fast", "exact", "float32", 2),
+        pytest.param("fast", "exact", "bfloat16", 10, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_may_change_between_fast_and_exact(
-    ranks: RankPool, tmp_path: Path, saving: Reduction, going_on: Reduction, dtype: DType
+    ranks: RankPool, tmp_path: Path, saving: Reduction, going_on: Reduction, dtype: DType, steps: int
 ) -> None:
     """The bits of later steps are then nobody's promise; those that are loaded are what was saved."""
-    before = config_for((1, 2, 1), dtype, saving)
-    after = config_for((2, 1, 1), dtype, going_on)
+    before = config_for((1, 2, 1), dtype, steps, saving)
+    after = config_for((2, 1, 1), dtype, steps, going_on)
     saved, want_losses = zip(*ranks.run(state_and_next_loss, 2, before, str(tmp_path), True), strict=True)
     loaded, losses = zip(*ranks.run(state_and_next_loss, 2, after, str(tmp_path), False), strict=True)
     want, got = put_together(saved), put_together(loaded)

@@ -90,7 +90,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_follow_from_seed_and_place_whatever_the_cut(ranks: RankPool, tied: bool) -> None:
     ((want, whole, _, loss),) = ranks.run(made_by, 1, 1, None, tied)
     assert want["1.linear.weight"].std() > 0.1 and not torch.equal(want["1.linear.weight"], want["3.linear.weight"])

@@ -91,10 +91,16 @@ def most_received(plan: Plan) -> int:
     return max(slots.num_forward + slots.num_backward for slots in map(receive_slots, plan.actions))
 
 
+# By default plans of up to 3 ranks and 8 micro-batches.
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"),
+    [((1, 2, 3), (1, 2, 5, 8)), pytest.param((1, 2, 3, 4, 8), (1, 2, 5, 8, 24), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_plan_finishes(name: str) -> None:
-    for p in (1, 2, 3, 4, 8):
-        for m in (1, 2, 5, 8, 24):
+def test_every_plan_finishes(name: str, ranks: tuple[int, ...], micro_batches: tuple[int, ...]) -> None:
+    for p in ranks:
+        for m in micro_batches:
             for v in (1, 2, 4) if name == "interleaved" else (2,):
                 schedule = make_schedule(name, p, m, v)
                 training = plan_of(schedule, training=True)
@@ -128,7 +134,9 @@ def test_the_game_can_be_lost() -> None:
     assert num_slots_for(plan) == 3 and not finishes(plan, 1)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "interleaved" else ()) for name in SCHEDULES]
+)
 def test_a_forward_pass_keeps_no_more_alive_with_more_micro_batches(name: str) -> None:
     for p in (1, 2, 4, 8):
         ranks = make_schedule(name, p, 8).ranks

@@ -132,18 +132,27 @@ def compare(outcomes: list[tuple[list[float], Shards, Any]], reference: tuple[li
         assert (seen[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_stages_train_to_the_parameters_of_one_process(ranks: RankPool, name: str, schedule: str) -> None:
+# Either model, a schedule of one chunk a rank and one of several; the others are slow.
+BY_DEFAULT = [("1f1b", "mlp", 2), ("1f1b", "conv", 3), ("interleaved", "conv", 2)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "world"),
+    [
+        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
+        for case in itertools.product(["1f1b", "gpipe", "interleaved"], MODELS, [1, 2, 3, 4])
+    ],
+)
+def test_stages_train_to_the_parameters_of_one_process(ranks: RankPool, schedule: str, name: str, world: int) -> None:
     (seeded,) = ranks.run(in_one_process, 1, name)
-    cuts: dict[int, list[list[int] | None]] = {1: [None], 2: [None], 3: [None], 4: [None]}
-    by_hand = [1, 5, 1, 3] if schedule == "interleaved" else [1, 9]
-    cuts[2].append([*by_hand[:-1], by_hand[-1] + (name == "conv")])
-    for world, choices in cuts.items():
-        for cut in choices:
-            outcomes = ranks.run(train, world, name, schedule, cut)
-            compare(outcomes, seeded)
-            assert all(ran_as_planned for _, _, ran_as_planned in outcomes)
+    cuts: list[list[int] | None] = [None]
+    if world == 2:
+        by_hand = [1, 5, 1, 3] if schedule == "interleaved" else [1, 9]
+        cuts.append([*by_hand[:-1], by_hand[-1] + (name == "conv")])
+    for cut in cuts:
+        outcomes = ranks.run(train, world, name, schedule, cut)
+        compare(outcomes, seeded)
+        assert all(ran_as_planned for _, _, ran_as_planned in outcomes)
 
 
 class Block(nn.Module):
@@ -180,7 +189,7 @@ def train_blocks(schedule: str, world: int) -> tuple[list[float], Shards]:
     return losses, {name: p.grad for name, p in pipe.stage.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_our_layers_split_their_backward(ranks: RankPool, schedule: str) -> None:
     """Zero-bubble schedules over modules that give weight gradients to a sink; two steps' gradients add up."""
     (reference,) = ranks.run(train_blocks, 1, schedule, 1)
@@ -199,16 +208,22 @@ def evaluate_many(world: int) -> float:
     return 0.0 if outputs is None else float((outputs - model(inputs)).abs().max())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_many_micro_batches_pass_forward_through_several_chunks_a_rank(ranks: RankPool, world: int) -> None:
     assert max(ranks.run(evaluate_many, world, world)) < 1e-6
 
 
+MUTATIONS = ["loss not divided", "one micro-batch twice", "stage forgotten"]
+
+
+# Unmutated it is the first case above.
+@pytest.mark.parametrize(
+    "mutations", [MUTATIONS[:1], pytest.param(MUTATIONS, marks=pytest.mark.slow)], ids=["one", "all"]
+)
 def test_every_mutation_turns_the_comparison_red(
-    ranks: RankPool, count_mutations: Callable[[str, int, int], None]
+    ranks: RankPool, mutations: list[str], count_mutations: Callable[[str, int, int], None]
 ) -> None:
     (reference,) = ranks.run(in_one_process, 1, "mlp")
-    mutations = ["loss not divided", "one micro-batch twice", "stage forgotten"]
     unnoticed = survivors(
         mutations,
         lambda name: ranks.run(train, 2, "mlp", "1f1b", None, name),

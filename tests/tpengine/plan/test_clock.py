@@ -1,7 +1,7 @@
 """Rung: pure. Makespan, bubble and live activations of every generator against the known figures and formulas.
 
-The formulas are checked over a grid of sizes in each run and over all sizes up to 16 ranks, 64 micro-batches and 4
-chunks in the slow one; with durations that are whole numbers, so that equal means equal.
+The formulas are checked over a grid of sizes by default, over all sizes up to 16 ranks, 64 micro-batches and 4 chunks
+when slow; with durations that are whole numbers, so that equal means equal.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_golden_peaks(name: str, sizes: tuple[int, int], peak: tuple[float, ...]
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_formulas(name: str) -> None:
-    for p in (1, 2, 3, 4, 5, 7, 8, 13, 16):
+    for p in (1, 2, 3, 4, 7):
         around = {1, 2, p // 2, (3 * p) // 4, p - 1, p, p + 1, (3 * p) // 2, 2 * p - 1, 2 * p, 2 * p + 3, 41}
         for m, v in itertools.product(sorted(around - {0}), _CHUNKS[name]):
             _check_formulas(name, (p, m, v))
@@ -91,6 +91,7 @@ def test_formulas_of_all_sizes(name: str) -> None:
         _check_formulas(name, (p, m, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
 def test_formulas_of_many_micro_batches(name: str) -> None:
     _check_formulas(name, (32, 130, max(_CHUNKS[name])))

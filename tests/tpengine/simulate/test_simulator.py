@@ -326,23 +326,24 @@ def test_a_rank_computes_in_list_order_and_waits_only_between(
         assert busy[0].start == 0.0 and all(span.duration > 0.0 for span in rank.waits)
 
 
-def test_ten_thousand_ranks_where_replicas_are_alike() -> None:
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 8), pytest.param(16, 64, marks=pytest.mark.slow)])
+def test_ten_thousand_ranks_where_replicas_are_alike(num_stages: int, num_microbatches: int) -> None:
     """16 stages of 625 replicas: the number of replicas is in the reductions, which follow a rank's last backward."""
     reduction = ring_time(1e9, 625, 1e9, 1e-3)
     assert reduction == pytest.approx(2 * 624 / 625 + 1.248)
     for name in SCHEDULES:
-        made = make_schedule(name, 16, 64, 4)
+        made = make_schedule(name, num_stages, num_microbatches, 4)
         last = len(made.ranks) - 1
         chunks = [
             Chunk(rank, (chunk, chunk + 1), BOUNDARY if chunk else None, BOUNDARY if chunk < last else None)
             for chunk, rank in enumerate(made.ranks)
         ]
         buckets = [Bucket(chunk, (chunk,)) for chunk in range(last + 1)]
-        plan = lower(made, chunks, buckets, (), 64, last + 1, training=True)
+        plan = lower(made, chunks, buckets, (), num_microbatches, last + 1, training=True)
         costs = replace(unit_costs(plan), reductions={bucket.index: reduction for bucket in buckets})
         computing = clock(plan.actions).makespan
         exposed = simulate(plan, costs).makespan - computing
-        num_chunks = len(made.ranks) // 16
+        num_chunks = len(made.ranks) // num_stages
         # Behind the last backward stands its own bucket, and at most those of the rank's other chunks.
         assert reduction - 1e-9 <= exposed <= num_chunks * reduction + 1e-9
         assert simulate(plan, unit_costs(plan)).makespan == computing

@@ -23,13 +23,13 @@ HASH = r"[0-9a-f]{64}"
 
 
 @pytest.fixture
-def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preset's features with a sixteenth of its work."""
+def small_preset(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:
+    """The preset's features with a hundredth of its work."""
     config = PRESETS["certify"]()
     small = replace(
         config,
-        model=replace(config.model, hidden_size=64, ffn_size=96),
-        train=replace(config.train, micro_batch_size=2, num_micro_batches=8),
+        model=replace(config.model, num_layers=2, hidden_size=64, ffn_size=96),
+        train=replace(config.train, micro_batch_size=2, num_micro_batches=4),
     )
     monkeypatch.setattr(command, "PRESETS", {**PRESETS, "certify": lambda: small})
 
@@ -55,12 +55,12 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
         "--dtype",
         "bfloat16",
         "--schedule",
-        "zbv",
+        "zb-h1",
     ]
     assert main([*argv, "--seed", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 2 x pp 1 x dp 1 against tp 1 x pp 2 x dp 1, exact mode"
-    assert lines[1].endswith("8 heads, bfloat16, zbv, seed 7, steps 1 of 8 micro-batches")
+    assert lines[1].endswith("8 heads, bfloat16, zb-h1, seed 7, steps 1 of 4 micro-batches")
     assert lines[2].startswith("step 1, loss ")
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
@@ -120,6 +120,7 @@ def test_replicas_that_differ_in_fast_mode_are_no_agreement(
     )
 
 
+@pytest.mark.usefixtures("small_preset")
 def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         command.certify, "__defaults__", ("support.engine.broken_engine:FailingWitness", command._GRADIENTS)
@@ -129,7 +130,11 @@ def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], mon
     assert "planted" in captured.err and "certified" not in captured.out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpengine.cli", "certify", "--tp", "2", "--steps", "1000"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -126,9 +126,15 @@ def refusal_of(plan: Plan) -> str | None:
     return None
 
 
-# Without buckets it is the ties alone that look at the last backward.
+# Without buckets it is the ties alone that look at the last backward. By default whole and split backwards, without
+# buckets and with them; and a sample of several chunks a rank, below.
 @pytest.mark.parametrize(
-    ("name", "has_buckets"), [*((name, True) for name in NAMES), ("1f1b", False), ("zb-h1", False)]
+    ("name", "has_buckets"),
+    [
+        *(pytest.param(name, True, marks=() if name == "1f1b" else pytest.mark.slow) for name in NAMES),
+        pytest.param("1f1b", False, marks=pytest.mark.slow),
+        ("zb-h1", False),
+    ],
 )
 def test_every_change_of_a_small_plan(
     build_plan: BuildPlan, name: str, has_buckets: bool, count_mutations: CountMutations
@@ -140,7 +146,9 @@ def test_every_change_of_a_small_plan(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "zbv" else pytest.mark.slow) for name in NAMES]
+)
 def test_sampled_changes_of_a_larger_plan(build_plan: BuildPlan, name: str, count_mutations: CountMutations) -> None:
     plan = build_plan(name, 4, 5)
     sampled: list[tuple[int, Mutant]] = []

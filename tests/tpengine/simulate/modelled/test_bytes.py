@@ -159,8 +159,16 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("model", MODELS, ids=str)
+# Every model in one dtype, one of them in all; the others are slow.
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        pytest.param(
+            model, dtype, marks=() if dtype == "float32" or model == DROPS else pytest.mark.slow, id=f"{model}-{dtype}"
+        )
+        for model, dtype in itertools.product(MODELS, ["float32", "bfloat16", "float64"])
+    ],
+)
 def test_a_micro_batch_keeps_what_is_predicted(model: dict[str, Any], dtype: str) -> None:
     for batch, seq, layers in [(2, 5, layers) for layers in CHUNKS] + [(1, 63, (0, 3)), (3, 1, (0, 3))]:
         config = config_of(dtype, batch, seq, **model)
@@ -170,7 +178,9 @@ def test_a_micro_batch_keeps_what_is_predicted(model: dict[str, Any], dtype: str
 
 @pytest.mark.parametrize("recompute", list(Recompute))
 @pytest.mark.parametrize("is_local", [False, True], ids=["received", "local"])
-@pytest.mark.parametrize("model", [{}, {"num_kv_heads": 2}, DROPS], ids=str)
+@pytest.mark.parametrize(
+    "model", [*(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})), DROPS], ids=str
+)
 def test_what_is_computed_again_is_not_kept(model: dict[str, Any], is_local: bool, recompute: Recompute) -> None:
     """Nor does it change what the weight half needs. What comes from a chunk of the same rank is in no slot."""
     for layers in CHUNKS:
@@ -189,7 +199,10 @@ def by_ranks(layers: tuple[int, int], gathered: Gathered) -> None:
         assert got == (want.saved, want.deferred), f"{model}: {got} kept, {want}"
 
 
+# By default the whole model.
+@pytest.mark.parametrize(
+    "layers", [CHUNKS[0], *(pytest.param(layers, marks=pytest.mark.slow) for layers in CHUNKS[1:])]
+)
 @pytest.mark.parametrize("gathered", list(Gathered))
-def test_on_two_ranks(ranks: RankPool, gathered: Gathered) -> None:
-    for layers in CHUNKS:
-        ranks.run(by_ranks, 2, layers, gathered)
+def test_on_two_ranks(ranks: RankPool, gathered: Gathered, layers: tuple[int, int]) -> None:
+    ranks.run(by_ranks, 2, layers, gathered)
