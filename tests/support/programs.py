@@ -1,6 +1,7 @@
 """Programs as a user starts them, forked from a process that has loaded torch (ranks/preloaded.py).
 
-What is left out is a start's own: what is imported in which order, and how an interrupt meanwhile ends.
+What is left out is a start's own: what is imported in which order, and how an interrupt meanwhile ends; and an end's:
+modules are not torn down.
 """
 
 from __future__ import annotations
@@ -115,13 +116,15 @@ def run_module(
     return finish_all(Running(module, *arguments, cwd=cwd, **variables))[0]
 
 
-def start_ranks(num_ranks: int, module: str, *arguments: str, cwd: Path | None = None) -> list[Running]:
+def start_ranks(
+    num_ranks: int, module: str, *arguments: str, cwd: Path | None = None, **variables: str
+) -> list[Running]:
     """Start the ranks of one run, each by itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks))
+    everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks), **variables)
     return [
         Running(module, *arguments, cwd=cwd, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
