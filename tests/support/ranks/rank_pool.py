@@ -30,6 +30,8 @@ from tpengine.distributed.loopback import loopback_variables
 # After a rank's failure: the others may wait for it for ever.
 QUIET_SECONDS_AFTER_A_FAILURE = 3.0
 CPU_SECONDS_AFTER_A_FAILURE = 120.0
+# As the session began: a test that trains in this process leaves variables behind, for which all would start again.
+_LOOPBACK = loopback_variables(os.environ)
 _DONE, _FAILED, _UNUSABLE = "done", "failed", "unusable"
 
 
@@ -75,7 +77,7 @@ def work(connection: Connection) -> None:
 
 def environment_of_ranks(**others: str) -> tuple[tuple[str, str], ...]:
     """The variables that ranks on this host need, and others."""
-    return tuple(sorted({"OMP_NUM_THREADS": "1", **loopback_variables(os.environ), **others}.items()))
+    return tuple(sorted({"OMP_NUM_THREADS": "1", **_LOOPBACK, **others}.items()))
 
 
 class RankPool:
