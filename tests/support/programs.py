@@ -27,12 +27,17 @@ OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 class Running:
     """A program that has been started; who lets go of it, as a test that fails does, ends it.
 
+    Args:
+        output: where it writes its standard output, a pipe for instance; by default where `said` reads it.
+
     Attributes:
         pid: its process.
         returncode: None until `poll` has found it ended.
     """
 
-    def __init__(self, module: str, *arguments: str, cwd: Path | None = None, **variables: str) -> None:
+    def __init__(
+        self, module: str, *arguments: str, cwd: Path | None = None, output: Path | None = None, **variables: str
+    ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self._directory = tempfile.TemporaryDirectory(prefix="program-")
@@ -40,8 +45,8 @@ class Running:
         for file in files:
             file.touch()
         self._output, self._errors = files
-        output, errors = map(str, files)
-        program = Program(module, arguments, str(cwd or os.getcwd()), environment, output, errors)
+        to = str(output or self._output), str(self._errors)
+        program = Program(module, arguments, str(cwd or os.getcwd()), environment, *to)
         _, self._connection = preloaded(environment_of_ranks()).fork(program)
         self.args = [module, *arguments]
         self.pid: int = self._connection.recv()
@@ -113,7 +118,7 @@ def run_module(
     module: str, *arguments: str, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """As `python -m module arguments`."""
-    return finish_all(Running(module, *arguments, cwd=cwd, **variables))[0]
+    return finish_all(Running(module, *arguments, cwd=cwd, output=None, **variables))[0]
 
 
 def start_ranks(
@@ -126,7 +131,7 @@ def start_ranks(
     everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks), **variables)
     return [
-        Running(module, *arguments, cwd=cwd, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
+        Running(module, *arguments, cwd=cwd, output=None, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
     ]
 
