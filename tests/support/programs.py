@@ -47,7 +47,8 @@ class Running:
         self._output, self._errors = files
         to = str(output or self._output), str(self._errors)
         program = Program(module, arguments, str(cwd or os.getcwd()), environment, *to)
-        _, self._connection = preloaded(environment_of_ranks()).fork(program)
+        rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
+        _, self._connection = preloaded(environment_of_ranks(), rank).fork(program)
         self.args = [module, *arguments]
         self.pid: int = self._connection.recv()
         self.returncode: int | None = None

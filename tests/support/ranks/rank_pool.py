@@ -147,7 +147,7 @@ class RankPool:
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
-            self._workers.append(preloaded(self._environment).fork(WORKER))
+            self._workers.append(preloaded(self._environment, rank=len(self._workers)).fork(WORKER))
 
     def close(self) -> None:
         """End all workers; the next `run` starts new ones."""
