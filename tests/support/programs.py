@@ -1,6 +1,7 @@
 """Programs as a user starts them, forked from a process that has loaded torch (ranks/preloaded.py).
 
-What is left out is a start's own: what is imported in which order, and how an interrupt meanwhile ends.
+What is left out is a start's own: what is imported in which order, and how an interrupt meanwhile ends; and an end's:
+modules are not torn down.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 class Running:
     """A program that has been started; who lets go of it, as a test that fails does, ends it.
 
+    Args:
+        output: where it writes its standard output, a pipe for instance; by default where `said` reads it.
+
     Attributes:
         pid: its process.
         returncode: None until `poll` has found it ended.
     """
 
-    def __init__(self, module: str, *arguments: str, cwd: Path | None = None, **variables: str) -> None:
+    def __init__(
+        self, module: str, *arguments: str, cwd: Path | None = None, output: Path | None = None, **variables: str
+    ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self._directory = tempfile.TemporaryDirectory(prefix="program-")
@@ -39,9 +45,10 @@ class Running:
         for file in files:
             file.touch()
         self._output, self._errors = files
-        output, errors = map(str, files)
-        program = Program(module, arguments, str(cwd or os.getcwd()), environment, output, errors)
-        _, self._connection = preloaded(environment_of_ranks()).fork(program)
+        to = str(output or self._output), str(self._errors)
+        program = Program(module, arguments, str(cwd or os.getcwd()), environment, *to)
+        rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
+        _, self._connection = preloaded(environment_of_ranks(), rank).fork(program)
         self.args = [module, *arguments]
         self.pid: int = self._connection.recv()
         self.returncode: int | None = None
@@ -112,18 +119,20 @@ def run_module(
     module: str, *arguments: str, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """As `python -m module arguments`."""
-    return finish_all(Running(module, *arguments, cwd=cwd, **variables))[0]
+    return finish_all(Running(module, *arguments, cwd=cwd, output=None, **variables))[0]
 
 
-def start_ranks(num_ranks: int, module: str, *arguments: str, cwd: Path | None = None) -> list[Running]:
+def start_ranks(
+    num_ranks: int, module: str, *arguments: str, cwd: Path | None = None, **variables: str
+) -> list[Running]:
     """Start the ranks of one run, each by itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks))
+    everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks), **variables)
     return [
-        Running(module, *arguments, cwd=cwd, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
+        Running(module, *arguments, cwd=cwd, output=None, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
     ]
 

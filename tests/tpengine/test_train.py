@@ -10,14 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.programs import Running, finish_all, run_module, run_ranks
-from support.ranks.progress import finish, run_program
+from support.ranks.progress import run_program
 
 from tpengine.checkpoint.index import read_index
 from tpengine.checkpoint.resume import checkpoints_of
@@ -55,23 +54,40 @@ def records(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("num_ranks", [0, 4])
-def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"), [(1, (1, 1, 1)), (2, (2, 1, 1)), pytest.param(4, (2, 2, 1), marks=pytest.mark.slow)]
+)
+def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int, sizes: tuple[int, int, int]) -> None:
+    """Four ranks are started by torchrun."""
     arguments = *SMALL, "--run-dir", "out"
-    done = by_torchrun(num_ranks, *arguments, cwd=tmp_path) if num_ranks else alone(*arguments, cwd=tmp_path)
+    if num_ranks == 1:
+        done = alone(*arguments, cwd=tmp_path)
+    elif num_ranks == 2:
+        done, other = run_ranks(2, "tpengine.train", *arguments, cwd=tmp_path)
+        assert not other.stdout, "more than one rank printed"
+    else:
+        done = by_torchrun(4, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    layout = "tp 2 x pp 2 x dp 1" if num_ranks else "tp 1 x pp 1 x dp 1"
-    for text in (layout, "parameters", "bubble", "out", "step 4/4", "tokens/s", "held-out loss", "sample, continuing"):
+    tp, pp, dp = sizes
+    for text in (
+        f"tp {tp} x pp {pp} x dp {dp}",
+        "parameters",
+        "bubble",
+        "out",
+        "step 4/4",
+        "tokens/s",
+        "held-out loss",
+        "sample, continuing",
+    ):
         assert text in done.stdout, done.stdout
     assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
-    assert done.stdout.count("MB per rank") == (2 if num_ranks else 1)
+    assert done.stdout.count("MB per rank") == pp
 
     steps = records(tmp_path / "out")
     assert [record["step"] for record in steps] == [0, 1, 2, 3]
     assert {"loss", "grad_norm", "lr", "step_seconds", "tokens_per_second", "peak_memory_bytes"} <= set(steps[0])
     resolved = load_toml(tmp_path / "out" / "config.toml", Config())
-    sizes = resolved.parallel.tp, resolved.parallel.pp, resolved.parallel.dp
-    assert sizes == ((2, 2, 1) if num_ranks else (1, 1, 1))
+    assert (resolved.parallel.tp, resolved.parallel.pp, resolved.parallel.dp) == sizes
     assert resolved.device == "cpu" and resolved.train.steps == 4
 
 
@@ -169,26 +185,18 @@ def test_a_directory_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tpengine.train", *LONG],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            break
-    process.stdout.close()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    running = Running("tpengine.train", *LONG, cwd=tmp_path, output=pipe)
+    with pipe.open() as output:
+        assert any(line.startswith("step 1/") for line in output)
     before = len(records(tmp_path / "out"))
-    while len(records(tmp_path / "out")) < before + 30:
-        assert process.poll() is None, "the run ended because nobody read its output"
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = finish(process)
-    assert process.returncode == 143 and "terminated after step" in errors
+    running.wait_until(
+        lambda _: len(records(tmp_path / "out")) >= before + 30, "the run ended because nobody read its output"
+    )
+    running.send_signal(signal.SIGTERM)
+    (end,) = finish_all(running)
+    assert end.returncode == 143 and "terminated after step" in end.stderr
 
 
 def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:

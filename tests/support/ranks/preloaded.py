@@ -1,12 +1,17 @@
 """A process that has imported what tests need, and forks: a start costs a tenth of a second instead of four.
 
 It has one thread, since torch computes with one and nothing is computed before a fork, so that forking is safe. It is
-`python preloaded.py NUMBER`, where NUMBER is the file descriptor of a connection over which orders come, each with the
-connection that its process is given: a worker to be told what to do, a program's guardian to tell how that gets on.
+`python preloaded.py NUMBER MODULES`, where NUMBER is the file descriptor of a connection over which orders come, each
+with the connection that its process is given: a worker to be told what to do, a program's guardian to tell how that
+gets on.
+
+There are two of it, for even and for odd ranks, which hash strings differently: an order that is taken from a set of
+strings differs between the ranks of a test, as it does between those of users.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -16,7 +21,8 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -61,9 +67,13 @@ class Program:
             return
         connection.send(pid)
         connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
 
     def _become(self) -> None:
-        """Run it in this process. Returns at its end, or raises SystemExit or what it raises."""
+        """Run it in this process, to its end; raises what it raises, but SystemExit.
+
+        As in children of multiprocessing, no module is torn down: that would copy all memory, for half a second.
+        """
         os.chdir(self.directory)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -76,27 +86,45 @@ class Program:
             os.dup2(file, number)
             os.close(file)
         sys.argv = [self.module, *self.arguments]
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        code: object = None
+        try:
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code or 0))  # type: ignore[call-overload]
 
 
 class Preloaded:
-    """The process, as the session sees it. It ends with the session.
+    """The process, as the session sees it. It ends with the session; one that has died is replaced.
 
     Args:
         environment: its variables.
+        modules: what it imports.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
+        self._environment, self._modules = dict(environment), modules
+        self._start()
+
+    def _start(self) -> None:
         self._orders, theirs = multiprocessing.Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-B", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=dict(environment)
-        )
+        command = [sys.executable, "-B", __file__, str(theirs.fileno()), *self._modules]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._environment)
         theirs.close()
         # Tensors that a task takes or returns are shared memory, which only processes with this key may ask for.
         self._orders.send_bytes(bytes(multiprocessing.current_process().authkey))
 
     def fork(self, order: Program | str) -> tuple[int, Connection]:
         """A process of its own for an order, a program or WORKER: its id, and the connection to it."""
+        if self._process.poll() is not None:
+            self._start()
         ours, theirs = multiprocessing.Pipe()
         self._orders.send(order)
         send_handle(self._orders, theirs.fileno(), self._process.pid)
@@ -104,22 +132,25 @@ class Preloaded:
         return self._orders.recv(), ours
 
 
+def preloaded(environment: tuple[tuple[str, str], ...], rank: int) -> Preloaded:
+    """The process of these variables that forks this rank; a session has one for even and one for odd ranks."""
+    return _preloaded(environment, rank % 2)
+
+
 @functools.cache
-def preloaded(environment: tuple[tuple[str, str], ...]) -> Preloaded:
-    """The process of these variables, of which a session has one."""
+def _preloaded(environment: tuple[tuple[str, str], ...], turn: int) -> Preloaded:
     paths = os.pathsep.join(path for path in sys.path if path)
-    return Preloaded({**os.environ, **dict(environment), "PYTHONPATH": paths})
+    return Preloaded({**os.environ, **dict(environment), "PYTHONPATH": paths, "PYTHONHASHSEED": str(turn + 1)})
 
 
-def main(number: int) -> None:
+def main(number: int, modules: Sequence[str]) -> None:
     """Fork by order, until the session is over. Children leave this function to end as processes do."""
     from support.ranks.rank_pool import work
 
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     # What is there now stays: a child's collector need not look at it, and copies no page for that.
     gc.freeze()
     orders = Connection(number)
@@ -144,4 +175,4 @@ def main(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -31,6 +31,8 @@ from tpengine.distributed.loopback import loopback_variables
 # After a rank's failure: the others may wait for it for ever.
 QUIET_SECONDS_AFTER_A_FAILURE = 3.0
 CPU_SECONDS_AFTER_A_FAILURE = 120.0
+# As the session began: a test that trains in this process leaves variables behind, for which all would start again.
+_LOOPBACK = loopback_variables(os.environ)
 _DONE, _FAILED, _UNUSABLE = "done", "failed", "unusable"
 
 
@@ -81,7 +83,7 @@ def work(connection: Connection) -> None:
 
 def environment_of_ranks(**others: str) -> tuple[tuple[str, str], ...]:
     """The variables that ranks on this host need, and others."""
-    return tuple(sorted({"OMP_NUM_THREADS": "1", **loopback_variables(os.environ), **others}.items()))
+    return tuple(sorted({"OMP_NUM_THREADS": "1", **_LOOPBACK, **others}.items()))
 
 
 class RankPool:
@@ -151,7 +153,7 @@ class RankPool:
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
-            self._workers.append(preloaded(self._environment).fork(WORKER))
+            self._workers.append(preloaded(self._environment, rank=len(self._workers)).fork(WORKER))
 
     def close(self) -> None:
         """End all workers; the next `run` starts new ones."""

@@ -1,6 +1,7 @@
 """Rung: gloo ranks. Ranks that one process starts: their answers, every way in which they end, and that none stays.
 
-The parent's tests run in processes of their own, so that it can be killed and cannot import torch.
+The parent's tests run in processes of their own, so that it can be killed and cannot import torch. There, and where a
+rank's start is looked at, ranks are spawned, as they are for users; else they are forked (support/ranks/forked.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks.forked import fork_local_ranks
 from support.ranks.progress import finish
 
 from tpengine.distributed.local_ranks import Ranks, RanksFailed, run_ranks
@@ -51,20 +53,32 @@ class Member:
         return lambda: None
 
 
-def test_ranks_keep_their_object_and_answer_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_local_ranks(monkeypatch)
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_keep_their_object_and_answer_by_rank() -> None:
     with Ranks(3, MEMBER, 10) as ranks:
-        assert os.environ["OMP_NUM_THREADS"] == "7"
         assert ranks.call("add", 5) == [15, 16, 17]
         assert ranks.call("add", 1) == [16, 17, 18]
         processes = ranks.call("process")
     assert len({pid for pid, _, _ in processes} | {os.getpid()}) == 4
-    assert [(threads, variable) for _, threads, variable in processes] == [(1, "1")] * 3
     for pid, _, _ in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
+def test_a_rank_has_one_thread_and_the_parent_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with Ranks(1, MEMBER, 10) as ranks:
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+        ((_, threads, variable),) = ranks.call("process")
+    assert (threads, variable) == (1, "1")
+
+
+@pytest.mark.usefixtures("forked")
 def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -78,6 +92,7 @@ def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("how", "message"),
     [("raised", r"rank 1: Traceback(.|\n)*EOFError: a file is too short"), ("killed", "rank 1: the process died")],
@@ -91,6 +106,7 @@ def test_one_ranks_failure_ends_all_though_the_other_waits_for_it(how: str, mess
             os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_answer_that_cannot_be_sent_is_said() -> None:
     with Ranks(1, MEMBER, 0) as ranks, pytest.raises(RanksFailed, match=r"rank 0: Traceback(.|\n)*[Pp]ickle"):
         ranks.call("unpicklable")
@@ -101,24 +117,21 @@ def test_no_answer_in_time() -> None:
         Ranks(2, "time:sleep", 3600, seconds=0.5)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback() -> None:
     assert run_ranks(2, "torch.distributed:get_world_size") == 2
     with pytest.raises(RanksFailed, match=r"^ranks? [01](.|\n)*: Traceback(.|\n)*ZeroDivisionError"):
         run_ranks(2, "operator:floordiv", 1, 0)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("factory", "reason"),
     [
         ("nosuch.module:Member", "there is no module nosuch"),
-        *(
-            pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in (
-                ("tpengine.nosuch:Member", "there is no module tpengine.nosuch"),
-                ("tpengine.distributed.launch:nosuch", "tpengine.distributed.launch defines no nosuch"),
-                ("tpengine.distributed.launch", "name a module and what it defines"),
-            )
-        ),
+        ("tpengine.nosuch:Member", "there is no module tpengine.nosuch"),
+        ("tpengine.distributed.launch:nosuch", "tpengine.distributed.launch defines no nosuch"),
+        ("tpengine.distributed.launch", "name a module and what it defines"),
     ],
 )
 def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: str) -> None:
@@ -127,12 +140,14 @@ def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: s
         Ranks(1, factory)
 
 
+@pytest.mark.usefixtures("forked")
 def test_all_ranks_say_one_mistake_once() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, "tpengine.distributed.launch:nosuch")
     assert len(str(failed.value).splitlines()) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_module_that_cannot_be_imported_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_factory.py").write_text("import nosuch_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -155,16 +170,16 @@ def parent_of(world: int, body: str, directory: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """One whose ranks wait for a call."""
-    process = parent_of(2, "import time; print('ready', flush=True); time.sleep(3600)", tmp_path)
+    """One whose rank waits for a call."""
+    process = parent_of(1, "import time; print('ready', flush=True); time.sleep(3600)", tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
     process.kill()
 
 
 def test_the_parent_needs_no_torch(tmp_path: Path) -> None:
-    output, errors = finish(parent_of(2, "print(ranks.call('run'))", tmp_path))
-    assert output == "[0, 1]\n", errors
+    output, errors = finish(parent_of(1, "print(ranks.call('run'))", tmp_path))
+    assert output == "[0]\n", errors
 
 
 def test_ranks_end_by_themselves_when_their_parent_is_killed(parent: subprocess.Popen[str]) -> None:

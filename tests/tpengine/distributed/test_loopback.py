@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 
 from tpengine.distributed import loopback
@@ -57,6 +58,7 @@ class Listener:
 
 def test_ranks_that_one_command_starts_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    fork_local_ranks(monkeypatch)
     with Ranks(2, f"{__name__}:Listener") as ranks:
         for name, addresses in ranks.call("look"):
             assert name == loopback_interface()

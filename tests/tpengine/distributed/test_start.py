@@ -142,6 +142,7 @@ def ends_of_scripts(*processes: subprocess.Popen[str]) -> list[tuple[int, list[s
     return ends
 
 
+@pytest.mark.slow  # observe/test_watch.py has the rule without processes
 def test_a_busy_rank_is_waited_for_after_a_request_to_stop(tmp_path: Path) -> None:
     """Rank 1 waits in a collective of two for longer than its patience, while rank 0 computes. Only rank 1 is asked."""
     port = free_port()

@@ -233,6 +233,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
     raise AssertionError("this test fills a small disk: it needs root, or user namespaces, to mount a tmpfs")
 
 
+@pytest.mark.slow  # state/test_checkpoints.py plants the same error in a writer
 def test_a_full_disk_while_saving_loses_no_checkpoint(tmp_path: Path, namespace: tuple[str, ...]) -> None:
     """Two checkpoints fit and a third does not: it is said, training ends, the one before loads once there is room."""
     disk = tmp_path / "disk"

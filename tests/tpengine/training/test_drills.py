@@ -1,4 +1,7 @@
-"""Rung: gloo ranks, through torchrun. Ranks are killed and hung on purpose; every run must end, say why, and go on.
+"""Rung: gloo ranks. Ranks are killed and hung on purpose; every run must end, say why, and go on.
+
+By default one accident of each kind on two ranks that are started by themselves. Chains of accidents, and all that
+torchrun passes on, ends or starts again, are slow: there every start loads torch.
 
 What only a GPU checks: the same over NCCL, which does not notice a dead peer by itself (the watch's patience does).
 """
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.programs import Running, finish_all, start_ranks
 from support.ranks.progress import finish, wait_until
 from support.readmes import the_command
 
@@ -24,6 +28,7 @@ from tpengine.checkpoint.resume import checkpoints_of
 
 PROGRAM = str(ROOT / "tests/support/engine/drill_program.py")
 STEPS = 16
+FOREVER = ("--train.steps", "100000", "--train.checkpoint-every", "100000")
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),
     *("--train.seq-len", "16", "--train.micro-batch-size", "2", "--train.num-micro-batches", "4"),
@@ -58,6 +63,17 @@ def start(
     )
 
 
+def start_two(*arguments: str, drill: str = "none:0:0") -> list[Running]:
+    """The program on two ranks that are started by themselves."""
+    return start_ranks(2, "support.engine.drill_program", *arguments, DRILL=drill)
+
+
+def end_of_two(*arguments: str, drill: str = "none:0:0") -> tuple[list[int], str]:
+    """Exit codes of two ranks, and what both wrote to standard error."""
+    ends = finish_all(*start_two(*arguments, drill=drill))
+    return [end.returncode for end in ends], "".join(end.stderr for end in ends)
+
+
 def errors_of(process: subprocess.Popen[str]) -> str:
     """Wait for the run; return what it wrote to standard error."""
     _, errors = finish(process)
@@ -69,11 +85,11 @@ def last_words(errors: str) -> dict[int, str]:
     return {int(m[1]): m[2] for m in re.finditer(r"^tpengine: rank (\d+) ends: (.*)$", errors, re.MULTILINE)}
 
 
-def final_state(run_dir: Path) -> Index:
+def final_state(run_dir: Path, num_steps: int = STEPS) -> Index:
     newest = checkpoints_of(run_dir).newest()
     assert newest is not None
     index = read_index(newest)
-    assert index.step == STEPS
+    assert index.step == num_steps
     return index
 
 
@@ -89,14 +105,29 @@ CHAINS = {
     ),
     "pp x tp, plain": ((("F", 0), ("F", 1), ("F", 2), ("F", 3)),),
 }
-SHORT_CHAINS = [("pp x dp", (("reduce", 1),))]
 
 
+def test_a_rank_is_killed_and_all_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    """The end is the undisturbed run's, bit by bit; the ranks are started again by hand."""
+    arguments = (*SMALL, "--train.steps", "6", "--parallel.pp", "2", "--preset", "tiny", "--resume", "--run-dir")
+    codes, errors = end_of_two(*arguments, str(tmp_path / "undisturbed"))
+    assert codes == [0, 0], errors
+    run_dir = tmp_path / "disturbed"
+    codes, errors = end_of_two(*arguments, str(run_dir), drill="B:1:3")
+    assert codes == [70, -signal.SIGKILL], errors
+    check_reports("B", 1, last_words(errors), num_ranks=2)
+    codes, errors = end_of_two(*arguments, str(run_dir))
+    assert codes == [0, 0] and not last_words(errors), errors
+    assert final_state(run_dir, 6).files == final_state(tmp_path / "undisturbed", 6).files
+    assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "chain"),
-    SHORT_CHAINS
-    + [
-        pytest.param(layout, chain, marks=pytest.mark.slow, id=f"{layout}, {'-'.join(what for what, _ in chain)}")
+    [
+        pytest.param(layout, chain, id=f"{layout}, {'-'.join(what for what, _ in chain)}")
         for layout, chains in CHAINS.items()
         for chain in chains
     ],
@@ -128,9 +159,9 @@ def test_any_rank_may_be_killed_anywhere(tmp_path: Path, layout: str, chain: tup
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == STEPS
 
 
-def check_reports(what: str, dead: int, reports: dict[int, str]) -> None:
+def check_reports(what: str, dead: int, reports: dict[int, str], num_ranks: int = 4) -> None:
     """Every survivor says what it did and whom it waited for, and one of them that the dead rank is gone."""
-    assert sorted(reports) == [rank for rank in range(4) if rank != dead], f"{what} on rank {dead}: {reports}"
+    assert sorted(reports) == [rank for rank in range(num_ranks) if rank != dead], f"{what} on rank {dead}: {reports}"
     for report in reports.values():
         assert re.search(ACTION, report), report
     assert any(re.search(rf"waiting for .*\b{dead}\b.* gone", report) for report in reports.values()), reports
@@ -243,12 +274,18 @@ def test_a_killed_run_is_resumed_by_hand(tmp_path: Path) -> None:
     final_state(Path(out))
 
 
-def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path) -> None:
-    process = start(*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "10", drill="hang:1:3")
-    errors = errors_of(process)
-    assert process.returncode != 0
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow, id="4, by torchrun")])
+def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path, num_ranks: int) -> None:
+    arguments = (*SMALL, "--run-dir", str(tmp_path / "out"), "--train.timeout-seconds", "10")
+    if num_ranks == 2:
+        codes, errors = end_of_two(*arguments, drill="hang:1:3")
+        assert codes == [70, 70], errors
+    else:
+        process = start(*arguments, drill="hang:1:3")
+        errors = errors_of(process)
+        assert process.returncode != 0
     reports = last_words(errors)
-    assert sorted(reports) == [0, 1, 2, 3], errors
+    assert sorted(reports) == list(range(num_ranks)), errors
     assert "--train.timeout-seconds 10 is over" in errors
     for report in reports.values():
         assert re.search(ACTION, report), report
@@ -280,8 +317,7 @@ def test_ranks_blocked_in_a_collective_still_hear_a_request_to_stop(tmp_path: Pa
 def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, number: signal.Signals) -> None:
     """torchrun is asked to stop; all ranks save at the end of their step. Then two processes go on instead of four."""
     out = tmp_path / "out"
-    forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000")
-    process = start(*forever, "--run-dir", str(out))
+    process = start(*SMALL, *FOREVER, "--run-dir", str(out))
     wait_for(out / "metrics.jsonl", 3, process)
     process.send_signal(number)
     errors = errors_of(process)
@@ -301,27 +337,41 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_elsewhere(tmp_path: Path, n
     assert len((out / "metrics.jsonl").read_text().splitlines()) == step + 2
 
 
-@pytest.mark.parametrize("through_torchrun", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_notice_of_preemption_saves(tmp_path: Path, through_torchrun: bool) -> None:
-    """SLURM sends SIGUSR1 or SIGUSR2. torchrun passes them on if it is told to; a rank that alone is sent one takes all
-    along.
-    """
+def test_a_notice_of_preemption_to_one_rank_saves(tmp_path: Path) -> None:
+    """SLURM sends SIGUSR1 or SIGUSR2; a rank that alone is sent one takes all along."""
     out = tmp_path / "out"
-    forever = (*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--parallel.pp", "2")
-    process = start(*forever, "--run-dir", str(out), num_ranks=2, signals="SIGTERM,SIGINT,SIGUSR1")
-    wait_for(out / "metrics.jsonl", 2, process)
-    if through_torchrun:
-        process.send_signal(signal.SIGUSR1)
-    else:
-        os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
-    errors = errors_of(process)
-    number = "SIGUSR1" if through_torchrun else "SIGUSR2"
+    ranks = start_two(*SMALL, *FOREVER, "--parallel.pp", "2", "--run-dir", str(out))
+    metrics = out / "metrics.jsonl"
+    ranks[0].wait_until(lambda _: metrics.exists() and metrics.read_text().count("\n") >= 2, "no two steps are done")
+    ranks[1].send_signal(signal.SIGUSR2)
+    ends = finish_all(*ranks)
+    assert [end.returncode for end in ends] == [128 + signal.SIGUSR2] * 2, ends
+    check_saved(out, ends[0].stderr + ends[1].stderr, "SIGUSR2")
+
+
+def check_saved(out: Path, errors: str, number: str) -> None:
+    """One rank says so, once, and no rank reports an end instead."""
     (step,) = re.findall(
         rf"^tpengine: asked to stop by {number} after step (\d+) of 100000: saved", errors, re.MULTILINE
     )
     newest = checkpoints_of(out).newest()
     assert newest is not None and read_index(newest).step == int(step)
     assert not last_words(errors), "a rank that could save reported an end instead"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("through_torchrun", [True, False])
+def test_a_notice_of_preemption_saves(tmp_path: Path, through_torchrun: bool) -> None:
+    """torchrun passes SIGUSR1 on if it is told to."""
+    out = tmp_path / "out"
+    arguments = (*SMALL, *FOREVER, "--parallel.pp", "2", "--run-dir", str(out))
+    process = start(*arguments, num_ranks=2, signals="SIGTERM,SIGINT,SIGUSR1")
+    wait_for(out / "metrics.jsonl", 2, process)
+    if through_torchrun:
+        process.send_signal(signal.SIGUSR1)
+    else:
+        os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
+    check_saved(out, errors_of(process), "SIGUSR1" if through_torchrun else "SIGUSR2")
 
 
 def children_of(pid: int) -> list[int]:
@@ -333,7 +383,7 @@ def children_of(pid: int) -> list[int]:
 def test_ranks_that_outlive_torchrun_save_and_leave(tmp_path: Path) -> None:
     """kill -9 of torchrun itself: nobody passes on anything to its ranks any more, and nothing may be left behind."""
     out = tmp_path / "out"
-    process = start(*SMALL, "--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", str(out))
+    process = start(*SMALL, *FOREVER, "--run-dir", str(out))
     wait_for(out / "metrics.jsonl", 3, process)
     process.kill()
     # Standard error ends with its last writer.

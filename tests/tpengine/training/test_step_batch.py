@@ -186,8 +186,15 @@ def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], di
     return dict(reads), dict(waits), dict(collectives)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2)])
+# Each layout once, in turns of dtypes; the others are slow.
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(layout, dtype, marks=() if i % 2 == j else pytest.mark.slow)
+        for i, layout in enumerate([(1, 1, 1), (1, 2, 1), (2, 1, 2)])
+        for j, dtype in enumerate(["float32", "bfloat16"])
+    ],
+)
 def test_a_step_waits_for_the_device_once(ranks: RankPool, layout: tuple[int, int, int], dtype: str) -> None:
     """And makes three collectives over all ranks or a pipeline besides those of layers, stages and buckets."""
     dp, tp, pp = layout

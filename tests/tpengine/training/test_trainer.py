@@ -23,7 +23,9 @@ from tpengine.training.evaluate import held_out_loss, sample
 from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
-LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 4, 2), (2, 2, 1)]
+# An axis each; several together are slow.
+SMALL_LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+LARGE_LAYOUTS = [(2, 1, 2), (1, 4, 2), (2, 2, 1)]
 
 
 def traced_step(config: Config) -> tuple[list[str], list[tuple[str, int, int]], dict[str, int]]:
@@ -38,8 +40,9 @@ def traced_step(config: Config) -> tuple[list[str], list[tuple[str, int, int]], 
     return verified, [(e.action, e.begin_ns, e.end_ns) for e in trace.events], slots
 
 
-def test_the_executed_list_is_the_verified_list(ranks: RankPool) -> None:
-    for verified, ran, _ in ranks.run(traced_step, 8, config_of(2, 2, 2, tied=True, kv_heads=1)):
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 1, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow)])
+def test_the_executed_list_is_the_verified_list(ranks: RankPool, dp: int, tp: int, pp: int) -> None:
+    for verified, ran, _ in ranks.run(traced_step, dp * tp * pp, config_of(dp, tp, pp, tied=True, kv_heads=1)):
         subs = {str(sub) for text in verified for sub in parse_action(text).reduces}
         assert [name for name, _, _ in ran if name not in subs] == verified
 
@@ -104,11 +107,18 @@ def evaluate_and_sample(config: Config) -> tuple[float, list[int]]:
     return held_out_loss(trainer), sample(trainer, [100, 101], 40)
 
 
-def test_held_out_loss_and_sample_are_the_same_in_every_layout(ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "num_layers"),
+    [(SMALL_LAYOUTS, 2), pytest.param(LARGE_LAYOUTS, 5, marks=pytest.mark.slow)],
+    ids=["small", "large"],
+)
+def test_held_out_loss_and_sample_are_the_same_in_every_layout(
+    ranks: RankPool, layouts: list[tuple[int, int, int]], num_layers: int
+) -> None:
     """Also where the number of micro-batches does not divide over replicas, and past one window of text."""
     results = {}
-    for dp, tp, pp in LAYOUTS:
-        config = config_of(dp, tp, pp, tied=False, kv_heads=1)
+    for dp, tp, pp in ((1, 1, 1), *layouts):
+        config = config_of(dp, tp, pp, tied=False, kv_heads=1, num_layers=num_layers)
         config = replace(config, train=replace(config.train, eval_micro_batches=3))
         everyone = ranks.run(evaluate_and_sample, dp * tp * pp, config)
         assert all(other == everyone[0] for other in everyone), "ranks disagree"
@@ -173,12 +183,15 @@ def losses(config: Config, steps: int) -> list[float]:
     return [trainer.train_step(step).loss for step in range(steps)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_narrow_dtypes_follow_float64(ranks: RankPool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tp", "pp"),
+    [("bfloat16", 1, 2), *(pytest.param(dtype, 2, 2, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
+)
+def test_narrow_dtypes_follow_float64(ranks: RankPool, dtype: str, tp: int, pp: int) -> None:
     """Eight steps stay within a few roundings of the dtype a step; masters keep bfloat16 learning."""
-    config = config_of(1, 2, 2, tied=True, kv_heads=1)
-    wide = ranks.run(losses, 4, config, 8)[0]
-    narrow = ranks.run(losses, 4, replace(config, train=replace(config.train, dtype=dtype)), 8)[0]  # type: ignore[arg-type]
+    config = config_of(1, tp, pp, tied=True, kv_heads=1)
+    wide = ranks.run(losses, tp * pp, config, 8)[0]
+    narrow = ranks.run(losses, tp * pp, replace(config, train=replace(config.train, dtype=dtype)), 8)[0]  # type: ignore[arg-type]
     assert wide[-1] < wide[0] - 0.3
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert max(abs(a - b) / b for a, b in zip(narrow, wide, strict=True)) < 4 * eps

@@ -28,13 +28,14 @@ pytest.importorskip("triton")
 Numbers = dict[str, float]
 
 
-def config(tp: int, dtype: str) -> Config:
-    """One layer, one micro-batch: the interpreter is slow."""
+def config(tp: int, dtype: str, *, small: bool = True) -> Config:
+    """One layer, one micro-batch, by default of one short sequence: the interpreter is slow."""
     base = config_of(1, tp, 1, tied=False, kv_heads=2)
+    train = replace(base.train, num_micro_batches=1, dtype=dtype)
     return replace(
         base,
-        model=replace(base.model, num_layers=1),
-        train=replace(base.train, num_micro_batches=1, dtype=dtype),
+        model=replace(base.model, num_layers=1, ffn_size=16 if small else base.model.ffn_size),
+        train=replace(train, seq_len=16, micro_batch_size=1) if small else train,
     )
 
 
@@ -48,11 +49,14 @@ def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
     return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
 
 
-@pytest.mark.parametrize("strategy", ["fused", pytest.param("push", marks=pytest.mark.slow)])
-def test_a_step_through_fused_kernels(ranks: RankPool, interpreters: RankPool, strategy: str) -> None:
-    ((exact, _, _),) = ranks.run(first_step, 1, config(1, "float64"), "plain")
-    ((host, _, _),) = ranks.run(first_step, 1, config(1, "float32"), "plain")
-    for numbers, calls, said in interpreters.run(first_step, 2, config(2, "float32"), strategy):
+@pytest.mark.parametrize(
+    ("strategy", "small"),
+    [("fused", True), *(pytest.param(slow, False, marks=pytest.mark.slow) for slow in ("fused", "push"))],
+)
+def test_a_step_through_fused_kernels(ranks: RankPool, interpreters: RankPool, strategy: str, small: bool) -> None:
+    ((exact, _, _),) = ranks.run(first_step, 1, config(1, "float64", small=small), "plain")
+    ((host, _, _),) = ranks.run(first_step, 1, config(1, "float32", small=small), "plain")
+    for numbers, calls, said in interpreters.run(first_step, 2, config(2, "float32", small=small), strategy):
         # A gather and a scatter forward and backward, for attention, feed-forward and the head's gather.
         assert calls >= 10
         assert "tp's matmuls by kernels through" in said

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from support.engine.parity import STEPS, Outcome, compare, config_of, outcome_of
 from support.kernels.mutations import survivors
@@ -166,9 +167,19 @@ def train_broken(config: Any, mutation: str) -> Outcome:
     return outcome_of(trainer)
 
 
-def test_every_mutation_turns_parity_red(ranks: RankPool, count_mutations: Callable[[str, int, int], None]) -> None:
+# By default two mutations of one layout, with its control.
+@pytest.mark.parametrize(
+    "mutations",
+    [(reduce_dropped, data_order_ignores_the_replica), pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_every_mutation_turns_parity_red(
+    ranks: RankPool,
+    count_mutations: Callable[[str, int, int], None],
+    mutations: tuple[Callable[[Trainer], None], ...],
+) -> None:
     (reference,) = ranks.run(train_broken, 1, config_of(1, 1, 1, tied=True, kv_heads=1), "no_mutation")
-    layouts = {mutation.__name__: layout for mutation, layout in MUTATIONS.items()}
+    layouts = {mutation.__name__: MUTATIONS[mutation] for mutation in mutations}
 
     def outcomes(mutation: str, layout: tuple[int, int, int]) -> list[Outcome]:
         config = config_of(*layout, tied=True, kv_heads=1)

@@ -83,7 +83,14 @@ def place_of(record: RankRecord, kind: Kind, member: Action) -> int:
     return found
 
 
-@pytest.mark.parametrize(("schedule", "has_mailbox"), [*((name, True) for name in SCHEDULES), ("zbv", False)])
+# By default one schedule through memory, and one that splits its backward through collectives.
+@pytest.mark.parametrize(
+    ("schedule", "has_mailbox"),
+    [
+        pytest.param(name, has_mailbox, marks=() if (name == "1f1b") == has_mailbox else pytest.mark.slow)
+        for name, has_mailbox in (*((name, True) for name in SCHEDULES), ("zbv", False))
+    ],
+)
 def test_everything_is_posted_early_and_waited_for_where_it_is_consumed(
     ranks: RankPool, schedule: str, has_mailbox: bool
 ) -> None:
@@ -126,7 +133,7 @@ def is_consumed_by(transfer: Action, after: Action, is_last: bool) -> bool:
     return is_last or is_next or (after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_times_are_ordered_and_waits_lie_in_their_actions(ranks: RankPool, schedule: str) -> None:
     plan, records = records_of(ranks, config_for(schedule))
     for stage, record in records:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def config_saving(every: int, run_dir: Path, *, steps: int = 5, keep: int = 2, resume: bool = False) -> Config:
-    config = config_of(1, 1, 2, tied=False, kv_heads=1)
+    config = config_of(1, 1, 2, tied=False, kv_heads=1, num_layers=2)
     train = replace(config.train, steps=steps, checkpoint_every=every, keep_checkpoints=keep)
     return replace(config, train=train, run_dir=str(run_dir), resume=resume)
 

@@ -134,7 +134,7 @@ def trained(config: Config, run_dir: str) -> int:
     return trainer.num_updates
 
 
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("reduction", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
 def test_replicas_stay_equal(ranks: RankPool, tmp_path: Path, reduction: str) -> None:
     """Norms, a KV head that two ranks share, tied ends and replicas at once."""
     config = exact_config(1, 2, 2, dtype="bfloat16", kv_heads=1, layers=2, reduction=reduction)  # type: ignore[arg-type]

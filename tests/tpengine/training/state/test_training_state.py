@@ -77,20 +77,20 @@ CHANGES = {
     (1, 1, 1): [(2, 2, 2)],
     (2, 2, 1): [(1, 1, 4), (1, 4, 1)],
     (1, 2, 2): [(2, 1, 1), (1, 1, 1)],
-    (2, 1, 2): [(4, 2, 1)],
+    (1, 1, 4): [(2, 2, 1)],
+    (2, 1, 2): [(4, 2, 1), (1, 4, 1)],
     (1, 4, 2): [(1, 2, 1), (2, 1, 4)],
 }
 
 
-# Of each axis one that grows and one that shrinks.
-SOME_CHANGES = {(2, 2, 1): [(1, 1, 4)], (1, 1, 4): [(2, 2, 1)]}
+# By default each axis grows once and shrinks once, between two ranks.
+SOME_CHANGES = {(2, 1, 1): [(1, 2, 1)], (1, 2, 1): [(1, 1, 2)], (1, 1, 2): [(2, 1, 1)]}
 
 
 @pytest.mark.parametrize(
     ("tied", "kv_heads", "changes"),
     [
         (True, 1, SOME_CHANGES),
-        (False, 2, {(2, 1, 2): [(1, 4, 1)]}),
         *(pytest.param(tied, kv, CHANGES, marks=pytest.mark.slow) for tied in (False, True) for kv in (1, 2)),
     ],
 )
@@ -112,14 +112,17 @@ def test_a_run_goes_on_in_any_layout(
             compare(ranks.run(resume_and_train, dp * tp * pp, config, run_dir), reference)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_the_same_layout_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dp"),
+    [("bfloat16", 1), *(pytest.param(dtype, 2, marks=pytest.mark.slow) for dtype in ("float64", "bfloat16"))],
+)
+def test_the_same_layout_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path, dtype: str, dp: int) -> None:
     """In bfloat16 this needs the masters: a weight alone has lost 16 of their bits."""
-    config = config_for(2, 1, 2)
+    config, world = config_for(dp, 1, 2), 2 * dp
     config = replace(config, train=replace(config.train, dtype=dtype))  # type: ignore[arg-type]
-    want = ranks.run(uninterrupted, 4, config)
-    assert ranks.run(train_and_save, 4, config, str(tmp_path)) == [None] * 4
-    got = ranks.run(resume_and_train, 4, config, str(tmp_path))
+    want = ranks.run(uninterrupted, world, config)
+    assert ranks.run(train_and_save, world, config, str(tmp_path)) == [None] * world
+    got = ranks.run(resume_and_train, world, config, str(tmp_path))
     for (got_numbers, got_parameters), (want_numbers, want_parameters) in zip(got, want, strict=True):
         assert got_numbers == want_numbers
         for name, (_, parameter) in want_parameters.items():
@@ -150,20 +153,22 @@ def loaded_logits(config: Config, run_dir: str) -> torch.Tensor:
     return logits_of(resumed(config, run_dir, BEFORE))
 
 
-def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(1,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Saved at tp 2 with 2 KV heads, loaded at tp 1 and at tp 4, where each KV head is held twice."""
     saving = config_for(1, 2, 1, tied=False, kv_heads=2)
     want = ranks.run(trained_logits, 2, saving, str(tmp_path))[0]
     assert want.std() > 0.01
-    for tp in (1, 2, 4):
+    for tp in sizes:
         config = config_for(1, tp, 1, tied=False, kv_heads=2)
         for got in ranks.run(loaded_logits, tp, config, str(tmp_path)):
             assert (got - want).abs().max() <= 1e-9 * want.abs().max(), tp
 
 
-def test_names_and_shapes_are_hugging_faces_llama(ranks: RankPool, tmp_path: Path) -> None:
-    config = config_for(1, 4, 2, tied=False, kv_heads=2)
-    assert ranks.run(train_and_save, 8, config, str(tmp_path))[0] is None
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_names_and_shapes_are_hugging_faces_llama(ranks: RankPool, tmp_path: Path, tp: int, pp: int) -> None:
+    config = config_for(1, tp, pp, tied=False, kv_heads=2)
+    assert ranks.run(train_and_save, tp * pp, config, str(tmp_path))[0] is None
     index = newest(tmp_path)
     heads, kv, d, f, v = 32, 16, 32, 48, 250
     block = {
@@ -188,12 +193,13 @@ def test_names_and_shapes_are_hugging_faces_llama(ranks: RankPool, tmp_path: Pat
     assert index.state["data"]["next_sample"] == BEFORE * 8 and index.state["random"]["seed"] == 5
 
 
-def test_replicas_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dp", "tp", "share"), [(2, 1, 0.6), pytest.param(4, 2, 1 / 3, marks=pytest.mark.slow)])
+def test_replicas_share_the_writing(ranks: RankPool, tmp_path: Path, dp: int, tp: int, share: float) -> None:
     """Each block is stored once, and no replica stores all of them."""
-    config = config_for(4, 2, 1, kv_heads=1)
-    assert ranks.run(train_and_save, 8, config, str(tmp_path))[0] is None
+    config = config_for(dp, tp, 1, kv_heads=1)
+    assert ranks.run(train_and_save, dp * tp, config, str(tmp_path))[0] is None
     sizes = [entry.num_bytes for entry in newest(tmp_path).files.values()]
-    assert len(sizes) == 8 and max(sizes) < sum(sizes) / 3
+    assert len(sizes) == dp * tp and max(sizes) < sum(sizes) * share
 
 
 def newest(run_dir: Path) -> Index:
@@ -264,17 +270,27 @@ def resume_broken(config: Config, run_dir: str, mutation: str) -> Outcome:
     return outcome_after(trainer, BEFORE, BEFORE + AFTER)
 
 
+# By default two, with the control, on the two ranks that can show them.
+@pytest.mark.parametrize(
+    ("mutations", "tp"),
+    [((moments_swapped, tied_copy_not_loaded), 1), pytest.param(MUTATIONS, 2, marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
 def test_every_mutation_of_resuming_turns_the_comparison_red(
-    ranks: RankPool, tmp_path: Path, count_mutations: Callable[[str, int, int], None]
+    ranks: RankPool,
+    tmp_path: Path,
+    count_mutations: Callable[[str, int, int], None],
+    mutations: tuple[Callable[[Trainer, Checkpoint], None], ...],
+    tp: int,
 ) -> None:
     (reference,) = ranks.run(uninterrupted, 1, config_for(1, 1, 1))
-    config = config_for(1, 2, 2)
-    assert ranks.run(train_and_save, 4, config, str(tmp_path))[0] is None
-    compare(ranks.run(resume_broken, 4, config, str(tmp_path), "restore"), reference)
-    names = [mutation.__name__ for mutation in MUTATIONS]
+    config, world = config_for(1, tp, 2), 2 * tp
+    assert ranks.run(train_and_save, world, config, str(tmp_path))[0] is None
+    compare(ranks.run(resume_broken, world, config, str(tmp_path), "restore"), reference)
+    names = [mutation.__name__ for mutation in mutations]
     unnoticed = survivors(
         names,
-        lambda name: ranks.run(resume_broken, 4, config, str(tmp_path), name),
+        lambda name: ranks.run(resume_broken, world, config, str(tmp_path), name),
         lambda outcomes: compare(outcomes, reference),
     )
     count_mutations("resuming (parity)", len(names) - len(unnoticed), len(names))
