@@ -31,6 +31,8 @@ from tpkernels.symmetric.signals import GroupPoisoned, PeerError, PeerGone, Peer
 
 TIMEOUT_SECONDS = 1.0
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# By default there is a rank besides the one at fault and the one that finds it.
+groups = pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 
 
 def arena_of(comm: Communicator) -> Arena:
@@ -86,7 +88,7 @@ def check_a_rank_that_skips_a_call() -> None:
     check_all_is_well(comm)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_skips_a_call(ranks: RankPool, world: int) -> None:
     ranks.run(check_a_rank_that_skips_a_call, world)
 
@@ -171,7 +173,7 @@ def check_failures_in_the_middle() -> None:
         check_all_is_well(comm)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 def test_a_rank_that_fails_in_the_middle_of_a_call(ranks: RankPool, world: int) -> None:
     ranks.run(check_failures_in_the_middle, world)
 
@@ -194,7 +196,7 @@ def check_reset_without_a_rank() -> None:
     check_all_is_well(comm)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 def test_reset_where_one_rank_does_not_come(ranks: RankPool, world: int) -> None:
     ranks.run(check_reset_without_a_rank, world)
 
@@ -278,12 +280,12 @@ def check_different_calls(first: int, last: int) -> None:
     check_all_is_well(comm)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 def test_ranks_that_call_different_things(ranks: RankPool, world: int) -> None:
     ranks.run(check_different_calls, world, 0, 4)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 def test_ranks_of_which_one_moves_in_pieces(ranks: RankPool, world: int) -> None:
     ranks.run(check_different_calls, world, 4, 7)
 
@@ -336,7 +338,7 @@ def check_bad_arguments_on_one_rank() -> None:
     check_all_is_well(comm)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 def test_bad_arguments_on_one_rank(ranks: RankPool, world: int) -> None:
     ranks.run(check_bad_arguments_on_one_rank, world)
 
@@ -402,7 +404,7 @@ def differ_in_columns(comm: Communicator) -> None:
     comm.all_gather(torch.ones(1, 3 + comm.rank % 2))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@groups
 @pytest.mark.parametrize("name", ["refuses", "differs"])
 def test_a_failed_call_does_not_overwrite_what_a_peer_reads(ranks: RankPool, name: str, world: int) -> None:
     ranks.run(check_what_a_peer_reads, world, name)

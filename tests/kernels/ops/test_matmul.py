@@ -152,6 +152,7 @@ def check_configurations(device: str, whole: bool) -> None:
     ("rung", "whole"),
     [("interpreter", False), pytest.param("interpreter", True, marks=pytest.mark.slow), ("gpu", True)],
     indirect=["rung"],
+    ids=["interpreter-part", "interpreter-whole", "gpu"],
 )
 def test_every_configuration(rung: Rung, whole: bool) -> None:
     rung(check_configurations, whole)
@@ -334,7 +335,9 @@ def test_gradcheck_of_host_path_and_reference() -> None:
         assert torch.autograd.gradcheck(function, (x, weight))
 
 
-@pytest.mark.parametrize("size", [(5, 7, 3), (0, 7, 3), (5, 7, 0)])
+@pytest.mark.parametrize(
+    "size", [(5, 7, 3), *(pytest.param(size, marks=pytest.mark.slow) for size in ((0, 7, 3), (5, 7, 0)))]
+)
 def test_opcheck(size: tuple[int, int, int]) -> None:
     every = operands(*size, torch.float32, "cpu")
     for bias, residual in ((None, None), (every["bias"], every["residual"])):

@@ -147,7 +147,7 @@ def test_gradcheck_of_host_path_and_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("rows", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_opcheck(rows: int, with_residual: bool, with_bias: bool) -> None:
     every = operands(rows, 7, torch.float32, "cpu")
     residual = every["residual"] if with_residual else None

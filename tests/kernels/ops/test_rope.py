@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
-from support.kernels.rungs import Rung, every_grid_of_rows, every_rung, every_rung_and_dtype
+from support.kernels.rungs import Rung, every_grid_of_rows, every_rung, every_rung_and_dtype_of_rows
 from torch import Tensor
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.rope import Llama3Scaling, document_positions, rope, rope_op, rope_reference, rope_tables
@@ -165,7 +165,7 @@ def check_against_transformers(device: str, dtype: torch.dtype) -> None:
         )
 
 
-@every_rung_and_dtype
+@every_rung_and_dtype_of_rows
 def test_against_transformers(rung: Rung, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
     rung(check_against_transformers, dtype)
@@ -259,7 +259,7 @@ def test_float64(rung: Rung) -> None:
 
 @pytest.mark.parametrize("with_positions", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("tokens", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_opcheck(tokens: int, interleaved: bool, with_positions: bool) -> None:
     x, cos, sin, positions = operands((tokens, 2, 6), torch.float32, "cpu").values()
     torch.library.opcheck(rope_op, (x, cos, sin, positions if with_positions else None, interleaved, False))
