@@ -9,7 +9,7 @@ from tpengine.plan.lower import lower
 from tpengine.plan.lower.slack import slack
 from tpengine.plan.lower.slots import ReceiveSlots, receive_slots
 from tpengine.plan.partition import partition_layers
-from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorSpec, Tie
+from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced, Residency, TensorSpec, Tie, Weights
 from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_only, make_schedule
 from tpengine.plan.text import parse_plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
@@ -29,11 +29,14 @@ __all__ = [
     "RankTimeline",
     "ReceiveSlots",
     "Recompute",
+    "Reduced",
+    "Residency",
     "Schedule",
     "Span",
     "TensorSpec",
     "Tie",
     "Timeline",
+    "Weights",
     "clock",
     "counterpart",
     "format_actions",

@@ -17,7 +17,7 @@ from tpengine.plan.lower.ending import add_ending
 from tpengine.plan.lower.reductions import add_reductions
 from tpengine.plan.lower.transfers import add_transfers
 from tpengine.plan.lower.waits import add_waits
-from tpengine.plan.plan import Bucket, Chunk, Plan, Tie
+from tpengine.plan.plan import Bucket, Chunk, Plan, Residency, Tie
 from tpengine.plan.schedules import Schedule
 
 __all__ = ["lower"]
@@ -31,6 +31,7 @@ def lower(
     num_microbatches: int,
     num_layers: int,
     training: bool,
+    residency: Residency = Residency.STEP,
 ) -> Plan:
     """Complete compute lists to a plan. It is not verified here: pass it to `verify`.
 
