@@ -1,5 +1,4 @@
-"""Reductions: each gradient bucket starts inside the backward action that fills it last, or inside each that fills it.
-"""
+"""Reductions: each gradient bucket starts inside the last backward action that fills it, or inside every one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ The decision a reader will question is how early a gather starts.
     before. And it is as early as is useful. The gathers of a rank run one after another in the order of their first
     use, so an earlier start would only compete with the transfers of the first micro-batches. On the unit clock
     p forwards of a chunk lie between the first uses of two chunks of interleaved, 2 (p - r) - 1 between those of zbv on
-    rank r. slack.py tells how much time follows a chunk's last backward; what precedes its first forward needs no clock.
+    rank r. slack.py tells how much time follows a chunk's last backward; here it is what precedes the first forward
+    that counts.
     The first chunk of a rank has no computation before it: its gathers are actions of their own at the beginning of the
     list, where all ranks but the first wait for their first receive.
 """
@@ -31,7 +32,7 @@ The decision a reader will question is how early a gather starts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tpengine.plan.actions import COMPUTE, Action, Kind

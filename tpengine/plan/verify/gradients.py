@@ -119,7 +119,9 @@ def _check_each(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int]) -> 
         wanted = int(action.kind in WEIGHT_GRADIENT)
         if times[position] != wanted:
             what = "fills" if wanted else "does not fill"
-            values = f"{action} {what} bucket {bucket.index} of {_chunks(bucket)} and reduces it {times[position]} times"
+            values = (
+                f"{action} {what} bucket {bucket.index} of {_chunks(bucket)} and reduces it {times[position]} times"
+            )
             raise fault(plan, "every micro-batch's contribution is reduced exactly once", values, rank, position)
 
 

@@ -28,7 +28,8 @@ def verify(plan: Plan) -> None:
     `Schedule.keeps_order`. Bytes are not known here: see `check_bytes`.
 
     Raises: PlanError: the first rule that is broken, with rank, position and picture.
-    Cost: linear in the number of actions, sub-actions included; 0.75 s for 16 ranks with 4 chunks each and 64 micro-batches.
+    Cost: linear in the number of actions, sub-actions included; 0.75 s for 16 ranks with 4 chunks each and 64
+        micro-batches.
     """
     check_structure(plan)
     check_compute(plan)

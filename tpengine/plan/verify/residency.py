@@ -1,13 +1,14 @@
 """Residency: weights are whole whenever they are used, and let go of when they may be.
 
-A bucket's weights are in one of three states on a rank: sliced, under way (gathered, not yet waited for), whole. UPDATED
-and SLICED buckets begin sliced, since an UPDATED bucket holds old values until it is gathered. The list is replayed.
+A bucket's weights are in one of three states on a rank: sliced, under way (gathered, not yet waited for), whole.
+UPDATED and SLICED buckets begin sliced, since an UPDATED bucket holds old values until it is gathered. The list is
+replayed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from itertools import pairwise
 
