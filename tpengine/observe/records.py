@@ -6,7 +6,10 @@ in CLIP waits for the slowest rank, and communication is under way
     transfers    in a process group: from when both sides have posted until the receiver has the tensor. Through a
                  mailbox: on the sender while it copies in, on the receiver while it copies out, or from the beginning
                  of the sender's copy if the receiver is waiting for it
-    reductions   from when this rank began until the sum was there
+    reductions   from when this rank began until the sum was there. Of a bucket that is reduced every micro-batch, the
+                 last reduction is shown
+
+Gathers are not recorded, but waits for them are.
 
 Where no rank sees the end, there is a bound: communication that was complete when a rank asked for it ended then, at
 the latest. The ranks of one host share a clock; the clocks of several hosts are aligned by meetings (`clock_offsets`).

@@ -9,11 +9,11 @@ from tpengine.plan.lower import lower
 from tpengine.plan.lower.slack import slack
 from tpengine.plan.lower.slots import ReceiveSlots, receive_slots
 from tpengine.plan.partition import partition_layers
-from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorSpec, Tie
+from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced, Residency, TensorSpec, Tie, Weights
 from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_only, make_schedule
 from tpengine.plan.text import parse_plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
-from tpengine.plan.verify import verify
+from tpengine.plan.verify import check_bytes, verify
 from tpengine.plan.verify.fault import PlanError
 
 __all__ = [
@@ -29,11 +29,15 @@ __all__ = [
     "RankTimeline",
     "ReceiveSlots",
     "Recompute",
+    "Reduced",
+    "Residency",
     "Schedule",
     "Span",
     "TensorSpec",
     "Tie",
     "Timeline",
+    "Weights",
+    "check_bytes",
     "clock",
     "counterpart",
     "format_actions",

@@ -1,11 +1,12 @@
 """Actions: the words of a step plan. Each has a text form of a few characters that parses back.
 
     2F0                   chunk 2, forward, micro-batch 0 (B backward; I and W its input and weight halves)
-    0B7[r2 r1 r0]         a compute action with the sub-actions it starts, in this order
+    0B7[g3 r2 r1 f2]      a compute action with the sub-actions it starts, in this order: gathers when it begins,
+                          reductions as it completes their buckets, frees when it ends
     1SEND_F3 2RECV_F3     activation of micro-batch 3 from chunk 1 to chunk 2
     1SEND_B3 0RECV_B3     gradient of micro-batch 3 from chunk 1 to chunk 0
-    r2 g2 f2  t0          reduce, gather, free bucket 2; reduce tied parameter 0
-    w[1RECV_F3 r0]        wait for the earlier asynchronous actions listed
+    r2 g2 f2  t0          reduce bucket 2; gather, free its weights; reduce tied parameter 0
+    w[1RECV_F3 r0 g1]     wait for the earlier asynchronous actions listed
     CLIP STEP             clip the gradient norm, step the optimizer
 
 The chunk of a transfer is always the local one; the peer holds the chunk before or after it in the model. So an
@@ -64,7 +65,7 @@ _OPPOSITE = MappingProxyType(
 _LOCATED = COMPUTE | TRANSFERS
 _INDEXED = BUCKET | {Kind.TIE_REDUCE}
 # These may still be under way after the action that started them, so a WAIT can name them.
-_AWAITABLE = TRANSFERS | {Kind.REDUCE, Kind.GATHER}
+AWAITABLE = TRANSFERS | {Kind.REDUCE, Kind.GATHER}
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,30 @@ class Action:
 
     @property
     def posts(self) -> tuple[Action, ...]:
-        """Return the asynchronous actions that this action starts: itself if a transfer, else its reductions."""
-        return (self,) if self.kind in TRANSFERS else self.reduces
+        """Return the asynchronous actions that this action starts, in order: itself, or its gathers and reductions."""
+        if self.kind in AWAITABLE:
+            return (self,)
+        return tuple(sub for sub in self.subs if sub.kind in AWAITABLE) if self.kind in COMPUTE else ()
+
+    @property
+    def gathers(self) -> tuple[Action, ...]:
+        """Return the gathers that this action starts, in order."""
+        return self._started(Kind.GATHER)
 
     @property
     def reduces(self) -> tuple[Action, ...]:
         """Return the bucket reductions that this action starts, in order."""
-        if self.kind is Kind.REDUCE:
+        return self._started(Kind.REDUCE)
+
+    @property
+    def frees(self) -> tuple[Action, ...]:
+        """Return the frees that this action does when it ends, in order."""
+        return self._started(Kind.FREE)
+
+    def _started(self, kind: Kind) -> tuple[Action, ...]:
+        if self.kind is kind:
             return (self,)
-        return tuple(sub for sub in self.subs if sub.kind is Kind.REDUCE) if self.kind in COMPUTE else ()
+        return tuple(sub for sub in self.subs if sub.kind is kind) if self.kind in COMPUTE else ()
 
 
 def peer_chunk(transfer: Action) -> int:
@@ -177,7 +193,7 @@ def _check_subs(action: Action) -> None:
     if action.kind in COMPUTE:
         allowed = BUCKET
     elif action.kind is Kind.WAIT:
-        allowed = _AWAITABLE
+        allowed = AWAITABLE
     for sub in action.subs:
         if sub.kind not in allowed:
             rule = f"takes sub-actions {_names(allowed)} only" if allowed else "takes no sub-actions"

@@ -46,6 +46,36 @@ class Gathered(StrEnum):
     AGAIN = "again"
 
 
+class Weights(StrEnum):
+    """Where a data-parallel replica has the weights of a bucket; the value is its text."""
+
+    # Every replica holds them whole all the time and updates all of them.
+    WHOLE = "whole"
+    # Every replica holds them whole, but STEP gives it new values of its own slice only. So they are gathered once per
+    # plan, before their first use.
+    UPDATED = "updated"
+    # A replica holds its slice. They are whole only between a gather and a free.
+    SLICED = "sliced"
+
+
+class Reduced(StrEnum):
+    """When a bucket's gradient contributions are summed over the data-parallel replicas; the value is its text."""
+
+    # Those of all micro-batches at once: inside the last backward that fills the bucket.
+    STEP = "step"
+    # Those of each micro-batch for itself: inside every backward that fills the bucket.
+    MICROBATCH = "microbatch"
+
+
+class Residency(StrEnum):
+    """How long `lower` keeps the gathered weights of a SLICED bucket; the value is its text."""
+
+    # From their first to their last use in the step: gathered once.
+    STEP = "step"
+    # For one use: F, B, or I to its W; gathered before each, freed after it.
+    USE = "use"
+
+
 @dataclass(frozen=True)
 class Chunk:
     """One piece of the model on one pipeline rank; a plan lists chunks in model order.
@@ -68,17 +98,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A gradient bucket that needs a data-parallel reduction.
+    """Parameters that replicas gather, and whose gradients they reduce, together.
 
     Args:
         index: unique over the whole plan, not per rank.
-        chunks: the chunks whose backwards fill it, all on one rank: either one, or the first and the last chunk where
-            they are on one rank and share a parameter. A plan lists a chunk's buckets in the order in which backward
-            completes them.
+        chunks: the chunks that use its weights and whose backwards fill it, all on one rank: either one, or the first
+            and the last chunk where they are on one rank and share a parameter. A plan lists a chunk's buckets in the
+            order in which backward completes them; forward uses them in the reverse order.
+        weights: where a replica has the bucket's weights.
+        reduced: when its gradients are reduced. A forward-only plan reduces nothing.
     """
 
     index: int
     chunks: tuple[int, ...]
+    weights: Weights = Weights.WHOLE
+    reduced: Reduced = Reduced.STEP
 
 
 @dataclass(frozen=True)
@@ -98,7 +132,7 @@ class Plan:
         num_microbatches: micro-batches of one data-parallel replica.
         num_layers: layers of the whole model.
         chunks: the model's pieces, in model order.
-        buckets, ties: the gradients to reduce over replicas and over chunks.
+        buckets: the parameters that replicas gather and reduce. ties: the gradients to sum over chunks.
         actions: one list per pipeline rank.
         training: False for a plan that only runs forward.
     """
@@ -145,7 +179,9 @@ class Plan:
             ends = f"input {chunk.input or 'none'} output {chunk.output or 'none'}"
             memory = f"recompute {chunk.recompute} gathered {chunk.gathered}"
             lines.append(f"chunk {index} rank {chunk.rank} layers {first}:{last} {ends} {memory}")
-        lines += [f"bucket {bucket.index} chunks {' '.join(map(str, bucket.chunks))}" for bucket in self.buckets]
+        for bucket in self.buckets:
+            state = f"weights {bucket.weights} reduced {bucket.reduced}"
+            lines.append(f"bucket {bucket.index} chunks {' '.join(map(str, bucket.chunks))} {state}")
         lines += [f"tie {tie.index} chunks {' '.join(map(str, tie.chunks))}" for tie in self.ties]
         lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.actions)]
         return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tpengine.plan.actions import Action, format_actions, parse_actions
-from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, TensorSpec, Tie
+from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced, TensorSpec, Tie, Weights
 
 T = TypeVar("T")
 
@@ -118,8 +118,8 @@ def _spec(text: str) -> TensorSpec | None:
 
 
 def _bucket(_: int, groups: tuple[str, ...]) -> Bucket:
-    index, chunks = groups
-    return Bucket(int(index), tuple(map(int, chunks.split())))
+    index, chunks, weights, reduced = groups
+    return Bucket(int(index), tuple(map(int, chunks.split())), Weights(weights), Reduced(reduced))
 
 
 def _tie(_: int, groups: tuple[str, ...]) -> Tie:
@@ -156,7 +156,12 @@ _CHUNK = _Form(
     "chunk 0 rank 0 layers 0:6 input none output float32[128,64] recompute none gathered keep",
     _chunk,
 )
-_BUCKET = _Form("bucket", re.compile(rf"bucket {_INTEGER} chunks {_INTEGERS}"), "bucket 2 chunks 0", _bucket)
+_BUCKET = _Form(
+    "bucket",
+    re.compile(rf"bucket {_INTEGER} chunks {_INTEGERS} weights ({'|'.join(Weights)}) reduced ({'|'.join(Reduced)})"),
+    "bucket 2 chunks 0 weights whole reduced step",
+    _bucket,
+)
 _TIE = _Form(
     "tie",
     re.compile(rf"tie {_INTEGER} chunks {_INTEGERS}"),

@@ -35,7 +35,8 @@ class RankTimeline:
     Attributes:
         compute: compute actions, ties, CLIP and STEP: all that occupies the rank itself.
         sends, receives: transfers under way, from when both sides can start until the tensor has arrived.
-        reductions: gradient buckets under way (`r`), on a stream of their own.
+        reductions, gathers: gradients (`r`) and weights (`g`) of buckets under way, on one stream of their own. Gathers
+            of measured steps are not recorded.
         waits: where the rank was idle: in a WAIT, or in an action that needs other ranks; `Span.action` is that
             action. What it waited for decides whether the time is exposed communication or bubble (`StepFigures`).
         memory: (time, bytes held from then on), changes only; empty where bytes are not known.
@@ -45,13 +46,14 @@ class RankTimeline:
     sends: tuple[Span, ...] = ()
     receives: tuple[Span, ...] = ()
     reductions: tuple[Span, ...] = ()
+    gathers: tuple[Span, ...] = ()
     waits: tuple[Span, ...] = ()
     memory: tuple[tuple[float, float], ...] = ()
 
     @property
     def end(self) -> float:
         """Return the end of whatever ends last."""
-        lanes = (self.compute, self.sends, self.receives, self.reductions, self.waits)
+        lanes = (self.compute, self.sends, self.receives, self.reductions, self.gathers, self.waits)
         return max((span.end for lane in lanes for span in lane), default=0.0)
 
     @property

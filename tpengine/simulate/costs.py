@@ -6,8 +6,8 @@
 
 The simulator plays one data-parallel replica of a pipeline and one tensor-parallel rank per stage, because the others
 do the same at the same time. How many there are only changes the durations. With 625 replicas a bucket's entry in
-`reductions` is `ring_time(bytes, 625, ...)`; a stage's durations are those of one of its tp ranks, including its
-exchanges. So 10,000 ranks cost no more to simulate than 16.
+`reductions` is `ring_time(bytes, 625, ...)`, that in `gathers` half as much; a stage's durations are those of one of
+its tp ranks, including its exchanges. So 10,000 ranks cost no more to simulate than 16.
 """
 
 from __future__ import annotations
@@ -48,20 +48,28 @@ class Costs:
         latency: from the start of a transfer to the arrival of its first byte.
         bytes_per_time: bandwidth of a link between two pipeline ranks, per direction; infinite for a free link.
         reductions: duration of a bucket's reduction over its ranks, by bucket index; missing ones take no time.
+        gathers: the same of the gather of a bucket's weights.
         ties, clip, step: durations of a TIE_REDUCE, of CLIP and of STEP.
         activations: by chunk, what one micro-batch holds; missing ones hold nothing.
         resident: by rank, bytes held all the time: weights, gradients, moments.
+        weights: by bucket, the bytes of its gathered weights: held from the start of the action that starts the gather
+            to the end of the one that frees them. Only for SLICED buckets.
+        contributions: by bucket, the bytes of its whole gradient buffer: held from the start of the action that fills
+            it until its reduction has ended. Only for buckets that are reduced every micro-batch.
     """
 
     compute: Mapping[tuple[Kind, int], float]
     latency: float = 0.0
     bytes_per_time: float = math.inf
     reductions: Mapping[int, float] = field(default_factory=dict)
+    gathers: Mapping[int, float] = field(default_factory=dict)
     ties: float = 0.0
     clip: float = 0.0
     step: float = 0.0
     activations: Mapping[int, ChunkBytes] = field(default_factory=dict)
     resident: tuple[float, ...] = ()
+    weights: Mapping[int, float] = field(default_factory=dict)
+    contributions: Mapping[int, float] = field(default_factory=dict)
 
     def duration(self, action: Action) -> float:
         """Return how long an action occupies its rank; posting and waiting take no time.
@@ -82,7 +90,7 @@ class Costs:
     @property
     def holds_bytes(self) -> bool:
         """Return whether the costs include any memory."""
-        return bool(self.activations or self.resident)
+        return bool(self.activations or self.resident or self.weights or self.contributions)
 
 
 def tensor_of(transfer: Action) -> tuple[bool, int, int]:

@@ -9,14 +9,16 @@ A rank's time from 0 to the makespan is the sum of four parts:
 
 A WAIT that lists several actions waits for the one that completes last. For a transfer, the wait is exposed while the
 transfer is under way (its span in `sends` or `receives`) and bubble before that; both are attributed to the rank on the
-other side. For a reduction, which the rank itself has started, all of it is exposed and attributed to no rank. Waiting
-in a TIE_REDUCE or CLIP is bubble, attributed to the member that arrives last, which is the one that waits least in it.
+other side. For a gather or reduction, which the rank itself has started, all of it is exposed and attributed to no
+rank. Waiting in a TIE_REDUCE or CLIP is bubble, attributed to the member that arrives last, which is the one that waits
+least in it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpengine.plan.actions import BUCKET, TRANSFERS, Action, Kind
@@ -70,7 +72,10 @@ class StepFigures:
         for rank, lanes in enumerate(timeline.ranks):
             exposed, bubble = 0.0, 0.0
             transfers = {span.action: span for lane in (lanes.sends, lanes.receives) for span in lane}
-            spans = transfers | {span.action: span for span in lanes.reductions}
+            spans: defaultdict[Action, list[Span]] = defaultdict(list)
+            for lane in (lanes.sends, lanes.receives, lanes.reductions, lanes.gathers):
+                for span in lane:
+                    spans[span.action].append(span)
             for wait in lanes.waits:
                 last = _completed_last(wait, spans)
                 hidden = wait.duration if last.kind in BUCKET else _overlap(wait, transfers.get(last))
@@ -99,11 +104,17 @@ class StepFigures:
         return f"stage {waiter} waits {time / self.makespan:.0%} of the step on stage {peer}".replace("%", " %")
 
 
-def _completed_last(wait: Span, spans: Mapping[Action, Span]) -> Action:
+def _completed_last(wait: Span, spans: Mapping[Action, Sequence[Span]]) -> Action:
     """Return the action that ended a wait: the one whose span ends last, or the TIE_REDUCE or CLIP itself."""
     if wait.action.kind is not Kind.WAIT:
         return wait.action
-    return max(wait.action.subs, key=lambda sub: spans[sub].end if sub in spans else 0.0)
+    return max(wait.action.subs, key=lambda sub: _end_by(wait.end, spans.get(sub, ())))
+
+
+def _end_by(time: float, spans: Sequence[Span]) -> float:
+    """Return the end of the last of an action's spans that begins by a time: a bucket is gathered and reduced often."""
+    number = bisect_right(spans, time, key=lambda span: span.start)
+    return spans[number - 1].end if number else 0.0
 
 
 def _overlap(wait: Span, span: Span | None) -> float:

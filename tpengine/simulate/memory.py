@@ -6,18 +6,24 @@
                   the end of W, working while an action runs
     outputs       of F, and the input's gradient of B or I: from its end until its send has been waited for, or until
                   the next chunk on the same rank begins with it
+    weights       gathered, of a SLICED bucket: from the start of the action that starts the gather, since a gather
+                  needs its buffer even while it queues behind others, to the end of the action that frees them
+    contributions of a bucket that is reduced every micro-batch: from the start of the action that fills it until its
+                  reduction has ended, or has been waited for where its end is not known
 
 The times may be simulated or measured: what is held when follows from the list either way.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
 from tpengine.plan.lower.slots import receive_slots
-from tpengine.plan.plan import Plan
-from tpengine.plan.timeline import RankTimeline
+from tpengine.plan.plan import Plan, Reduced, Weights
+from tpengine.plan.timeline import RankTimeline, Span
 from tpengine.simulate.costs import ChunkBytes, Costs, spec_bytes, tensor_of
 
 _NOTHING = ChunkBytes()
@@ -28,7 +34,7 @@ def memory_curve(plan: Plan, rank: int, timeline: RankTimeline, costs: Costs) ->
 
     Args:
         plan: the plan. rank: of the pipeline.
-        timeline: of the rank: compute and waits.
+        timeline: of the rank: compute, reductions and waits.
         costs: bytes; missing ones count as 0.
     Cost: linear in the rank's actions, and slots.
     """
@@ -56,6 +62,15 @@ def slot_bytes(plan: Plan, rank: int) -> int:
     return slots.num_forward * largest.get(Kind.RECV_F, 0) + slots.num_backward * largest.get(Kind.RECV_B, 0)
 
 
+def _ends_of_reductions(plan: Plan, rank: int, timeline: RankTimeline) -> defaultdict[Action, deque[float]]:
+    """Return when each reduction ended, in order, for buckets all of whose reductions are in the timeline."""
+    ends: defaultdict[Action, deque[float]] = defaultdict(deque)
+    for span in timeline.reductions:
+        ends[span.action].append(span.end)
+    started = Counter(reduction for action in plan.actions[rank] for reduction in action.reduces)
+    return defaultdict(deque, {action: times for action, times in ends.items() if len(times) == started[action]})
+
+
 class _Holder:
     """Walks a rank's list and records by how many bytes the memory changes at what time."""
 
@@ -64,26 +79,49 @@ class _Holder:
         self.change: defaultdict[float, float] = defaultdict(float)
         # Bytes of outputs that are still held, by tensor.
         self.outputs: dict[tuple[bool, int, int], int] = {}
+        sliced = {bucket.index for bucket in plan.buckets if bucket.weights is Weights.SLICED}
+        summed = {bucket.index for bucket in plan.buckets if bucket.reduced is Reduced.MICROBATCH}
+        self.weights = {index: size for index, size in costs.weights.items() if index in sliced}
+        self.buffers = {index: size for index, size in costs.contributions.items() if index in summed}
+        self.ends = _ends_of_reductions(plan, rank, timeline)
+        # Reductions whose buffers are held until they are waited for.
+        self.reduced: set[Action] = set()
+        self.waited: defaultdict[Action, deque[Span]] = defaultdict(deque)
+        for span in timeline.waits:
+            self.waited[span.action].append(span)
 
     def changes(self) -> dict[float, float]:
         """Return the change of bytes by time."""
-        spans = iter(self.timeline.compute)
-        waited = {span.action: span.end for span in self.timeline.waits}
+        spans = deque(self.timeline.compute)
         now = 0.0
         for action in self.plan.actions[self.rank]:
             if action.kind is Kind.WAIT:
-                now = max(now, waited.get(action, now))
+                now = max(now, self._end_of_wait(action, spans[0].start if spans else math.inf))
                 for sub in action.subs:
                     if sub.kind in SENDS:
                         self._let_go(tensor_of(sub), now)
+                    elif sub in self.reduced:
+                        self.reduced.remove(sub)
+                        self._hold(-self._bytes(self.buffers, sub), now)
+            elif action.kind is Kind.GATHER:
+                self._hold(self._bytes(self.weights, action), now)
             elif action.kind in COMPUTE or action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP):
-                span = next(spans)
+                span = spans.popleft()
                 now = span.end
                 if action.kind in COMPUTE:
                     self._compute(action, span.start, span.end)
         return self.change
 
+    def _end_of_wait(self, wait: Action, next_start: float) -> float:
+        """Return when a WAIT ended, if the rank was idle in it.
+
+        Args: next_start: of the computation behind it. A later WAIT for the same actions ends after that.
+        """
+        spans = self.waited[wait]
+        return spans.popleft().end if spans and spans[0].end <= next_start else 0.0
+
     def _compute(self, action: Action, start: float, end: float) -> None:
+        self._buckets(action, start, end)
         chunk, microbatch = action.piece
         size = self.costs.activations.get(chunk, _NOTHING)
         self._hold(size.working, start)
@@ -101,6 +139,23 @@ class _Holder:
             self._hold(size.deferred, end)
         elif action.kind is Kind.W:
             self._hold(-size.deferred, end)
+
+    def _buckets(self, action: Action, start: float, end: float) -> None:
+        for gather in action.gathers:
+            self._hold(self._bytes(self.weights, gather), start)
+        for free in action.frees:
+            self._hold(-self._bytes(self.weights, free), end)
+        for reduction in action.reduces:
+            size = self._bytes(self.buffers, reduction)
+            self._hold(size, start)
+            if self.ends[reduction]:
+                self._hold(-size, self.ends[reduction].popleft())
+            else:
+                self.reduced.add(reduction)
+
+    def _bytes(self, sizes: Mapping[int, float], action: Action) -> float:
+        """Return the bytes of the bucket that an action names."""
+        return 0.0 if action.index is None else sizes.get(action.index, 0.0)
 
     def _make(self, tensor: tuple[bool, int, int], time: float) -> None:
         is_forward, chunk, _ = tensor

@@ -5,12 +5,13 @@ not known yet, and continued when it is. These run at the same time:
 
     compute      each rank's list, in order; posting takes no time, WAIT blocks
     transfers    one in-order channel for each ordered pair of ranks (links.py)
-    reductions   one in-order stream per rank. The k-th of n sub-actions of an action begins at (k+1)/n of its duration
+    reductions   with gathers, one in-order stream per rank, as over one communicator. The gathers of an action begin
+                 when it begins, the k-th of its n reductions at (k+1)/n of its duration
     meetings     TIE_REDUCE blocks until all ranks that share the parameter have arrived, CLIP until all ranks have
 
 The decision a reader will question: data-parallel replicas and tensor-parallel ranks are not simulated one by one. They
 do the same at the same time, so one of each is played, and `Costs` says how their number enters the durations. A
-reduction begins when this rank begins it, since the other replicas begin it at the same time.
+gather or reduction begins when this rank begins it, since the other replicas begin it at the same time.
 
 memory.py computes memory from these times and the lists.
 """
@@ -56,8 +57,8 @@ class _Rank:
     Attributes:
         now: the time up to which its compute stream is used; `cause` is the event that used it last.
         awaits: what the action at the cursor is blocked on.
-        done: the transfers and reductions whose times are known.
-        last_reduction: the latest reduction on its stream.
+        done: the transfers, gathers and reductions whose times are known; of what is posted again, the latest.
+        last_bucket: the latest gather or reduction on their stream.
     """
 
     rank: int
@@ -67,11 +68,12 @@ class _Rank:
     cause: Event | None = None
     awaits: Action | None = None
     done: dict[Action, Event] = field(default_factory=dict)
-    last_reduction: Event | None = None
+    last_bucket: Event | None = None
     compute: list[Span] = field(default_factory=list)
     sends: list[Span] = field(default_factory=list)
     receives: list[Span] = field(default_factory=list)
     reductions: list[Span] = field(default_factory=list)
+    gathers: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
 
     @property
@@ -88,7 +90,12 @@ class _Rank:
         # A transfer is recorded when its second side is posted, so the order is not that of the starts.
         sends, receives = (sorted(lane, key=lambda span: span.start) for lane in (self.sends, self.receives))
         return RankTimeline(
-            tuple(self.compute), tuple(sends), tuple(receives), tuple(self.reductions), tuple(self.waits)
+            compute=tuple(self.compute),
+            sends=tuple(sends),
+            receives=tuple(receives),
+            reductions=tuple(self.reductions),
+            gathers=tuple(self.gathers),
+            waits=tuple(self.waits),
         )
 
 
@@ -151,27 +158,29 @@ class _Machine:
         duration = self._durations.get(key)
         if duration is None:
             duration = self._durations[key] = self.costs.duration(action)
+        for gather in action.gathers:
+            self._start_bucket(state, gather, state.now, state.cause)
         event = Event(state.rank, Span(action, state.now, state.now + duration), state.cause)
         self._note(event)
         state.compute.append(event.span)
-        for k, sub in enumerate(action.subs):
-            self._start_bucket(state, sub, state.now + duration * ((k + 1) / len(action.subs)), event)
+        reduces = action.reduces
+        for k, sub in enumerate(reduces):
+            self._start_bucket(state, sub, state.now + duration * ((k + 1) / len(reduces)), event)
         state.now, state.cause = event.span.end, event
 
     def _start_bucket(self, state: _Rank, action: Action, time: float, cause: Event | None) -> None:
-        """Put a reduction on its stream. A gather takes no time, and nothing waits for a FREE."""
+        """Put a gather or reduction on their stream. Nothing waits for a FREE."""
         if action.kind is Kind.FREE:
             return
-        before = state.last_reduction
+        before = state.last_bucket
         if before is not None and before.span.end > time:
             time, cause = before.span.end, before
         is_reduce = action.kind is Kind.REDUCE
-        duration = self.costs.reductions.get(action.index or 0, 0.0) if is_reduce else 0.0
+        duration = (self.costs.reductions if is_reduce else self.costs.gathers).get(action.index or 0, 0.0)
         event = Event(state.rank, Span(action, time, time + duration), cause)
         self._note(event)
-        if is_reduce:
-            state.last_reduction = event
-            state.reductions.append(event.span)
+        state.last_bucket = event
+        (state.reductions if is_reduce else state.gathers).append(event.span)
         state.done[action] = event
 
     def _wait(self, state: _Rank, action: Action) -> bool:

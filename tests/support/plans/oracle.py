@@ -2,8 +2,9 @@
 
 The verifier (tpengine.plan.verify) reads rules off the lists. This plays them: each rank runs its list, tensors are
 names like ("x", 1, 0) for the output of chunk 1 and micro-batch 0, buffers are overwritten when a receive is posted,
-and messages carry no tags: what arrives is what the peer sent at that place. It is slow and has no message worth
-reading; it is there to tell a mutation that gives another legal plan from one that the verifier has missed.
+and messages carry no tags: what arrives is what the peer sent at that place. weights.py plays weights and gradients.
+It is slow and has no message worth reading; it is there to tell a mutation that gives another legal plan from one that
+the verifier has missed.
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from support.plans.weights import Illegal, Replica, demand
 from tpengine.plan import Action, Kind, Plan, receive_slots
-from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS
+from tpengine.plan.actions import BUCKET, COMPUTE, SENDS, TRANSFERS
 
 _Tensor = tuple[str, int, int]
 _Condition = Callable[[], bool]
-
-
-class _Illegal(Exception):
-    """The plan loses or mixes up a tensor, waits for ever, or forgets something."""
 
 
 def why_illegal(plan: Plan) -> str | None:
@@ -28,14 +26,9 @@ def why_illegal(plan: Plan) -> str | None:
     for blocking in (True, False):
         try:
             _World(plan, blocking).play()
-        except _Illegal as reason:
+        except Illegal as reason:
             return f"{'blocking' if blocking else 'channels'}: {reason}"
     return None
-
-
-def _demand(holds: bool, text: str) -> None:
-    if not holds:
-        raise _Illegal(text)
 
 
 class _World:
@@ -65,11 +58,11 @@ class _World:
                         del programs[number]
                     else:
                         conditions[number] = following
-        _demand(not programs, f"ranks {list(programs)} wait for ever")
+        demand(not programs, f"ranks {list(programs)} wait for ever")
 
     def post(self, rank: int, transfer: Action) -> None:
         peer = self.plan.peer(transfer)
-        _demand(peer != rank, "a message to itself")
+        demand(peer != rank, "a message to itself")
         self.queues[rank, peer].append(transfer)
         self._deliver(rank, peer)
 
@@ -95,23 +88,25 @@ class _Rank:
         self.ran: set[tuple[Kind, int, int]] = set()
         self.contributions: dict[int, Counter[int]] = defaultdict(Counter)
         self.under_way: set[Action] = set()
-        self.reduced: list[int | None] = []
+        self.replica = Replica(world.plan, number)
         self.tied: list[int | None] = []
         self.ended: list[Kind] = []
 
     def run(self) -> Iterator[_Condition]:
         for action in self.actions:
-            _demand(Kind.STEP not in self.ended, "something after STEP")
+            demand(Kind.STEP not in self.ended, "something after STEP")
             if action.kind in COMPUTE:
                 self._compute(action)
             elif action.kind in TRANSFERS:
                 self._post(action)
                 if self.world.blocking:
                     yield partial(self._is_executed, action)
+            elif action.kind is Kind.GATHER:
+                self._start(action)
             elif action.kind is Kind.WAIT:
                 for sub in action.subs:
-                    _demand(sub in self.under_way, f"{sub} is not under way")
-                    if sub.kind is not Kind.REDUCE:
+                    demand(sub in self.under_way, f"{sub} is not under way")
+                    if sub.kind not in BUCKET:
                         yield partial(self._is_executed, sub)
                     self._finish(sub)
             else:
@@ -123,12 +118,12 @@ class _Rank:
 
     def _post(self, transfer: Action) -> None:
         chunk, microbatch = transfer.piece
-        _demand(self.plan.chunks[chunk].rank == self.number, "a transfer of another rank's chunk")
-        _demand((self.number, transfer) not in self.world.contents, "a transfer posted twice")
+        demand(self.plan.chunks[chunk].rank == self.number, "a transfer of another rank's chunk")
+        demand((self.number, transfer) not in self.world.contents, "a transfer posted twice")
         content = None
         if transfer.kind in SENDS:
             content = ("x" if transfer.kind is Kind.SEND_F else "dx", chunk, microbatch)
-            _demand(content in self.own, f"{transfer} sends what is not there")
+            demand(content in self.own, f"{transfer} sends what is not there")
         else:
             self.buffers[transfer.kind, self.slots.slot(transfer)] = None
         self.world.contents[self.number, transfer] = content
@@ -137,13 +132,15 @@ class _Rank:
 
     def _finish(self, sub: Action) -> None:
         self.under_way.remove(sub)
+        if sub.kind in BUCKET:
+            self.replica.finish(sub)
         if sub.kind in (Kind.RECV_F, Kind.RECV_B):
             self.buffers[sub.kind, self.slots.slot(sub)] = self.world.executed[self.number, sub]
 
     def _compute(self, action: Action) -> None:
         chunk, microbatch = action.piece
-        _demand(self.plan.chunks[chunk].rank == self.number, "a chunk on another rank")
-        _demand((action.kind, chunk, microbatch) not in self.ran, "computed twice")
+        demand(self.plan.chunks[chunk].rank == self.number, "a chunk on another rank")
+        demand((action.kind, chunk, microbatch) not in self.ran, "computed twice")
         self.ran.add((action.kind, chunk, microbatch))
         self._read_input(chunk, microbatch)
         last = len(self.plan.chunks) - 1
@@ -151,20 +148,24 @@ class _Rank:
             if chunk < last:
                 self.own.add(("x", chunk, microbatch))
         else:
-            _demand((Kind.F, chunk, microbatch) in self.ran, "a backward before its forward")
+            demand((Kind.F, chunk, microbatch) in self.ran, "a backward before its forward")
             self._read_gradient(chunk, microbatch)
         if action.kind in (Kind.B, Kind.I):
-            _demand(not {Kind.B, Kind.I} <= self._kinds(chunk, microbatch), "two backwards")
-            _demand(Action(Kind.SEND_F, chunk, microbatch) not in self.under_way, "let go of while it is sent")
+            demand(not {Kind.B, Kind.I} <= self._kinds(chunk, microbatch), "two backwards")
+            demand(Action(Kind.SEND_F, chunk, microbatch) not in self.under_way, "let go of while it is sent")
             self.own.discard(("x", chunk, microbatch))
             if chunk > 0:
                 self.own.add(("dx", chunk, microbatch))
         if action.kind is Kind.W:
-            _demand((Kind.I, chunk, microbatch) in self.ran, "a weight half before its input half")
+            demand((Kind.I, chunk, microbatch) in self.ran, "a weight half before its input half")
         if action.kind in (Kind.B, Kind.W):
             self.contributions[chunk][microbatch] += 1
+        self.replica.compute(action, self.under_way)
         for sub in action.subs:
-            self._reduce(action, sub)
+            if sub.kind is Kind.FREE:
+                self.replica.free(sub)
+            else:
+                self._start(sub, action)
 
     def _kinds(self, chunk: int, microbatch: int) -> set[Kind]:
         return {kind for kind in COMPUTE if (kind, chunk, microbatch) in self.ran}
@@ -181,42 +182,44 @@ class _Rank:
         if self.plan.chunks[source].rank == self.number:
             # A backward may have let go of its output since: the chunk behind it holds on to its own input.
             kind, was_made = tensor[0], (Kind.F, source, tensor[2]) in self.ran
-            _demand(was_made if kind == "x" else tensor in self.own, f"{tensor} is not there")
+            demand(was_made if kind == "x" else tensor in self.own, f"{tensor} is not there")
             return
-        _demand((self.number, receive) in self.world.contents, f"{receive} was not posted")
+        demand((self.number, receive) in self.world.contents, f"{receive} was not posted")
         found = self.buffers[receive.kind, self.slots.slot(receive)]
-        _demand(found == tensor, f"{receive} holds {found}")
+        demand(found == tensor, f"{receive} holds {found}")
 
     def _is_complete(self, chunk: int) -> bool:
         return self.contributions[chunk] == Counter(range(self.plan.num_microbatches))
 
-    def _reduce(self, action: Action, sub: Action) -> None:
-        _demand(sub.kind is Kind.REDUCE and self.plan.training, "only reductions, only in training")
-        bucket = next((bucket for bucket in self.plan.buckets if bucket.index == sub.index), None)
-        assert bucket is not None, f"{sub}: no such bucket"
-        _demand(action.chunk in bucket.chunks, "a bucket in another chunk's action")
-        _demand(all(self._is_complete(chunk) for chunk in bucket.chunks), "an incomplete bucket")
-        self.reduced.append(sub.index)
+    def _start(self, sub: Action, inside: Action | None = None) -> None:
+        """Start a gather or reduction, inside a compute action or alone."""
+        demand(sub not in self.under_way, f"{sub} is under way")
+        if sub.kind is Kind.GATHER:
+            self.replica.gather(sub)
+        else:
+            assert inside is not None, "a reduction is no action of its own"
+            self.replica.reduce(sub, inside)
         self.under_way.add(sub)
 
     def _update(self, action: Action) -> Iterator[_Condition]:
-        _demand(self.plan.training and action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP), f"{action} alone")
+        demand(self.plan.training and action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP), f"{action} alone")
+        self.replica.end()
         if action.kind is not Kind.STEP:
-            _demand(not any(sub.kind is Kind.REDUCE for sub in self.under_way), "a reduction under way")
+            demand(not any(sub.kind is Kind.REDUCE for sub in self.under_way), "a reduction under way")
         if action.kind is Kind.TIE_REDUCE:
             tie = next(tie for tie in self.plan.ties if tie.index == action.index)
             members = self.plan.tie_ranks(tie)
-            _demand(self.number in members, "not a member")
+            demand(self.number in members, "not a member")
             own = [chunk for chunk in tie.chunks if self.plan.chunks[chunk].rank == self.number]
-            _demand(all(self._is_complete(chunk) for chunk in own), "an incomplete tie")
-            _demand(Kind.CLIP not in self.ended, "a tie after CLIP")
+            demand(all(self._is_complete(chunk) for chunk in own), "an incomplete tie")
+            demand(Kind.CLIP not in self.ended, "a tie after CLIP")
             self.tied.append(action.index)
             yield from self._meet(action, len(members))
             return
-        _demand(action.kind not in self.ended, "twice")
+        demand(action.kind not in self.ended, "twice")
         self.ended.append(action.kind)
         if action.kind is Kind.CLIP:
-            _demand(all(map(self._is_complete, self.plan.chunks_of(self.number))), "gradients are missing")
+            demand(all(map(self._is_complete, self.plan.chunks_of(self.number))), "gradients are missing")
             yield from self._meet(action, self.plan.num_ranks)
 
     def _meet(self, action: Action, num_members: int) -> Iterator[_Condition]:
@@ -224,18 +227,18 @@ class _Rank:
         yield lambda: self.world.met[action] == num_members
 
     def _check_end(self) -> None:
-        _demand(not self.under_way, f"{self.under_way} is left under way")
+        demand(not self.under_way, f"{self.under_way} is left under way")
+        self.replica.end()
         chunks = self.plan.chunks_of(self.number)
         if not self.plan.training:
             wanted = {(Kind.F, chunk, i) for chunk in chunks for i in range(self.plan.num_microbatches)}
-            _demand(self.ran == wanted, "not forward alone")
+            demand(self.ran == wanted, "not forward alone")
             return
         for chunk in chunks:
             for microbatch in range(self.plan.num_microbatches):
                 kinds = self._kinds(chunk, microbatch)
-                _demand(kinds in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}), "not once each way")
-        buckets = [b.index for b in self.plan.buckets if b.chunks[0] in chunks]
+                demand(kinds in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}), "not once each way")
         ties = [t.index for t in self.plan.ties if self.number in self.plan.tie_ranks(t)]
-        _demand(Counter(self.reduced) == Counter(buckets), "each bucket once")
-        _demand(Counter(self.tied) == Counter(ties), "each tie once")
-        _demand(self.ended == [Kind.CLIP, Kind.STEP], "CLIP, then STEP")
+        self.replica.check_owner()
+        demand(Counter(self.tied) == Counter(ties), "each tie once")
+        demand(self.ended == [Kind.CLIP, Kind.STEP], "CLIP, then STEP")

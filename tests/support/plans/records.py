@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+
 from tpengine.observe.records import Ran, RankRecord, Waited
 from tpengine.plan import Action, Kind, Plan, Timeline
-from tpengine.plan.actions import COMPUTE
+from tpengine.plan.actions import BUCKET, COMPUTE
 
 
 def recorded(plan: Plan, timeline: Timeline, copies: bool = False) -> tuple[RankRecord, ...]:
@@ -15,7 +17,11 @@ def recorded(plan: Plan, timeline: Timeline, copies: bool = False) -> tuple[Rank
 def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankRecord:
     lanes = timeline.ranks[rank]
     compute = iter(lanes.compute)
-    ended = {span.action: _ns(span.end) for lane in (lanes.sends, lanes.receives, lanes.reductions) for span in lane}
+    # A bucket is gathered and reduced several times, and waited for as often.
+    ended: defaultdict[Action, deque[int]] = defaultdict(deque)
+    for lane in (lanes.sends, lanes.receives, lanes.reductions, lanes.gathers):
+        for under_way in lane:
+            ended[under_way.action].append(_ns(under_way.end))
     ran: list[Ran] = []
     starts: dict[Action, int] = {}
     waited: dict[Action, Waited] = {}
@@ -24,8 +30,8 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
         begin = now
         if action.kind is Kind.WAIT:
             for sub in action.subs:
-                there = ended[sub]
-                done = there if sub.kind is Kind.REDUCE else None
+                there = ended[sub].popleft()
+                done = there if sub.kind in BUCKET else None
                 waited[sub] = Waited(now, max(now, there), there <= now, done)
                 now = max(now, there)
         elif action.kind in COMPUTE or action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP):
@@ -33,8 +39,8 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
             if action.kind in COMPUTE:
                 begin = _ns(span.start)
             now = _ns(span.end)
-            for k, sub in enumerate(action.subs):
-                starts[sub] = begin + (now - begin) * (k + 1) // len(action.subs)
+            for k, sub in enumerate(action.reduces):
+                starts[sub] = begin + (now - begin) * (k + 1) // len(action.reduces)
         ran.append(Ran(action, begin, now))
     return RankRecord(tuple(ran), starts, waited, copies)
 

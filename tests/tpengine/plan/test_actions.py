@@ -54,8 +54,9 @@ def test_text_parses_back(listed: list[Action]) -> None:
         "0B7[r2 r1 r0]",
         "0I3 0W3",
         "1SEND_F3 2RECV_F3 1SEND_B3 0RECV_B3",
+        "0F3[g1 f0] 0B2[g5 r1 r0 f1 f0]",
         "r2 g2 f2 t0",
-        "w[1RECV_F3 r0]",
+        "w[1RECV_F3 r0 g1]",
         "CLIP STEP",
     ],
 )
@@ -67,6 +68,22 @@ def test_fields_of_a_form() -> None:
     assert parse_action("2F0") == Action(Kind.F, chunk=2, microbatch=0)
     assert parse_action("0B7[r2 r0]").subs == (Action(Kind.REDUCE, index=2), Action(Kind.REDUCE, index=0))
     assert parse_action("t3") == Action(Kind.TIE_REDUCE, index=3)
+
+
+def test_what_an_action_starts_and_frees() -> None:
+    backward = parse_action("0B2[g5 g4 r1 f1 f0]")
+    assert [format_actions(kind) for kind in (backward.gathers, backward.reduces, backward.frees)] == [
+        "g5 g4",
+        "r1",
+        "f1 f0",
+    ]
+    assert format_actions(backward.posts) == "g5 g4 r1"
+    assert [format_actions(parse_action(text).posts) for text in ("g1", "f1", "0SEND_F0", "w[g1]")] == [
+        "g1",
+        "",
+        "0SEND_F0",
+        "",
+    ]
 
 
 def test_white_space_between_actions_is_free() -> None:

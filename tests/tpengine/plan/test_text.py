@@ -15,8 +15,10 @@ from tpengine.plan import (
     Gathered,
     Plan,
     Recompute,
+    Reduced,
     TensorSpec,
     Tie,
+    Weights,
     parse_actions,
     parse_plan,
     verify,
@@ -40,7 +42,7 @@ def test_lowered_plans_parse_back(build_plan: BuildPlan, name: str, p: int, m: i
 numbers = st.integers(-3, 10**6)
 tuples = st.lists(numbers, max_size=4).map(tuple)
 specs = st.none() | st.builds(TensorSpec, tuples, st.sampled_from(["float32", "none", "torch.int8", "a-b:c"]))
-words = st.sampled_from(["0F0", "0B1[r1 r0]", "0SEND_F0", "w[r1]", "t2", "CLIP"])
+words = st.sampled_from(["0F0", "0B1[r1 r0]", "0SEND_F0", "0F1[g1 f0]", "g2 f2", "w[r1 g0]", "t2", "CLIP"])
 actions = st.lists(words, max_size=5).map(" ".join).map(parse_actions)
 plans = st.builds(
     Plan,
@@ -59,7 +61,9 @@ plans = st.builds(
         ),
         max_size=3,
     ).map(tuple),
-    buckets=st.lists(st.builds(Bucket, numbers, tuples), max_size=3).map(tuple),
+    buckets=st.lists(
+        st.builds(Bucket, numbers, tuples, st.sampled_from(Weights), st.sampled_from(Reduced)), max_size=3
+    ).map(tuple),
     ties=st.lists(st.builds(Tie, numbers, tuples), max_size=3).map(tuple),
     actions=st.lists(actions, max_size=3).map(tuple),
     training=st.booleans(),
@@ -93,9 +97,9 @@ TEXT = """\
 plan 1f1b training microbatches 1 layers 2
 chunk 0 rank 0 layers 0:1 input none output float32[4,2] recompute none gathered keep
 chunk 1 rank 1 layers 1:2 input float32[4,2] output none recompute block gathered again
-bucket 0 chunks 0
+bucket 0 chunks 0 weights sliced reduced microbatch
 tie 0 chunks 0 1
-rank 0: 0F0 0SEND_F0 0RECV_B0 w[0SEND_F0 0RECV_B0] 0B0[r0] w[r0] t0 CLIP STEP
+rank 0: g0 w[g0] 0F0[f0] 0SEND_F0 0RECV_B0 w[0SEND_F0 0RECV_B0] 0B0[r0] w[r0] t0 CLIP STEP
 rank 1: 1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0] t0 CLIP STEP
 """
 
@@ -114,9 +118,11 @@ rank 1: 1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0] t0 CLIP STEP
         (
             "bucket 0",
             "bucket 00",
-            "line 4: a line of a bucket reads like 'bucket 2 chunks 0': got 'bucket 00 chunks 0'",
+            "line 4: a line of a bucket reads like 'bucket 2 chunks 0 weights whole reduced step': got 'bucket 00 c",
         ),
-        ("chunks 0\n", "chunks 0 \n", "line 4: a line of a bucket reads like 'bucket 2 chunks 0': got"),
+        ("chunks 0 weights", "chunks 0  weights", "line 4: a line of a bucket reads like 'bucket 2 chunks 0 weights "),
+        ("weights sliced", "weights halved", "line 4: a line of a bucket reads like 'bucket 2 chunks 0 weights whole "),
+        (" reduced microbatch", "", "line 4: a line of a bucket reads like .* reduced step': got 'bucket 0 chunks 0 w"),
         (
             "recompute block",
             "recompute some",
@@ -125,23 +131,23 @@ rank 1: 1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0] t0 CLIP STEP
         (" gathered again", "", "line 3: a line of a chunk reads like .*: got 'chunk 1 rank 1 "),
         ("tie 0 chunks 0 1", "tie 0 chunks 0  1", "line 5: a line of a tie reads like 'tie 0 chunks 0 3': got"),
         ("rank 1:", "rank 0:", "line 7: the lines of the ranks count from 0: got rank 0, where rank 1 is next"),
-        (" 0F0 ", " 0G0 ", "line 6: an action reads like 2F0.*: got '0G0'"),
+        (" 0F0[f0] ", " 0G0 ", "line 6: an action reads like 2F0.*: got '0G0'"),
         (
-            " 0F0 ",
-            "  0F0 ",
-            "line 6: actions are separated by exactly one space: got ' 0F0 0SEND_F0 .* STEP'",
+            " g0 ",
+            "  g0 ",
+            "line 6: actions are separated by exactly one space: got ' g0 w.g0. .*",
         ),
         ("0B0[r0]", "0B0[r0", "line 6: brackets must be balanced and not nested: got '.*0B0.r0 w.'"),
         ("0B0[r0]", "0B0[t0]", "line 6: B takes sub-actions REDUCE, GATHER, FREE only: got t0, in '0B0.t0.'"),
         (
             "0B0[r0]",
             "w[" * 5000 + "r0" + "]" * 5000,
-            "line 6: brackets must be balanced and not nested: got '0F0 .* w.w.'",
+            "line 6: brackets must be balanced and not nested: got '.* w.w.'",
         ),
         ("tie 0 chunks 0 1\n", "", None),
         (
-            "bucket 0 chunks 0\ntie 0 chunks 0 1",
-            "tie 0 chunks 0 1\nbucket 0 chunks 0",
+            "bucket 0 chunks 0 weights sliced reduced microbatch\ntie 0 chunks 0 1",
+            "tie 0 chunks 0 1\nbucket 0 chunks 0 weights sliced reduced microbatch",
             "line 5: .* in this order: got 'b",
         ),
         ("\nrank 1", "\n\nrank 1", "line 7: a plan's text is its head, chunks, .*: got ''"),

@@ -173,9 +173,10 @@ def test_reductions_run_one_after_another_beside_compute() -> None:
     assert texts(rank.compute)[2:] == [("CLIP", 6.0, 6.5), ("STEP", 6.5, 6.75)]
 
 
-def test_gathers_and_frees_count_as_places_inside_an_action() -> None:
+def test_gathers_and_frees_do_not_move_reductions() -> None:
+    """The first of two begins in the middle of the action, the last at its end; an action of its own at once."""
     costs = replace(costs_of(4.0, 8.0, 1), reductions={0: 1.0, 1: 1.0})
-    (rank,) = simulate(plan_of("0F0[g1 f1] w[g1] 0B0[g0 r1 f1 r0] w[r1] r0 w[g0 r0]"), costs).ranks
+    (rank,) = simulate(plan_of("0F0[g1 f1] w[g1] 0B0[g0 r1 r0 f1 f0] w[r1] r0 w[g0 r0]"), costs).ranks
     assert [start for _, start, _ in texts(rank.reductions)] == [8.0, 12.0, 13.0]
 
 

@@ -1,7 +1,8 @@
 """Lowering: passes that turn compute lists into the complete plan. Each adds one thing to each rank's list.
 
     transfers.py     tensors are sent to the next rank as soon as they exist; receives are posted at the same time
-    reductions.py    gradient buckets start inside the last backward that fills them
+    reductions.py    gradient buckets start inside the last backward that fills them, or inside each
+    residency.py     weights that a replica holds in part are gathered before their use, and freed after it
     waits.py         each asynchronous action is waited for as late as its use allows
     ending.py        ties, clipping, the optimizer's step
 
@@ -15,9 +16,10 @@ from collections.abc import Mapping, Sequence
 
 from tpengine.plan.lower.ending import add_ending
 from tpengine.plan.lower.reductions import add_reductions
+from tpengine.plan.lower.residency import add_residency
 from tpengine.plan.lower.transfers import add_transfers
 from tpengine.plan.lower.waits import add_waits
-from tpengine.plan.plan import Bucket, Chunk, Plan, Tie
+from tpengine.plan.plan import Bucket, Chunk, Plan, Residency, Tie
 from tpengine.plan.schedules import Schedule
 
 __all__ = ["lower"]
@@ -31,27 +33,31 @@ def lower(
     num_microbatches: int,
     num_layers: int,
     training: bool,
+    residency: Residency = Residency.STEP,
 ) -> Plan:
     """Complete compute lists to a plan. It is not verified here: pass it to `verify`.
 
     Args:
         schedule: compute actions, from a generator.
         chunks: the model's pieces in model order, on the ranks that the schedule gives them.
-        buckets: reductions. Buckets that the same backward completes are listed in the order in which it does.
+        buckets: what to gather and reduce. Those that the same backward completes are listed in the order in which it
+            does.
         ties: parameters shared between ranks, in the order in which every member sums them.
         num_microbatches: micro-batches of one data-parallel replica.
         num_layers: layers of the whole model.
         training: False leaves out reductions, ties, clipping and the step.
+        residency: how long the gathered weights of SLICED buckets are kept.
     Returns: the plan.
     Raises: ValueError: the compute lists cannot finish, or schedule and chunks do not agree.
-    Cost: O(n log n) in the number n of actions.
+    Cost: O(n log n) in the number n of actions, sub-actions included.
     """
     _check_chunks(schedule, chunks)
     lists = add_transfers(schedule)
+    own = _buckets_by_rank(schedule.ranks, buckets)
     if training:
-        own = _buckets_by_rank(schedule.ranks, buckets)
         lists = tuple(add_reductions(actions, own[rank]) for rank, actions in enumerate(lists))
-    lists = tuple(add_waits(actions) for actions in lists)
+    lists = tuple(add_residency(actions, own[rank], residency) for rank, actions in enumerate(lists))
+    lists = tuple(add_waits(actions, own[rank]) for rank, actions in enumerate(lists))
     if training:
         lists = tuple(add_ending(actions, rank, schedule.ranks, ties) for rank, actions in enumerate(lists))
     return Plan(

@@ -3,6 +3,7 @@
 A check takes a plan and returns None or raises PlanError. It may rely on the checks that run before it.
 """
 
+from tpengine.plan.verify.held_bytes import check_bytes
 from tpengine.plan.verify.plan import verify
 
-__all__ = ["verify"]
+__all__ = ["check_bytes", "verify"]

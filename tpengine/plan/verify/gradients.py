@@ -1,13 +1,17 @@
-"""Gradients: every bucket and every tie is reduced once, at the right time; the step ends with CLIP STEP."""
+"""Gradients: every contribution to a bucket or tie is reduced once, at the right time; the step ends with CLIP STEP.
+
+A bucket's contributions are reduced together, inside the last backward that fills it, or each for itself, inside the
+backward that makes it (`Reduced`).
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from tpengine.plan.actions import BACKWARD, WEIGHT_GRADIENT, Action, Kind
-from tpengine.plan.plan import Bucket, Plan, Tie
+from tpengine.plan.actions import BACKWARD, COMPUTE, WEIGHT_GRADIENT, Action, Kind
+from tpengine.plan.plan import Bucket, Plan, Reduced, Tie
 from tpengine.plan.verify.fault import fault
 
 _Placed = tuple[int, Action]
@@ -57,8 +61,6 @@ def _last_backward(actions: Sequence[Action]) -> _LastBackward:
 
 def _refuse_unknown(plan: Plan, rank: int, placed: Sequence[_Placed]) -> None:
     for position, action in placed:
-        if action.kind in (Kind.GATHER, Kind.FREE):
-            raise fault(plan, "no rule covers gathers and frees yet", f"found {action}", rank, position)
         if not plan.training and (action.kind is Kind.REDUCE or action.kind in _UPDATE):
             raise fault(plan, "only a training plan updates weights", f"found {action}", rank, position)
 
@@ -77,26 +79,50 @@ def _check_buckets(
             values = f"{action} on rank {rank}, whose buckets are {[bucket.index for bucket in buckets]}"
             raise fault(plan, "a rank reduces its own chunks' buckets", values, rank, position)
     for bucket in buckets:
-        last = max(last_backward[chunk] for chunk in bucket.chunks)
-        _check_bucket(plan, rank, bucket, positions.get((Kind.REDUCE, bucket.index), ()), last)
+        found = positions.get((Kind.REDUCE, bucket.index), ())
+        for position in found:
+            _check_place(plan, rank, bucket, position)
+        if bucket.reduced is Reduced.MICROBATCH:
+            _check_each(plan, rank, bucket, found)
+        else:
+            _check_once(plan, rank, bucket, found, max(last_backward[chunk] for chunk in bucket.chunks))
     _check_ends_before_update(plan, rank)
 
 
-def _check_bucket(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int], last: int) -> None:
+def _check_place(plan: Plan, rank: int, bucket: Bucket, position: int) -> None:
+    start = plan.actions[rank][position]
+    # The executor starts reductions from inside a backward; that is also how they overlap it.
+    if start.kind not in BACKWARD or start.chunk not in bucket.chunks:
+        place = "is an action of its own" if start.kind is Kind.REDUCE else f"starts in {start}"
+        values = f"r{bucket.index} of {_chunks(bucket)} {place}"
+        raise fault(plan, "a bucket is reduced inside its own chunk's backward", values, rank, position)
+
+
+def _check_once(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int], last: int) -> None:
+    """Check a bucket whose contributions are reduced together."""
     actions = plan.actions[rank]
     if len(found) != 1:
         values = f"bucket {bucket.index} of {_chunks(bucket)} {len(found)} times"
         position = found[1] if found else len(actions)
         raise fault(plan, "every bucket is reduced exactly once", values, rank, position)
-    start = actions[found[0]]
-    # The executor starts reductions from inside a backward; that is also how they overlap it.
-    if start.kind not in BACKWARD or start.chunk not in bucket.chunks:
-        place = "is an action of its own" if start.kind is Kind.REDUCE else f"starts in {start}"
-        values = f"r{bucket.index} of {_chunks(bucket)} {place}"
-        raise fault(plan, "a bucket is reduced inside its own chunk's backward", values, rank, found[0])
     if found[0] < last:
-        values = f"r{bucket.index} starts in {start}, {actions[last]} still adds to it"
+        values = f"r{bucket.index} starts in {actions[found[0]]}, {actions[last]} still adds to it"
         raise fault(plan, "a bucket is reduced after its last contribution", values, rank, found[0])
+
+
+def _check_each(plan: Plan, rank: int, bucket: Bucket, found: Sequence[int]) -> None:
+    """Check a bucket whose contributions are reduced one by one."""
+    times = Counter(found)
+    for position, action in enumerate(plan.actions[rank]):
+        if action.kind not in COMPUTE or action.chunk not in bucket.chunks:
+            continue
+        wanted = int(action.kind in WEIGHT_GRADIENT)
+        if times[position] != wanted:
+            what = "fills" if wanted else "does not fill"
+            values = (
+                f"{action} {what} bucket {bucket.index} of {_chunks(bucket)} and reduces it {times[position]} times"
+            )
+            raise fault(plan, "every micro-batch's contribution is reduced exactly once", values, rank, position)
 
 
 def _check_ends_before_update(plan: Plan, rank: int) -> None:

@@ -13,6 +13,7 @@ from tpengine.plan.verify.matching import check_matching
 from tpengine.plan.verify.posting import check_posting
 from tpengine.plan.verify.progress import check_blocking, check_channels
 from tpengine.plan.verify.receives import check_receives
+from tpengine.plan.verify.residency import check_residency
 from tpengine.plan.verify.structure import check_structure
 
 
@@ -20,18 +21,21 @@ def verify(plan: Plan) -> None:
     """Check a plan completely.
 
     In this order: chunks, layers, buckets and ties exist; each (chunk, micro-batch) is computed once in each direction
-    and in order, also between chunks of one rank; sends and receives pair up; buckets and ties are reduced once, inside
-    or after their last contribution, before CLIP STEP; everything posted is waited for in time; no receive slot is
-    overwritten; no deadlock, with blocking transfers or in-order channels. The order in which micro-batches add to a
-    weight's gradient is not checked here: see `Schedule.keeps_order`.
+    and in order, also between chunks of one rank; sends and receives pair up; every contribution to a
+    bucket or tie is reduced once, before CLIP STEP; weights are gathered before their use and freed after it;
+    everything posted is waited for in time; no receive slot is overwritten; no deadlock, with blocking transfers or
+    in-order channels. The order in which micro-batches add to a weight's gradient is not checked here: see
+    `Schedule.keeps_order`. Bytes are not known here: see `check_bytes`.
 
     Raises: PlanError: the first rule that is broken, with rank, position and picture.
-    Cost: linear in the number of actions; 0.75 s for 16 ranks with 4 chunks each and 64 micro-batches.
+    Cost: linear in the number of actions, sub-actions included; 0.75 s for 16 ranks with 4 chunks each and 64
+        micro-batches.
     """
     check_structure(plan)
     check_compute(plan)
     check_matching(plan)
     check_gradients(plan)
+    check_residency(plan)
     check_posting(plan)
     check_receives(plan)
     check_blocking(plan)

@@ -1,11 +1,18 @@
-"""Posting: a tensor exists before it is sent, and what is posted is waited for before its use and before the end."""
+"""Posting: a tensor exists before it is sent, and what is posted is waited for before its use and before the end.
+
+A transfer is posted once. A bucket's gather or reduction may be posted again after it has been waited for.
+"""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from tpengine.plan.actions import (
     COMPUTE,
     INPUT_GRADIENT,
     SENDS,
+    TRANSFERS,
+    WEIGHT_GRADIENT,
     Action,
     Kind,
     peer_chunk,
@@ -29,6 +36,11 @@ class _Posting:
         self.computed: set[tuple[Kind, int, int]] = set()
         self.posted_at: dict[Action, int] = {}
         self.complete: set[Action] = set()
+        # The reductions of the buckets that a chunk's backwards fill.
+        self.reductions: dict[int, list[Action]] = defaultdict(list)
+        for bucket in plan.buckets:
+            for chunk in bucket.chunks:
+                self.reductions[chunk].append(Action(Kind.REDUCE, index=bucket.index))
 
     def check(self) -> None:
         for position, action in enumerate(self.plan.actions[self.rank]):
@@ -36,6 +48,7 @@ class _Posting:
                 self._wait(position, action)
             if action.kind in COMPUTE:
                 self._check_inputs(position, action)
+                self._check_buffers(position, action)
                 self.computed.add((action.kind, *action.piece))
             for posted in action.posts:
                 self._post(position, posted)
@@ -53,7 +66,11 @@ class _Posting:
 
     def _post(self, position: int, posted: Action) -> None:
         if posted in self.posted_at:
-            self._fail("each action is posted once", f"{posted} twice", position)
+            if posted.kind in TRANSFERS:
+                self._fail("each action is posted once", f"{posted} twice", position)
+            if posted not in self.complete:
+                self._fail("an action is not posted again before it was waited for", f"{posted} is", position)
+            self.complete.discard(posted)
         if posted.kind in SENDS:
             kinds = {Kind.F} if posted.kind is Kind.SEND_F else INPUT_GRADIENT
             if not any((kind, *posted.piece) in self.computed for kind in kinds):
@@ -69,6 +86,13 @@ class _Posting:
             if self._is_remote(send) and send not in self.complete:
                 rule = "an activation is sent and waited for before its backward lets go of it"
                 self._fail(rule, f"{send} is not when {action} starts", position)
+
+    def _check_buffers(self, position: int, action: Action) -> None:
+        """Check that nothing is added to a gradient buffer while it is being reduced."""
+        for reduction in self.reductions[action.piece[0]] if action.kind in WEIGHT_GRADIENT else ():
+            if reduction in self.posted_at and reduction not in self.complete:
+                rule = "a reduction has ended before the bucket is filled again"
+                self._fail(rule, f"{reduction} is not waited for when {action} starts", position)
 
     def _check_received(self, position: int, action: Action, receive: Action) -> None:
         if self._is_remote(receive) and receive not in self.complete:

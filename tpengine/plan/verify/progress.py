@@ -6,6 +6,14 @@ the first also finishes where all transfers of a rank run one after another, as 
 
 One machine runs both, with two kinds of program: blocking means that every transfer is waited for where it is posted.
 Ties and CLIP block each member until all members have arrived.
+
+Gathers and reductions need no machine. Their members are data-parallel replicas of one pipeline rank (and its
+tensor-parallel ranks), which all run the same list, as the plan's digest says. So all members post them in one order,
+under both models, since no model changes the order of a list. They also finish. Consider an order of all actions in
+which the machine has finished one replica, and let all replicas follow it. Take the first action in it that some
+replica has not done. All replicas have done everything before it, hence posted the gather or reduction that it waits
+for, and all those before that one. So that one has run, or runs now: over an in-order channel, and also if posting it
+blocks until all members have posted it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from tpengine.plan.actions import COMPUTE, TRANSFERS, Kind
+from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.simulate.draw import palette
-from tpengine.simulate.draw.picture import drawn, shown_kinds
+from tpengine.simulate.draw.picture import compute_spans, drawn, shown_kinds
 from tpengine.simulate.draw.scene import Scene
 
 _LINE, _EDGE, _GAP = 18.0, 12.0, 18.0
@@ -69,7 +69,10 @@ def _entries(scene: Scene) -> Iterator[_Entry]:
         yield _Entry("activation under way", ((Kind.SEND_F, 3.0),))
     if under_way & {Kind.SEND_B, Kind.RECV_B}:
         yield _Entry("gradient under way", ((Kind.SEND_B, 3.0),))
-    if under_way - TRANSFERS:
+    if Kind.GATHER in under_way:
+        are_freed = any(span.action.frees for spans in compute_spans(scene.pictures) for span in spans)
+        yield _Entry(f"weights gathered{', tick: freed' if are_freed else ''}", ((Kind.GATHER, 3.0),))
+    if Kind.REDUCE in under_way:
         yield _Entry("bucket reduced", ((Kind.REDUCE, 3.0),))
     for knows_bytes, text in ((True, "memory held, bytes"), (False, "micro-batches whose activations are held")):
         if any(picture.knows_bytes is knows_bytes for picture in scene.pictures):

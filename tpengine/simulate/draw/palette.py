@@ -33,6 +33,7 @@ BASE: Mapping[Kind, str] = MappingProxyType(
         Kind.SEND_B: "#e69f00",
         Kind.RECV_B: "#e69f00",
         Kind.REDUCE: "#a6488a",
+        Kind.GATHER: "#d55e00",
     }
 )
 

@@ -44,7 +44,7 @@ class Picture:
         return sum(
             len(drawn(spans))
             for rank in self.timeline.ranks
-            for spans in (rank.compute, rank.sends, rank.receives, rank.reductions, rank.waits)
+            for spans in (rank.compute, rank.sends, rank.receives, rank.gathers, rank.reductions, rank.waits)
         )
 
     @cached_property

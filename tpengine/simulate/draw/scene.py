@@ -1,7 +1,7 @@
 """The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks.
 
-A row holds the rank's boxes, then thin lanes (sends, receives, reductions), then memory. A lane exists only if a rank
-of one of the pictures has a span on it. Spans that overlap on a lane are put on separate tracks.
+A row holds the rank's boxes, then thin lanes (sends, receives, gathers, reductions), then memory. A lane exists only if
+a rank of one of the pictures has a span on it. Spans that overlap on a lane are put on separate tracks.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _lanes(pictures: Sequence[Picture], offset: float) -> tuple[tuple[Lane, ...]
     """Return the lanes in use, below `offset`, and where they end."""
     lanes: list[Lane] = []
     ranks = [(rank, picture.timeline.makespan) for picture in pictures for rank in picture.timeline.ranks]
-    for name, label in (("sends", "send"), ("receives", "receive"), ("reductions", "reduce")):
+    for name, label in (("sends", "send"), ("receives", "receive"), ("gathers", "gather"), ("reductions", "reduce")):
         used = [tracks(drawn(getattr(rank, name)), 1e-9 * makespan) for rank, makespan in ranks]
         num_tracks = 1 + max((track for of_rank in used for track in of_rank), default=-1)
         if num_tracks:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
-from tpengine.plan.actions import COMPUTE, TRANSFERS, Action, Kind
+from tpengine.plan.actions import BUCKET, COMPUTE, TRANSFERS, Action, Kind, format_actions
 from tpengine.plan.timeline import RankTimeline, Span
 from tpengine.simulate.costs import transfer_bytes
 from tpengine.simulate.draw import palette
@@ -37,7 +37,7 @@ text {{ font-family: Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette
 .idle {{ fill: {palette.IDLE}; }}
 .wait {{ fill: none; pointer-events: all; }}
 .held {{ fill: {palette.MEMORY}; stroke: {palette.MEMORY_EDGE}; stroke-width: 0.7; }}
-.top {{ fill: {palette.INK}; }}
+.top, .freed {{ fill: {palette.INK}; }}
 """
 
 
@@ -78,7 +78,7 @@ def _fill_rules(num_places: dict[Kind, int]) -> Iterator[str]:
             colour = palette.shade(kind, place, count)
             yield f".{kind}.s{place} {{ fill: {colour}; }}\n"
             yield f".on{kind}{place} {{ fill: {palette.text_on(colour)}; stroke: {colour}; }}\n"
-    for kind in (*sorted(TRANSFERS), Kind.REDUCE):
+    for kind in (*sorted(TRANSFERS), Kind.REDUCE, Kind.GATHER):
         yield f".{kind} {{ fill: {palette.BASE[kind]}; }}\n"
 
 
@@ -150,6 +150,7 @@ def _draw_rank(scene: Scene, panel: Panel, rank: int) -> Iterator[str]:
         yield from _draw_number(scene, span, _style(span, place_of), y)
     for lane in scene.lanes:
         yield from _draw_lane(scene, picture, timeline, lane, y)
+    yield from _draw_frees(scene, picture, timeline, y)
     yield from _draw_memory(scene, panel, rank, y + scene.memory)
     yield "</g>"
 
@@ -191,6 +192,19 @@ def _draw_lane(scene: Scene, picture: Picture, timeline: RankTimeline, lane: Lan
         yield _box(scene, span.action.kind, span, place, scene.track - 1.0, _hover(picture, span), _name(span.action))
 
 
+def _draw_frees(scene: Scene, picture: Picture, timeline: RankTimeline, y: float) -> Iterator[str]:
+    """Draw a tick on the lane of gathers where an action frees weights: at its end."""
+    for lane in (lane for lane in scene.lanes if lane.name == "gathers"):
+        for span in timeline.compute:
+            if span.action.frees:
+                place = f'x="{scene.x(span.end) - 0.4:.2f}" y="{y + lane.offset:.2f}"'
+                hover = f"{format_actions(span.action.frees)}: {picture.time_text(span.end)}"
+                yield (
+                    f'<rect class="freed" {place} width="0.8" height="{lane.height - 1.0:.2f}">'
+                    f"<title>{escape(hover)}</title></rect>"
+                )
+
+
 def _draw_memory(scene: Scene, panel: Panel, rank: int, y: float) -> Iterator[str]:
     """Draw the memory of a rank as a filled step curve, with a dot and a text at its peak."""
     picture = panel.picture
@@ -218,7 +232,7 @@ def _draw_critical_path(scene: Scene, panel: Panel) -> Iterator[str]:
     path = [
         (panel.rows + rank * scene.pitch, scene.x(span.start), scene.x(span.end))
         for rank, span in panel.picture.timeline.critical_path
-        if span.action.kind not in {*TRANSFERS, Kind.REDUCE} and span.duration > 0.0
+        if span.action.kind not in TRANSFERS | BUCKET and span.duration > 0.0
     ]
     for y, start, end in path:
         below = y + scene.box_height + 0.9

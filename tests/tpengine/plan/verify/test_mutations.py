@@ -5,7 +5,7 @@ symbolic tensors. They come from what has no order: waits in a wait, a post or a
 or later, compute actions that do not need each other. They do not count as tried. A dropped or doubled action is never
 one.
 
-Nor is the verifier stricter than it must be: what it refuses fails when played, but for three rules (CONVENTIONS).
+Nor is the verifier stricter than it must be: what it refuses fails when played, but for a few rules (CONVENTIONS).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from itertools import combinations
 
 import pytest
 from support.plans.oracle import why_illegal
+from support.plans.sharded import sharded
 
-from tpengine.plan import SCHEDULES, Action, Kind, Plan, PlanError, format_actions, verify
+from tpengine.plan import SCHEDULES, Action, Kind, Plan, PlanError, Residency, Weights, format_actions, verify
 
 BuildPlan = Callable[..., Plan]
 CountMutations = Callable[[str, int, int], None]
@@ -31,6 +32,7 @@ Mutant = tuple[str, List]
 CONVENTIONS = (
     "the buckets of a backward are reduced in listed order",
     "a training plan ends with one CLIP and one STEP",
+    "an action gathers, then reduces, then frees",
 )
 
 NAMES = [*sorted(SCHEDULES), "forward_only"]
@@ -155,3 +157,24 @@ def test_sampled_changes_of_a_larger_plan(build_plan: BuildPlan, name: str, coun
     for rank, actions in enumerate(plan.actions):
         sampled += [(rank, mutant) for mutant in random.Random(rank).sample(list(mutants(actions)), 60)]
     judge(plan, iter(sampled), f"{name} plans of 4 ranks, sampled", count_mutations)
+
+
+@pytest.mark.parametrize("weights", [Weights.SLICED, Weights.UPDATED])
+def test_every_change_of_a_small_plan_of_slices(weights: Weights, count_mutations: CountMutations) -> None:
+    plan = sharded("1f1b", 2, 2, Residency.USE, weights)
+    every = ((rank, mutant) for rank, actions in enumerate(plan.actions) for mutant in mutants(actions))
+    judge(plan, every, f"1f1b plans of 2 ranks with {weights} weights, every one", count_mutations)
+
+
+@pytest.mark.parametrize("residency", Residency)
+def test_sampled_changes_of_a_plan_of_slices(residency: Residency, count_mutations: CountMutations) -> None:
+    plan = sharded("zbv", 2, 3, residency, num_buckets=2)
+    sampled: list[tuple[int, Mutant]] = []
+    for rank, actions in enumerate(plan.actions):
+        sampled += [(rank, mutant) for mutant in random.Random(rank).sample(list(mutants(actions)), 120)]
+    judge(
+        plan,
+        iter(sampled),
+        f"zbv plans of 2 ranks with sliced weights, kept for one {residency}, sampled",
+        count_mutations,
+    )

@@ -226,7 +226,7 @@ MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "STEP before CLIP": (Edit(2, "CLIP STEP", "STEP CLIP"), ENDING),
     "CLIP doubled": (Edit(2, "CLIP", "CLIP CLIP"), ENDING),
     "an update in a forward plan": (fields(training=False), "one F and nothing else"),
-    "a gather": (Edit(0, "0F0", "0F0[g0]"), "no rule covers gathers and frees yet"),
+    "a gather": (Edit(0, "0F0", "0F0[g0]"), "a whole bucket is never gathered or freed"),
     "what two ranks share in another order on one of them": (
         Edit(2, "2SEND_B1 2RECV_F3", "2RECV_F3 2SEND_B1"),
         DEADLOCK,
