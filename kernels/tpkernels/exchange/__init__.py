@@ -4,6 +4,7 @@ communicator.py             a group of ranks: exchanges through an arena, or col
 arena.py mailbox.py         gather and reduce-scatter, and messages, through memory of one host
 device_arena.py copies.py   the arena whose exchanges kernels make, and its copy engine
 pending.py                  a collective that has started and may not have ended
+background.py               exchanges through an arena that go on in a thread
 strategies.py               names of the ways to do a matmul with its exchange
 tree.py                     sums in a balanced tree, the order of every sum between ranks
 """

@@ -16,10 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -28,8 +26,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import Arena, shard_rows
+from tpkernels.exchange.background import (
+    Background,
+    all_reduce_through,
+    copied,
+    gather_through,
+    reduce_scatter_through,
+)
 from tpkernels.exchange.device_arena import DeviceArena, model_of
-from tpkernels.exchange.pending import Collective, Done, Submitted, Work
+from tpkernels.exchange.pending import Collective, Done, Parts, Work
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -48,6 +53,8 @@ _CLOSED_TO_CHILDREN = (
     "device_arena_for",
     "start_all_reduce",
     "start_all_reduce_in_tree",
+    "start_all_gather",
+    "start_reduce_scatter",
     "broadcast_",
     "_start",
 )
@@ -121,13 +128,12 @@ class Communicator:
             except MemoryRefused as error:
                 if self.rank == 0:
                     print(f"tpkernels: group {group.group_name} uses collectives: {error}", file=sys.stderr)
-        self._thread: ThreadPoolExecutor | None = None
-        self._newest: Submitted | None = None
         self.name = _ALONE
         if group is not None and self.size > 1:
             self.name = next(name for i in itertools.count() if (name := f"{group.group_name}/{i}") not in _BY_NAME)
             _BY_NAME[self.name] = self
             close_to_children(self, f"the communicator of group {group.group_name}", *_CLOSED_TO_CHILDREN)
+        self._background = Background(self.name)
 
     def __copy__(self) -> Communicator:
         return self
@@ -150,10 +156,8 @@ class Communicator:
         if torch.compiler.is_compiling():
             # torch.compile cannot trace what other processes write. The registered operators are opaque to it.
             torch._dynamo.graph_break()
-        if self._newest is not None:
-            # All ranks finish an exchange that is running first. If it fails, its own `wait` raises, and so does every
-            # call on the poisoned arena until a reset.
-            self._newest.settle()
+        # Exchanges under way come first on all ranks.
+        self._background.settle()
         return self.arena if x.device.type == "cpu" else None
 
     def device_arena_for(self, x: Tensor) -> DeviceArena | None:
@@ -253,7 +257,7 @@ class Communicator:
             return self._reduce_scatter_by_collective(x)
         flat = x.reshape(len(x), x[:1].numel())
         total = arena.reduce_scatter(
-            len(flat), flat.shape[1], x.dtype, lambda rows, out: _copied(flat[rows], out), "reduce_scatter"
+            len(flat), flat.shape[1], x.dtype, lambda rows, out: copied(flat[rows], out), "reduce_scatter"
         )
         return total.view(len(total), *x.shape[1:])
 
@@ -317,7 +321,7 @@ class Communicator:
         if arena is None:
             self._start(x, dist.ReduceOp.SUM).wait()
         else:
-            _all_reduce_through(arena, x)
+            all_reduce_through(arena, x)
         return x
 
     def all_reduce_max_(self, x: Tensor) -> Tensor:
@@ -342,10 +346,60 @@ class Communicator:
         self._check_sum(x, "all_reduce")
         if self.arena is None or x.device.type != "cpu":
             return self._start(x, dist.ReduceOp.SUM)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self.name}")
-        self._newest = Submitted(self._thread.submit(_all_reduce_timed, self.arena, x))
-        return self._newest
+        return self._background.submit(all_reduce_through, self.arena, x)
+
+    def start_all_gather(self, own: Tensor, full: Tensor) -> Work:
+        """Begin concatenating the ranks' tensors; both must not be touched before `wait()` of the result.
+
+            full[R*n] = all_gather(own[n])
+
+        Args:
+            own: [n], contiguous, of one size and dtype on all ranks; it may be this rank's part of `full` itself.
+            full: [R*n], contiguous.
+
+        Over an arena a thread of this communicator does it, after what it began before.
+
+        Cost: each rank sends (R - 1) times the bytes of `own`.
+        """
+        if self.size == 1:
+            return self._copied_to(full, own)
+        if self.arena is not None and full.device.type == "cpu":
+            return self._background.submit(gather_through, self.arena, own, full)
+        if self._gloo and full.is_cuda:
+            host = torch.empty(full.shape, dtype=full.dtype)
+            return Collective(_all_gather_single(host, own.cpu(), group=self.group, async_op=True), (host, full))
+        return Collective(_all_gather_single(full, own, group=self.group, async_op=True))
+
+    def start_reduce_scatter(self, x: Tensor, out: Tensor, *, in_tree: bool = False) -> Work:
+        """Begin summing the ranks' tensors, of which each keeps its part; both as in `start_all_gather`.
+
+            out[n] = part `rank` of (sum over ranks of x[R*n])
+
+        Args:
+            x: [R*n], contiguous, of one size and dtype on all ranks.
+            out: [n], contiguous; it may be this rank's part of `x` itself.
+            in_tree: add in a balanced tree of ranks, whatever the transport.
+
+        Cost: each rank sends (R - 1)/R of the bytes of `x`. Over gloo, and over NCCL with `in_tree`, memory of one more
+            `x`.
+        """
+        self._check_sum(x, "reduce_scatter")
+        if self.size == 1:
+            return self._copied_to(out, x)
+        if self.arena is not None and x.device.type == "cpu":
+            return self._background.submit(reduce_scatter_through, self.arena, x, out)
+        if not self._gloo and not in_tree:
+            return Collective(_reduce_scatter_single(out, x, group=self.group, async_op=True))
+        x = x.cpu() if self._gloo else x
+        parts = torch.empty_like(x)
+        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
+        return Parts(work, parts.view(self.size, -1).unbind(), out)
+
+    def _copied_to(self, out: Tensor, x: Tensor) -> Work:
+        """Return the exchange of a single rank."""
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
 
     def _check_sum(self, x: Tensor, operation: str) -> None:
         """Refuse a dtype that cannot be added. Do so before the call begins: to fail within it poisons the group."""
@@ -433,27 +487,6 @@ def _say_that_nothing_is_chosen(model: str) -> None:
         "to try the kernels",
         file=sys.stderr,
     )
-
-
-def _all_reduce_timed(arena: Arena, x: Tensor) -> int:
-    """Sum the ranks' tensors in place; return the time at which that ended, in ns."""
-    _all_reduce_through(arena, x)
-    return time.perf_counter_ns()
-
-
-@torch.no_grad()
-def _all_reduce_through(arena: Arena, x: Tensor) -> None:
-    """Sum in place: a reduce-scatter, in which each rank adds its share of the elements, then a gather."""
-    flat = x.reshape(-1, 1)
-    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: _copied(flat[rows], out), "all_reduce")
-    for rows, shard in arena.gather(total, len(flat), "all_reduce"):
-        flat[rows].copy_(shard)
-    if not x.is_contiguous():
-        x.copy_(flat.view(x.shape))
-
-
-def _copied(x: Tensor, out: Tensor | None) -> Tensor:
-    return x.clone() if out is None else out.copy_(x)
 
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:

@@ -6,10 +6,13 @@ Each is a `Work`, whether a process group runs it, a communicator's thread runs 
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from tpkernels.exchange.tree import tree_sum
 
 
 class Work(Protocol):
@@ -57,6 +60,36 @@ class Collective:
         if self._staged is not None:
             copy, target = self._staged
             target.copy_(copy)
+
+    def is_complete(self) -> bool:
+        """As Work."""
+        return bool(self._work.is_completed())
+
+    def ended_ns(self) -> None:
+        """As Work."""
+        return None
+
+
+class Parts:
+    """An exchange that gives this rank one part of every rank; waiting adds them in a balanced tree of ranks.
+
+    Args:
+        work: torch's.
+        parts: by rank, there when the work has ended.
+        out: where their sum goes.
+    """
+
+    def __init__(self, work: Any, parts: Sequence[Tensor], out: Tensor) -> None:
+        self._work, self._parts, self._out = work, parts, out
+
+    def wait(self) -> None:
+        """As Work."""
+        self._work.wait()
+        if self._parts[0].device == self._out.device:
+            tree_sum(self._parts, self._out)
+        else:
+            self._out.copy_(tree_sum(self._parts))
+        self._parts = ()
 
     def is_complete(self) -> bool:
         """As Work."""

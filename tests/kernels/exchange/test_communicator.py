@@ -40,9 +40,24 @@ def results(comm: Communicator, num_rows: int, dtype: torch.dtype) -> dict[str, 
         "broadcast_ into gaps": comm.broadcast_(gaps.clone()),
     }
     started, gapped = x.clone(), torch.stack((x, torch.full_like(x, -100)), -1)
-    for pending in (comm.start_all_reduce(started), comm.start_all_reduce(gapped[..., 0])):
+    own, parts = x.flatten(), torch.arange(comm.size * 6 * num_rows).remainder(11).add(comm.rank).to(dtype)
+    gathered, part, part_in_tree = own.new_empty(comm.size * len(own)), torch.empty_like(own), torch.empty_like(own)
+    for pending in (
+        comm.start_all_reduce(started),
+        comm.start_all_reduce(gapped[..., 0]),
+        comm.start_all_gather(own, gathered),
+        comm.start_reduce_scatter(parts, part),
+        comm.start_reduce_scatter(parts, part_in_tree, in_tree=True),
+    ):
         pending.wait()
-    return {**found, "start_all_reduce": started, "start_all_reduce within a tensor with gaps": gapped}
+    return {
+        **found,
+        "start_all_reduce": started,
+        "start_all_reduce within a tensor with gaps": gapped,
+        "start_all_gather": gathered,
+        "start_reduce_scatter": part,
+        "start_reduce_scatter in a tree": part_in_tree,
+    }
 
 
 Results = dict[str, Tensor]
@@ -74,7 +89,7 @@ def both(ranks: RankPool) -> list[tuple[Results, Results]]:
 
 def test_the_branches_for_nccl_give_what_those_for_gloo_give(both: list[tuple[Results, Results]]) -> None:
     for rank, (gloo, other) in enumerate(both):
-        assert len(gloo) == len(other) == (len(CASES) * 13 if rank in MEMBERS else 0)
+        assert len(gloo) == len(other) == (len(CASES) * 16 if rank in MEMBERS else 0)
         for what, want in gloo.items():
             assert other[what].dtype == want.dtype and other[what].shape == want.shape, what
             assert torch.equal(other[what], want), what
