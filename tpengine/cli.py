@@ -93,7 +93,7 @@ def run_certify(args: argparse.Namespace) -> int:
     from tpengine.commands.certify.command import Layout, Options, certify, parse_layout
 
     options = Options(
-        layout=Layout(args.tp, args.pp, args.dp),
+        layout=Layout(args.tp, args.pp, args.dp, args.zero),
         against=None if args.against is None else parse_layout(args.against),
         preset=args.preset,
         dtype=args.dtype,
@@ -163,6 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for axis in ("tp", "pp", "dp"):
         certify.add_argument(f"--{axis}", type=_count, default=1, help=f"size of the axis {axis} (default 1)")
+    certify.add_argument(
+        "--zero", type=int, choices=range(4), default=0, help="what replicas share out, as in training (default 0)"
+    )
     certify.add_argument(
         "--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 or tp=4 (default one process)"
     )

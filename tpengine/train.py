@@ -111,6 +111,9 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from tpengine.training.memory_limit import fitted
+
+    config = fitted(config, launch, device)
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
         corpus.note_hash(run_dir)

@@ -244,11 +244,12 @@ def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixtur
     assert lines[4].endswith(" s, the whole step") and lines[5].startswith("bubble 0.")
     assert lines[7].startswith("exposed communication 0.") and "of the step on stage" in lines[7]
     assert lines[8].count(" MB") == 4
-    assert lines[9] == (
+    assert [line.split(":")[0] for line in lines[9:13]] == [f"bytes of rank {rank}" for rank in range(4)]
+    assert lines[13] == (
         "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core per "
         "rank"
     )
-    assert len(lines) == 10
+    assert len(lines) == 14
 
 
 def test_what_is_predicted_is_the_plan_and_the_costs_of_the_configuration(
@@ -308,7 +309,7 @@ def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.
     file.write_text('[parallel]\npp = 2\ndp = 2\nschedule = "interleaved"\n[train]\nnum_micro_batches = 6\n')
     picture = tmp_path / "out.svg"
     lines = schedule(capsys, "--config", str(file), "--draw", str(picture))
-    assert len(lines) == 2 + 8 and "5F1" not in lines[0] and "3F5" in lines[1]
+    assert len(lines) == 2 + 2 + 8 and "5F1" not in lines[0] and "3F5" in lines[1]
     drawn = picture.read_text()
     assert "interleaved, tp 1, pp 2, dp 2, 6 micro-batches, modelled for cpu" in drawn
     assert " MB" in drawn and "forwards" not in drawn

@@ -81,7 +81,8 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     ):
         assert text in done.stdout, done.stdout
     assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
-    assert done.stdout.count("MB per rank") == pp
+    assert done.stdout.count("MB per rank with gradients and moments") == pp
+    assert done.stdout.count("MB per rank by the plan: weights ") == pp
 
     steps = records(tmp_path / "out")
     assert [record["step"] for record in steps] == [0, 1, 2, 3]

@@ -20,6 +20,7 @@ from tpengine.commands.schedule_model import (
     add_model_arguments,
     config_asked_for,
     counted,
+    memory_in_words,
     modelled,
     provenance,
     title,
@@ -153,6 +154,8 @@ def print_schedule(args: argparse.Namespace) -> None:
     if args.bytes or config:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
     if config:
+        for line in memory_in_words(config):
+            print(line)
         print(provenance(config, args.machine))
     for path in written:
         print(f"wrote {path}")

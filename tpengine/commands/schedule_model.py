@@ -18,9 +18,10 @@ from tpengine.config import Config, validate
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.plan import Gathered, Plan, Recompute
+from tpengine.plan import Gathered, Plan, Recompute, Residency
 from tpengine.simulate import Costs
 from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, model_costs
+from tpengine.simulate.modelled.memory import memory_of, with_residency
 
 _T = TypeVar("_T")
 
@@ -31,7 +32,7 @@ _MACHINES: Mapping[str, tuple[Machine, str, str]] = MappingProxyType(
         "h200": (H200_NODE, "data-sheet rates of H200s of one node", "bfloat16"),
     }
 )
-_OF_A_MODEL = ("tp", "dp", "recompute", "gathered", "machine")
+_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -45,7 +46,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
     model.add_argument("--config", metavar="FILE.toml", help="then a file, such as the config.toml of a run")
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
     model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
+    model.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="what replicas share out: 1 moments, 2 gradients, 3 weights (default 0)",
+    )
     for name, choices, words in (
+        ("residency", Residency, "with --zero 3, how long gathered weights stay: in a step, or for one use"),
         ("recompute", Recompute, "what backward recomputes"),
         ("gathered", Gathered, "tokens gathered for a matmul are kept for its weight gradient, or gathered again"),
     ):
@@ -82,6 +90,8 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
         dp=_first(args.dp, base.parallel.dp, 1),
         schedule=_first(args.schedule, base.parallel.schedule),
         chunks_per_rank=_first(args.chunks, base.parallel.chunks_per_rank),
+        zero=_first(args.zero, base.parallel.zero),
+        residency=_first(args.residency, base.parallel.residency),
         recompute=_first(args.recompute, base.parallel.recompute),
         gathered=_first(args.gathered, base.parallel.gathered),
     )
@@ -90,10 +100,11 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
 
 
 def validated(config: Config) -> Config:
-    """Check a configuration whose sizes are all given, for as many processes as they need."""
+    """Check a configuration whose sizes are all given, for as many processes as they need; decide its residency."""
     sizes = config.parallel.tp or 0, config.parallel.pp or 0, config.parallel.dp or 0
     # The call reports a size below 1 by its name, not as a number of processes.
-    return validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
+    config = validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
+    return with_residency(config, config.parallel.memory_limit)
 
 
 def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
@@ -103,11 +114,21 @@ def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
     return plan, model_costs(config, layout, plan, _MACHINES[machine or "cpu"][0])
 
 
+def memory_in_words(config: Config) -> list[str]:
+    """Return a line per pipeline rank: the bytes that it holds, by kind."""
+    layout = layout_of(config)
+    return [
+        f"bytes of rank {rank}: {', '.join(f'{kind} {num:,}' for kind, num in memory.kinds().items())}"
+        for rank, memory in enumerate(memory_of(config, layout, training_plan(config, layout)))
+    ]
+
+
 def title(config: Config, schedule: str, machine: str | None) -> str:
     """Return the title of a configuration's picture."""
     parallel = config.parallel
+    zero = f"zero {parallel.zero}, " if parallel.zero else ""
     return (
-        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, "
+        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {zero}"
         f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
     )
 

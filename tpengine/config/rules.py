@@ -133,6 +133,8 @@ def _check_schedule(config: Config) -> None:
 # Rank 0 holds the records of all ranks until the last recorded step.
 _MOST_PROFILED_STEPS = 100
 
+_STAGE_OF_SLICED_WEIGHTS = 3
+
 # A dropout mask can distinguish this many.
 _MOST_MICRO_BATCHES = 2**24
 
@@ -155,6 +157,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "model.mlp_dropout": (0, _BELOW_ONE),
         "parallel.chunks_per_rank": (1, 2**10),
         "parallel.bucket_bytes": (1, None),
+        "parallel.memory_limit": (0, None),
         "train.seq_len": (1, 2**24),
         "train.micro_batch_size": (1, 2**16),
         "train.num_micro_batches": (1, 2**14),
@@ -198,6 +201,8 @@ def _check_ranges(config: Config) -> None:
         (config.parallel, "parallel.", "tp_comm"),
         (config.parallel, "parallel.", "recompute"),
         (config.parallel, "parallel.", "gathered"),
+        (config.parallel, "parallel.", "zero"),
+        (config.parallel, "parallel.", "residency"),
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
         (config, "", "device"),
@@ -205,7 +210,7 @@ def _check_ranges(config: Config) -> None:
         key, value = section + name, getattr(owner, name)
         choices = typing.get_args(typing.get_type_hints(type(owner))[name])
         if value not in choices:
-            raise ValueError(f"{key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+            raise ValueError(f"{key} must be one of {', '.join(map(str, choices))}: got {value!r}: use {choices[0]}")
     token, vocab = config.data.ignore_token, config.model.vocab_size
     if token is not None and not 0 <= token < vocab:
         raise ValueError(
@@ -270,8 +275,23 @@ def _check_layout(config: Config) -> None:
             f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
             f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
+    _check_zero(config, dp)
     if train.reduction == "exact":
         _check_exact(config, tp, dp)
+
+
+def _check_zero(config: Config, dp: int) -> None:
+    zero, residency = config.parallel.zero, config.parallel.residency
+    if zero and dp == 1:
+        raise ValueError(
+            f"zero shares out what dp replicas hold alike: zero {zero} with dp 1 saves nothing: use dp 2 or more, or "
+            "zero 0"
+        )
+    if zero != _STAGE_OF_SLICED_WEIGHTS and residency != "auto":
+        raise ValueError(
+            f"residency says how long zero {_STAGE_OF_SLICED_WEIGHTS} keeps gathered weights: residency {residency} "
+            f"with zero {zero}, whose weights are whole: use residency auto, or zero {_STAGE_OF_SLICED_WEIGHTS}"
+        )
 
 
 def _check_exact(config: Config, tp: int, dp: int) -> None:

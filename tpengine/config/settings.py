@@ -76,6 +76,15 @@ class ParallelConfig:
     tp_comm: Literal["fused", "plain"] = "fused"
     """How tensor-parallel ranks exchange activations: by matmuls that read the peers' memory while it is written (ranks
     of one host, GPUs that can access each other), or by collectives."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What data-parallel replicas share out, instead of each holding all of it (ZeRO): 1 moments and masters, 2
+    gradients too, 3 weights too."""
+    residency: Literal["auto", "step", "use"] = "auto"
+    """With zero 3, how long gathered weights stay: from first to last use in a step, or for one use each; auto chooses
+    what is fastest and fits."""
+    memory_limit: int = 0
+    """Bytes that a rank may hold, by the plan: more is refused before the run starts. 0 for what its GPU has, or its
+    share of the host's free memory."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
 
@@ -97,8 +106,9 @@ class TrainConfig:
     other schedules from are written to the run directory. Empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Dtype of weights and activations; gradients and moments are kept in at least float32."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Dtype of weights and activations; gradients, moments and masters are kept in at least float32. With float16 the
+    loss is scaled: a step whose gradient overflows is skipped, and the scale halves."""
     reduction: Literal["fast", "exact"] = "fast"
     """Order of sums: fast depends on the layout; with exact all layouts give the same bits, with tp and dp at most 8
     and one thread per process."""

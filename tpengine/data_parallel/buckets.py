@@ -45,6 +45,7 @@ class GradientBuckets:
         before_sum: called with the bucket's index when all contributions are there, before they are summed.
         count_usage: each buffer ends in one more element a parameter, for its owner to say who used it: a count that
             is summed along with the gradients.
+        padded_to: by bucket index, elements of a buffer that is to be longer than its gradients.
 
     Attributes:
         flat: the buffers by bucket index, whole.
@@ -70,6 +71,7 @@ class GradientBuckets:
         in_tree: bool = False,
         before_sum: Callable[[int], None] | None = None,
         count_usage: bool = False,
+        padded_to: Mapping[int, int] | None = None,
     ) -> None:
         self._comms, self._in_tree, self._before_sum = comms, in_tree, before_sum
         self.flat: dict[int, Tensor] = {}
@@ -81,12 +83,13 @@ class GradientBuckets:
         for index, layout in layouts.items():
             members = [shaped[name] for name in layout.names]
             num_gradients, num_counts = sum(layout.numels), len(members) if count_usage else 0
+            numel = num_gradients + num_counts
             self.flat[index] = torch.zeros(
-                num_gradients + num_counts,
+                numel if padded_to is None else padded_to[index],
                 dtype=dtype or _the_one({p.dtype for p in members}),
                 device=device or _the_one({p.device for p in members}),
             )
-            self.sums[index], self.usage[index] = self.flat[index].split([num_gradients, num_counts])
+            self.sums[index], self.usage[index] = self.flat[index][:numel].split([num_gradients, num_counts])
             pieces = self.sums[index].split(list(layout.numels))
             for name, member, piece in zip(layout.names, members, pieces, strict=True):
                 self.gradients[name] = piece.as_strided(member.shape, _strides(member))
@@ -141,6 +144,9 @@ class GradientBuckets:
             self._on_start(index)
         if self._before_sum is not None:
             self._before_sum(index)
+        return self._start_sum(index, flat)
+
+    def _start_sum(self, index: int, flat: Tensor) -> Work:
         comm = self._comms[index]
         return comm.start_all_reduce_in_tree(flat) if self._in_tree else comm.start_all_reduce(flat)
 
@@ -153,6 +159,10 @@ class GradientBuckets:
                 f"every bucket must be complete when the last backward ends: contributions missing by bucket "
                 f"{late}: a parameter took no part in the backward pass"
             )
+
+    def has_memory(self, index: int) -> bool:
+        """Whether the buffer of bucket `index` can be read."""
+        return True
 
     def wait(self, index: int) -> Work:
         """Wait until the sum of bucket `index` is there; return it, for who asks when it ended."""

@@ -9,7 +9,9 @@ Both accumulate through sinks into flat buckets whose reductions start inside th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,9 +20,11 @@ from torch.nn import Parameter
 from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel import BlockSums, GradientBuckets
+from tpengine.data_parallel.exact_slices import PackedBuckets
 from tpengine.distributed.groups import Communicators
 from tpengine.layers.gradient_sink import BufferSink
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
+from tpengine.layout.slices import BlockCut
 from tpengine.model.exact import Shards
 
 
@@ -33,9 +37,11 @@ class StepGradients(Protocol):
         summed: the same in as few tensors as there are, for what is done to all elements.
     """
 
-    buckets: GradientBuckets
     of: Mapping[str, Tensor]
     summed: Collection[Tensor]
+
+    @property
+    def buckets(self) -> GradientBuckets: ...
 
     def begin(self) -> None:
         """Begin a step: everything is zero."""
@@ -109,6 +115,7 @@ class ExactGradients:
         num_blocks: of them, on this replica.
         dtype, device: of the buffers.
         sinks, head_sinks: what the layers and the output head add to, one per held shard.
+        sliced: every replica keeps the sums of the elements that it owns (ZeRO).
 
     Attributes:
         on_block_end: called with a bucket's gradients, by buffer, when they hold the sum of a block of micro-batches.
@@ -132,13 +139,15 @@ class ExactGradients:
         device: torch.device,
         sinks: Sequence[BufferSink],
         head_sinks: Sequence[BufferSink],
+        sliced: bool = False,
     ) -> None:
         self._block_length = num_micro_batches // num_blocks
         self._layouts, self._chunk_of = layouts, chunk_of
         self.on_block_end: Callable[[Mapping[str, Tensor]], None] | None = None
         leaves = _Leaves(pieces, shards, tied_ends)
         shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
-        self.buckets = GradientBuckets(
+        make = partial(PackedBuckets, cuts=cuts_of(leaves, pieces, comms.dp.size)) if sliced else GradientBuckets
+        self.buckets = make(
             layouts,
             shaped,
             dict.fromkeys(shaped, 1),
@@ -150,15 +159,23 @@ class ExactGradients:
         )
         self._blocks = BlockSums(self.buckets.flat, num_blocks)
         buffers = self.buckets.gradients
-        self._terms = {piece: [buffers[leaf] for leaf in names] for piece, names in leaves.of_piece.items()}
+        sums = self.buckets.parts if isinstance(self.buckets, PackedBuckets) else buffers
+        self._terms = {
+            piece: [sums[leaf] for leaf in names] for piece, names in leaves.of_piece.items() if sums[names[0]].numel()
+        }
         self.of: Mapping[str, Tensor] = {piece: terms[0] for piece, terms in self._terms.items()}
         self.summed: Collection[Tensor] = self.of.values()
         for gradient in buffers.values():
             assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
         num_held = len(shards.held)
         # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
+        self._first_leaf = {piece: names[0] for piece, names in leaves.of_piece.items()}
         self._shared_by = {
-            comm: [self.of[name] for name, piece in pieces.items() if chosen(piece) and piece.num_holders > num_held]
+            comm: [
+                self.of[name]
+                for name, piece in pieces.items()
+                if chosen(piece) and piece.num_holders > num_held and name in self.of
+            ]
             for comm, chosen in (
                 (comms.tp, lambda piece: piece.spec.shard_dim is None),
                 (comms.replica, lambda piece: piece.spec.shard_dim is not None),
@@ -169,6 +186,10 @@ class ExactGradients:
         for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
             sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_rank(i).items()}, self.buckets)
             head_sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_head(i).items()}, self.buckets)
+
+    def bucket_of(self, piece: str) -> int:
+        """Return the bucket in which the first buffer of a piece lies."""
+        return self.buckets.place(self._first_leaf[piece])[1]
 
     def begin(self) -> None:
         """As StepGradients."""
@@ -199,6 +220,15 @@ class ExactGradients:
         if self.on_block_end is not None:
             self.on_block_end({name: self.buckets.gradients[name] for name in self._layouts[index].names})
         self._blocks.end_block(index)
+
+
+def cuts_of(leaves: _Leaves, pieces: Mapping[str, Piece], num_replicas: int) -> dict[str, BlockCut]:
+    """Return how each buffer is cut over the replicas: as its piece, so that terms of one sum lie together."""
+    return {
+        leaf: BlockCut.of(name, math.prod(pieces[name].block[1]), num_replicas)
+        for name, names in leaves.of_piece.items()
+        for leaf in names
+    }
 
 
 class _Leaves:

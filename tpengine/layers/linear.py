@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
@@ -273,8 +274,9 @@ class PackedWeights:
 
     The layers' parameters are views of the storage and stay separate parameters. `module.to`,
     `load_state_dict(assign=True)` and `copy.deepcopy` give a parameter other memory: the next forward notices that by
-    the address, and packs again. A borrowed weight lies elsewhere: the storage holds a copy of it, which is renewed
-    when the weight has changed.
+    the address, and packs again. A weight that is borrowed, or a part of somebody's larger memory, stays where it is:
+    the storage holds a copy of it, which is renewed when the weight has changed. If such weights lie behind each other,
+    they are the storage.
 
     Args:
         layers: column-parallel layers of one input size, over equal communicators and with equal sinks.
@@ -282,6 +284,8 @@ class PackedWeights:
 
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         self.layers = layers
+        # Those of whose weights the storage has copies.
+        self._copies: list[ColumnParallelLinear] = []
         self._storage = self._pack()
         self._copied: list[tuple[int, int]] = []
         self._prepared: PreparedWeight | None = None
@@ -293,7 +297,9 @@ class PackedWeights:
         self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.size, weights)
 
     def release(self) -> None:
-        """Free the prepared copies. The next forward copies borrowed weights again, even if autograd saw no write."""
+        """Free the prepared copies. The next forward copies weights again that are copied, even if autograd saw no
+        write.
+        """
         self._prepared, self._copied = None, []
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -316,17 +322,24 @@ class PackedWeights:
 
     def _update(self, weights: Sequence[Tensor]) -> None:
         """Make the storage hold the weights as they are now."""
-        borrowed = contents_of([layer.weight for layer in self.layers if layer.borrows])
         if not self._is_packed(weights):
-            self._storage = self._pack()
-        elif borrowed != self._copied:
-            self._copy_borrowed()
-        self._copied = borrowed
+            self._storage = self._found_packed()
+        copied = contents_of([layer.weight for layer in self._copies])
+        if copied != self._copied:
+            self._copy()
+        self._copied = copied
+
+    def _found_packed(self) -> Tensor:
+        found = _side_by_side(self.layers)
+        if found is None:
+            return self._pack()
+        self._copies = []
+        return found
 
     def _is_packed(self, weights: Sequence[Tensor]) -> bool:
         address = self._storage.data_ptr()
         for layer, weight in zip(self.layers, weights, strict=True):
-            if (weight.data_ptr() != address and not layer.borrows) or weight.dtype != self._storage.dtype:
+            if (weight.data_ptr() != address and layer not in self._copies) or weight.dtype != self._storage.dtype:
                 return False
             address += weight.numel() * weight.element_size()
         return True
@@ -334,18 +347,41 @@ class PackedWeights:
     @torch.no_grad()
     def _pack(self) -> Tensor:
         storage = torch.cat([layer.weight.detach() for layer in self.layers])
+        self._copies = [layer for layer in self.layers if layer.borrows or _is_part_of_more(layer, self.layers)]
         pieces = storage.split([layer.weight.shape[0] for layer in self.layers])
         for layer, piece in zip(self.layers, pieces, strict=True):
-            if not layer.borrows:
+            if layer not in self._copies:
                 layer.weight.data = piece
         return storage
 
     @torch.no_grad()
-    def _copy_borrowed(self) -> None:
+    def _copy(self) -> None:
         pieces = self._storage.split([layer.weight.shape[0] for layer in self.layers])
-        for layer, piece in zip(self.layers, pieces, strict=True):
-            if layer.borrows:
-                piece.copy_(layer.weight)
+        # What backward still needs of the storage it needs with these values: within a step they stay the same.
+        with _unsafe_preserve_version_counter(self._storage):
+            for layer, piece in zip(self.layers, pieces, strict=True):
+                if layer in self._copies:
+                    piece.copy_(layer.weight)
+
+
+def _is_part_of_more(layer: ColumnParallelLinear, packed: Sequence[ColumnParallelLinear]) -> bool:
+    """Whether a layer's weight lies in memory that holds more than the weights that are packed with it."""
+    memory = layer.weight.untyped_storage()
+    neighbours = [other.weight for other in packed if other.weight.untyped_storage().data_ptr() == memory.data_ptr()]
+    return memory.nbytes() > sum(weight.numel() * weight.element_size() for weight in neighbours)
+
+
+def _side_by_side(layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
+    """Return the layers' weights as one tensor if somebody has laid them out behind each other in one memory."""
+    weights = [layer.weight for layer in layers]
+    first, place = weights[0], weights[0].storage_offset()
+    for layer, weight in zip(layers, weights, strict=True):
+        is_next = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if layer.borrows or not is_next or weight.storage_offset() != place or weight.dtype != first.dtype:
+            return None
+        place += weight.numel()
+    # `data`: what writes to that memory, as a gather of weights, does not count as a write to this tensor.
+    return first.data.as_strided((sum(len(weight) for weight in weights), first.shape[1]), (first.shape[1], 1))
 
 
 class RowParallelLinear(nn.Module):

@@ -8,7 +8,7 @@ those of Hugging Face's Llama, less the leading "model.".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -205,16 +205,56 @@ class Gradient:
         name: unique on the rank.
         numel: elements on one rank.
         reduce_over: the ranks over which it is summed while backward runs.
+        joined: lies in one bucket with the gradient before it, and right behind that.
+        alone: has a bucket of its own.
     """
 
     name: str
     numel: int
     reduce_over: ReduceOver
+    joined: bool = False
+    alone: bool = False
 
 
 def gradients_of(specs: Sequence[ParameterSpec], tp: int) -> tuple[Gradient, ...]:
     """A buffer for each parameter, under its name."""
     return tuple(Gradient(spec.name, spec.local_numel(tp), spec.reduce_over) for spec in specs)
+
+
+# What one matmul reads as one matrix: each of these lies behind the weight that is used before it.
+_PACKED_BEHIND = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight")
+
+
+def in_order_of_packing(pieces: Mapping[str, Piece]) -> list[str]:
+    """Return the names of a rank's pieces so that what one shard's matmul reads as one matrix lies together."""
+    keys: dict[str, tuple[int, int, int]] = {}
+    group, before = 0, ""
+    for place, (name, piece) in enumerate(pieces.items()):
+        # The shards of one parameter follow each other, and so do those of the parameters that are packed behind it.
+        if piece.spec.name != before and not piece.spec.name.endswith(_PACKED_BEHIND):
+            group += 1
+        before, keys[name] = piece.spec.name, (group, piece.holder, place)
+    return sorted(pieces, key=keys.__getitem__)
+
+
+def sliced_gradients(specs: Sequence[ParameterSpec], tp: int, alone: Collection[str] = ()) -> tuple[Gradient, ...]:
+    """A buffer for each parameter, where replicas own slices of buckets (ZeRO) and weights lie as their gradients do.
+
+    Sums over ranks that hold the same KV heads are taken later, of the slices, so that Q, K and V share a bucket.
+
+    Args:
+        alone: names of those that need buckets of their own.
+    """
+    return tuple(
+        Gradient(
+            spec.name,
+            spec.local_numel(tp),
+            "dp_tp" if spec.shard_dim is None else "dp",
+            joined=spec.name.endswith(_PACKED_BEHIND),
+            alone=spec.name in alone,
+        )
+        for spec in specs
+    )
 
 
 def leaf_name(name: str, shard: int, head: bool = False) -> str:
@@ -229,7 +269,12 @@ def leaf_parts(leaf: str) -> tuple[str, int, bool]:
 
 
 def exact_gradients(
-    specs: Sequence[ParameterSpec], num_shards: int, num_held: int, embedding_uses: Sequence[bool]
+    specs: Sequence[ParameterSpec],
+    num_shards: int,
+    num_held: int,
+    embedding_uses: Sequence[bool],
+    *,
+    sliced: bool = False,
 ) -> tuple[Gradient, ...]:
     """A buffer for each parameter and shard: in exact mode each adds to its own, and they are added at the end.
 
@@ -238,11 +283,19 @@ def exact_gradients(
         num_held: shards that a rank holds.
         embedding_uses: the uses that the chunk makes of the embedding table, each with buffers of its own; True where
             it is the head of a model whose embedding lies on the same rank.
+        sliced: replicas own slices (ZeRO): all shards' buffers of what one matmul reads share a bucket; those of the
+            embedding have buckets of their own.
     """
     # Each buffer begins at a cache line, so that its alignment does not follow from what lies before it.
     elements = ALIGNMENT_BYTES // 4
     return tuple(
-        Gradient(leaf_name(spec.name, rank, head), -(-spec.local_numel(num_shards) // elements) * elements, "dp")
+        Gradient(
+            leaf_name(spec.name, rank, head),
+            -(-spec.local_numel(num_shards) // elements) * elements,
+            "dp",
+            joined=sliced and (rank > 0 or spec.name.endswith(_PACKED_BEHIND)),
+            alone=sliced and spec.name == EMBEDDING,
+        )
         for spec in specs
         for head in (embedding_uses if spec.name == EMBEDDING else (False,))
         for rank in range(num_held)
@@ -255,7 +308,8 @@ class BucketLayout:
 
     Attributes:
         reduce_over: the ranks over which it is summed.
-        names: its gradients, in the order in which backward completes them.
+        names: its gradients, in the order in which backward completes them; in that of their use in forward where
+            replicas own slices.
         numels: elements of each on one rank.
     """
 
@@ -274,7 +328,12 @@ _SMALLEST_BUCKET_BYTES = 1_000_000
 
 
 def bucket_layouts(
-    gradients: Sequence[Gradient], bucket_bytes: int, item_bytes: int, *, tapered: bool = False
+    gradients: Sequence[Gradient],
+    bucket_bytes: int,
+    item_bytes: int,
+    *,
+    tapered: bool = False,
+    in_order_of_use: bool = False,
 ) -> tuple[BucketLayout, ...]:
     """Cut a chunk's gradients into flat buckets, ordered by when backward completes them.
 
@@ -284,6 +343,7 @@ def bucket_layouts(
         item_bytes: bytes of a gradient element (gradients accumulate in promote_types(dtype, float32)).
         tapered: the buckets become smaller towards the end, each about half of what is left, down to 1 MB: for a chunk
             whose last backward is the step's last, where only the last bucket's reduction is not hidden.
+        in_order_of_use: a bucket's gradients lie in the order of their use in forward, as weights do that share it.
 
     Returns:
         Buckets in the order of their last contribution. Backward completes gradients in the reverse order of
@@ -295,14 +355,19 @@ def bucket_layouts(
     completion = {gradient.name: place for place, gradient in enumerate(reversed(gradients))}
     left = item_bytes * sum(gradient.numel for gradient in gradients)
     for gradient in reversed(gradients):
+        left -= item_bytes * gradient.numel
+        if gradient.alone:
+            closed.append([gradient])
+            continue
         bucket = open_buckets.setdefault(gradient.reduce_over, [])
         bucket.append(gradient)
-        left -= item_bytes * gradient.numel
         limit = min(bucket_bytes, max(left, _SMALLEST_BUCKET_BYTES)) if tapered else bucket_bytes
-        if item_bytes * sum(g.numel for g in bucket) >= limit:
+        if item_bytes * sum(g.numel for g in bucket) >= limit and not gradient.joined:
             closed.append(open_buckets.pop(gradient.reduce_over))
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: completion[bucket[-1].name])
+    if in_order_of_use:
+        closed = [bucket[::-1] for bucket in closed]
     return tuple(
         BucketLayout(
             bucket[0].reduce_over,

@@ -23,6 +23,8 @@ from tpengine.layout.parameters import (
     gradients_of,
     kv_replicas,
     layer_specs,
+    leaf_parts,
+    sliced_gradients,
     stage_specs,
 )
 from tpengine.plan import (
@@ -31,8 +33,11 @@ from tpengine.plan import (
     Gathered,
     Plan,
     Recompute,
+    Reduced,
+    Residency,
     TensorSpec,
     Tie,
+    Weights,
     forward_only,
     lower,
     partition_layers,
@@ -41,7 +46,9 @@ from tpengine.plan import (
 )
 from tpengine.plan.clock import whole_unit_durations
 
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+_STAGE_OF_SLICED_GRADIENTS = 2
 
 # A lookup moves D elements a token; counted as this many flops an element it still never outweighs a layer.
 _EMBEDDING_FLOPS_PER_ELEMENT = 2
@@ -64,6 +71,7 @@ class Layout:
         ranks: the pipeline rank of each chunk of the model, in model order.
         layers: half-open layer range of each chunk.
         buckets: by index, unique over all ranks; a chunk's in the order in which backward completes them.
+        zero: the stage of ZeRO: what replicas own slices of.
     """
 
     pp: int
@@ -72,6 +80,7 @@ class Layout:
     ranks: tuple[int, ...]
     layers: tuple[tuple[int, int], ...]
     buckets: Mapping[int, PlacedBucket]
+    zero: int = 0
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The chunks of a pipeline rank, in model order."""
@@ -149,12 +158,18 @@ def layout_of(config: Config) -> Layout:
     placed: list[PlacedBucket] = []
     for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks))):
         # Nothing hides what is reduced after the step's last backward: there the last bucket is to be a small one.
-        layouts = bucket_layouts(gradients[chunk,], parallel.bucket_bytes, item, tapered=ends_after == 0)
+        layouts = bucket_layouts(
+            gradients[chunk,],
+            parallel.bucket_bytes,
+            item,
+            tapered=ends_after == 0,
+            in_order_of_use=parallel.zero > 0,
+        )
         placed += [PlacedBucket((chunk,), layout) for layout in layouts]
     for chunks in gradients:
         if len(chunks) > 1:
             placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
-    return Layout(parallel.pp, parallel.dp, parallel.tp, schedule.ranks, layers, dict(enumerate(placed)))
+    return Layout(parallel.pp, parallel.dp, parallel.tp, schedule.ranks, layers, dict(enumerate(placed)), parallel.zero)
 
 
 def chunk_gradients(
@@ -180,11 +195,14 @@ def chunk_gradients(
         if exact:
             # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
             uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
-            found[chunk,] = exact_gradients(specs, table_size, table_size // tp, uses)
+            sliced = config.parallel.zero > 0
+            found[chunk,] = exact_gradients(specs, table_size, table_size // tp, uses, sliced=sliced)
             continue
         if shares_ends:
             specs = tuple(spec for spec in specs if spec.name != EMBEDDING)
-        found[chunk,] = gradients_of(specs, tp)
+        # The slices of a table that two ranks hold are summed between them, and so must be the same elements.
+        shared = {EMBEDDING} if model.tie_embeddings and last > 0 else ()
+        found[chunk,] = sliced_gradients(specs, tp, shared) if config.parallel.zero else gradients_of(specs, tp)
     if shares_ends and not exact:
         found[0, last] = gradients_of([embedding_spec(model, tp)], tp)
     return found
@@ -213,11 +231,7 @@ def training_plan(config: Config, layout: Layout) -> Plan:
         A plan that has passed `verify`: micro-batches of one replica, bucket reductions for every bucket with more
         than one holder, the tied embeddings' sum where the ends are on two ranks, clip and step.
     """
-    buckets = tuple(
-        Bucket(index, bucket.chunks)
-        for index, bucket in layout.buckets.items()
-        if num_summed(layout, bucket.layout, config.model) > 1
-    )
+    buckets = _buckets(config, layout)
     tied = config.model.tie_embeddings and not layout.ends_share_a_rank
     plan = lower(
         schedule_of(config),
@@ -227,6 +241,7 @@ def training_plan(config: Config, layout: Layout) -> Plan:
         num_microbatches=config.train.num_micro_batches,
         num_layers=config.model.num_layers,
         training=True,
+        residency=_residency(config),
     )
     verify(plan)
     return plan
@@ -243,14 +258,53 @@ def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_ba
     plan = lower(
         forward_only(layout.ranks, num_microbatches),
         _chunks(config, layout, micro_batch_size),
-        (),
+        _buckets(config, layout) if layout.zero else (),
         (),
         num_microbatches=num_microbatches,
         num_layers=config.model.num_layers,
         training=False,
+        residency=_residency(config),
     )
     verify(plan)
     return plan
+
+
+def weights_of(config: Config, layout: Layout, index: int) -> Weights:
+    """Return what every replica holds of a bucket's weights.
+
+    In exact mode each use of a tied embedding has gradients of its own. Where one rank makes both uses, as two chunks,
+    the table belongs to the bucket of the lookup and stays whole, since the other chunk's plan does not gather it.
+    """
+    bucket = layout.buckets[index]
+    if config.train.reduction == "exact" and layout.zero:
+        uses = [leaf_parts(name) for name in bucket.layout.names]
+        if all(is_head for _, _, is_head in uses):
+            return Weights.WHOLE
+        both = config.model.tie_embeddings and layout.ends_share_a_rank and len(layout.ranks) > 1
+        if both and uses[0][0] == EMBEDDING:
+            return Weights.UPDATED
+    return {0: Weights.WHOLE, 3: Weights.SLICED}.get(layout.zero, Weights.UPDATED)
+
+
+def reduced_of(config: Config) -> Reduced:
+    """Return when a bucket's gradient is summed: at stages 2 and 3 for every micro-batch.
+
+    Exact mode adds blocks of micro-batches on each replica, in a tree, before it sums over replicas.
+    """
+    each = config.parallel.zero >= _STAGE_OF_SLICED_GRADIENTS and config.train.reduction == "fast"
+    return Reduced.MICROBATCH if each else Reduced.STEP
+
+
+def _buckets(config: Config, layout: Layout) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(index, bucket.chunks, weights_of(config, layout, index), reduced_of(config))
+        for index, bucket in layout.buckets.items()
+        if num_summed(layout, bucket.layout, config.model) > 1
+    )
+
+
+def _residency(config: Config) -> Residency:
+    return Residency.STEP if config.parallel.residency == "auto" else Residency(config.parallel.residency)
 
 
 def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chunk, ...]:

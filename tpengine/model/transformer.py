@@ -7,7 +7,7 @@ layout starts from the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,35 +148,37 @@ class Transformer(nn.Module):
         return x
 
     @torch.no_grad()
-    def initialise(self, seed: int, masters: Mapping[str, Tensor] | None = None) -> None:
-        """Fill the weights: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows.
+    def initialise(
+        self, seed: int, store: Callable[[str, Tensor], None] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Draw the initial values: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows.
 
         Args:
-            masters: by piece, what is filled first and the weights are roundings of; a weight may be its own.
+            store: called with each piece's name and values; default writes them into the weights.
+            dtype: of the values; default the weights'.
         """
         for name, parameter in self.held.items():
             spec = self.pieces[name].spec
             offset, size = self.pieces[name].block
-            target = parameter if masters is None else masters[name]
             if spec.init_std is None:
-                target.fill_(1.0)
+                values = torch.ones(size, dtype=dtype or parameter.dtype, device=parameter.device)
             else:
-                target.copy_(
-                    normal_block(
-                        seed,
-                        spec.name,
-                        spec.shape,
-                        offset,
-                        size,
-                        std=spec.init_std,
-                        dtype=target.dtype,
-                        device=target.device,
-                    )
+                values = normal_block(
+                    seed,
+                    spec.name,
+                    spec.shape,
+                    offset,
+                    size,
+                    std=spec.init_std,
+                    dtype=dtype or parameter.dtype,
+                    device=parameter.device,
                 )
             if spec.valid_rows is not None:
-                target[max(spec.valid_rows - offset[0], 0) :] = 0
-            if target is not parameter:
-                parameter.copy_(target)
+                values[max(spec.valid_rows - offset[0], 0) :] = 0
+            if store is None:
+                parameter.copy_(values)
+            else:
+                store(name, values)
 
     def prepare(self, num_tokens: int) -> None:
         """Bring the weights into the layout their products read fastest; used until a weight changes.

@@ -10,6 +10,7 @@ Source: "Trace Event Format", Google, the JSON object form with complete ("X") a
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from tpengine.plan.actions import Action, Kind
 from tpengine.plan.timeline import RankTimeline, Span
 
 _COMPUTE = "compute"
-_LANES = ("sends", "receives", "reductions")
+_LANES = ("sends", "receives", "gathers", "reductions")
 # Distance between the first thread numbers of two lanes: no rank has so many things under way at once.
 _LANE_THREADS = 1000
 
@@ -75,10 +76,12 @@ def _events(rank: TracedRank, origin_ns: int) -> Iterator[dict[str, Any]]:
 
 def _list_of(rank: int, traced: TracedStep, origin_ns: int) -> Iterator[dict[str, Any]]:
     """Yield a rank's list as it ran, each wait followed by what it waited for."""
+    times_waited: Counter[Action] = Counter()
     for action, begin, end in traced.record.ran:
         yield _span(rank, 0, action, (begin - origin_ns) * 1e-3, (end - begin) * 1e-3, traced.step)
         for sub in action.subs if action.kind is Kind.WAIT else ():
-            waited = traced.record.waited[sub]
+            waited = traced.record.waited[sub][times_waited[sub]]
+            times_waited[sub] += 1
             times = (waited.begin_ns - origin_ns) * 1e-3, (waited.end_ns - waited.begin_ns) * 1e-3
             yield _span(rank, 0, sub, *times, traced.step, {"was_complete": waited.was_complete})
 

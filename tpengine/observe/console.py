@@ -18,6 +18,7 @@ from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan, clock
 from tpengine.simulate.modelled.costs import bytes_per_rank
+from tpengine.simulate.modelled.memory import RankMemory, memory_of
 
 _PLAIN_LINES = 40
 # Times of one layer, in forwards.
@@ -44,7 +45,10 @@ def show_plan(
     tokens = train.micro_batch_size * train.seq_len
     lines = [
         ("model", f"{num_parameters(model):,} parameters, {model.num_layers} layers, hidden {model.hidden_size}"),
-        ("layout", f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}"),
+        (
+            "layout",
+            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}{_sharing(config)}",
+        ),
         (
             "step",
             f"{train.num_micro_batches} micro-batches of {tokens:,} tokens x dp {layout.dp} = "
@@ -55,6 +59,8 @@ def show_plan(
         what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
         size = f"{num_bytes / 1e6:.1f} MB per rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
+    for stage, memory in enumerate(memory_of(config, layout, plan)):
+        lines.append(("memory", f"{f'stage {stage}: ' if layout.pp > 1 else ''}{_memory(memory)}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
         sizes = f"{num_shards_of(config)} shards, {num_blocks(config)} blocks of micro-batches"
@@ -66,6 +72,17 @@ def show_plan(
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def _sharing(config: Config) -> str:
+    """Return what the replicas share out, in words."""
+    zero, residency = config.parallel.zero, config.parallel.residency
+    return f", zero {zero}{f' residency {residency}' if zero == 3 else ''}" if zero else ""
+
+
+def _memory(memory: RankMemory) -> str:
+    kinds = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in memory.kinds().items())
+    return f"MB per rank by the plan: {kinds}; at most {memory.peak / 1e6:.1f} at once, in {memory.action}"
 
 
 def _bubble(plan: Plan) -> str:

@@ -59,6 +59,8 @@ def step_flops(config: Config, *, causal_half: bool) -> int:
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
     """Return the dense peak of a GPU by torch's name for it, or None if it is not in the table."""
+    # The 16-bit types have one peak.
+    dtype = "bfloat16" if dtype == "float16" else dtype
     for pattern, peaks in _PEAK_FLOPS_PER_S.items():
         if re.search(pattern, device_name):
             return peaks.get(dtype)
@@ -85,6 +87,8 @@ def step_record(
     peak_memory_bytes: int,
     skipped: bool = False,
     skipped_steps: int = 0,
+    overflowed: bool = False,
+    loss_scale: float | None = None,
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -94,7 +98,9 @@ def step_record(
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
         skipped: whether the step's update was left out because loss or norm are not finite.
-        skipped_steps: number of skipped steps up to and including this one.
+        skipped_steps: number of such steps up to and including this one.
+        overflowed: whether it was left out because its loss scale was too large; not among `skipped_steps`.
+        loss_scale: that the step ran with; None where there is none.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
@@ -116,6 +122,8 @@ def step_record(
         "skipped": skipped,
         "skipped_steps": skipped_steps,
     }
+    if loss_scale is not None:
+        record |= {"loss_scale": loss_scale, "overflowed": overflowed}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = peak_flops_per_second(name, train.dtype)
     if peak is not None:

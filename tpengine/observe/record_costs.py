@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpengine.observe.records import (
+    BucketRun,
     PipelineRecord,
     RankRecord,
-    Waited,
+    bucket_runs,
     measured_timeline,
     posts_of,
-    reduction_times,
 )
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
 from tpengine.plan.plan import Bucket, Plan
@@ -112,9 +112,10 @@ def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[
             for action, begin, end in record.ran:
                 if action.kind in SENDS:
                     sending.append(float(end - begin))
-            for action, waited in record.waited.items():
+            for action, entries in record.waited.items():
                 if action.kind not in RECEIVES:
                     continue
+                (waited,) = entries
                 if waited.was_complete:
                     receiving.append(float(waited.end_ns - waited.begin_ns))
                 else:
@@ -134,24 +135,21 @@ def _reduction_seconds(plan: Plan, bucket: Bucket, steps: Sequence[MeasuredStep]
     measured: list[float] = []
     bounds: list[float] = []
     for step in steps:
-        records = [pipeline[rank] for pipeline in step.pipelines]
-        begin = max(_begin_alone(record, action) for record in records)
-        end = max(reduction_times(record, action)[1] for record in records)
-        seconds = max(0, end - begin) * 1e-9
-        is_known = all(w.done_ns is not None or not w.was_complete for w in _waits(records, action))
-        (measured if is_known else bounds).append(seconds)
+        for alike in zip(*(_runs_alone(pipeline[rank], action) for pipeline in step.pipelines), strict=True):
+            begin, end = max(run.begin_ns for run in alike), max(run.end_ns for run in alike)
+            seconds = max(0, end - begin) * 1e-9
+            (measured if all(run.is_known for run in alike) else bounds).append(seconds)
     return _median(measured) if measured else min(bounds)
 
 
-def _waits(records: Iterable[RankRecord], action: Action) -> Iterator[Waited]:
-    return (record.waited[action] for record in records)
-
-
-def _begin_alone(record: RankRecord, action: Action) -> int:
-    """Return when a rank's reduction began, or when the previous one ended if that is later."""
-    begin = record.starts[action]
-    before = [other for other, start in record.starts.items() if other != action and start <= begin]
-    return max([begin, *(reduction_times(record, other)[1] for other in before)])
+def _runs_alone(record: RankRecord, action: Action) -> list[BucketRun]:
+    """Return each run of a reduction, from when it began, or from when what was before it ended if that is later."""
+    found, until = [], 0
+    for run in bucket_runs(record):
+        if run.action == action:
+            found.append(run._replace(begin_ns=max(run.begin_ns, until)))
+        until = max(until, run.end_ns)
+    return found
 
 
 def _median(values: Sequence[float]) -> float:

@@ -6,10 +6,7 @@ in CLIP waits for the slowest rank, and communication is under way
     transfers    in a process group: from when both sides have posted until the receiver has the tensor. Through a
                  mailbox: on the sender while it copies in, on the receiver while it copies out, or from the beginning
                  of the sender's copy if the receiver is waiting for it
-    reductions   from when this rank began until the sum was there. Of a bucket that is reduced every micro-batch, the
-                 last reduction is shown
-
-Gathers are not recorded, but waits for them are.
+    reductions   from when this rank began until the sum was there; gathers of weights alike
 
 Where no rank sees the end, there is a bound: communication that was complete when a rank asked for it ended then, at
 the latest. The ranks of one host share a clock; the clocks of several hosts are aligned by meetings (`clock_offsets`).
@@ -19,6 +16,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -57,14 +55,14 @@ class RankRecord:
 
     Attributes:
         ran: every action of the rank's list, in order.
-        starts: when each reduction began.
-        waited: by transfer or reduction.
+        starts: by reduction or gather, when it began, as often as it did.
+        waited: by transfer, reduction or gather, as often as it was waited for.
         copies: whether posting a send and waiting for a receive copy the data (mailbox), or only start and end it.
     """
 
     ran: tuple[Ran, ...]
-    starts: Mapping[Action, int]
-    waited: Mapping[Action, Waited]
+    starts: Mapping[Action, Sequence[int]]
+    waited: Mapping[Action, Sequence[Waited]]
     copies: bool
 
 
@@ -98,24 +96,24 @@ def decode_record(encoded: bytes, actions: Sequence[Action], offset_ns: int = 0)
     """
     content = json.loads(encoded)
     events = iter(content["ran"])
-    ran, starts = [], {}
+    ran: list[Ran] = []
+    starts: defaultdict[Action, list[int]] = defaultdict(list)
     for action in actions:
         text, begin, end = next(events, ("the end", 0, 0))
         _check_same(text, action)
         ran.append(Ran(action, begin - offset_ns, end - offset_ns))
-        for sub in action.subs if action.kind in COMPUTE else ():
-            if sub.kind is Kind.REDUCE:
-                text, begin, _ = next(events, ("the end", 0, 0))
-                _check_same(text, sub)
-                starts[sub] = begin - offset_ns
+        if action.kind is Kind.GATHER:
+            starts[action].append(begin - offset_ns)
+        for sub in action.posts if action.kind in COMPUTE else ():
+            text, begin, _ = next(events, ("the end", 0, 0))
+            _check_same(text, sub)
+            starts[sub].append(begin - offset_ns)
     text, _, _ = next(events, ("", 0, 0))
     _check_same(text, None)
-    waited = {
-        parse_action(text): Waited(
-            begin - offset_ns, end - offset_ns, complete, None if done is None else done - offset_ns
-        )
-        for text, begin, end, complete, done in content["waited"]
-    }
+    waited: defaultdict[Action, list[Waited]] = defaultdict(list)
+    for text, begin, end, complete, done in content["waited"]:
+        done = None if done is None else done - offset_ns
+        waited[parse_action(text)].append(Waited(begin - offset_ns, end - offset_ns, complete, done))
     return RankRecord(tuple(ran), starts, waited, content["copies"])
 
 
@@ -191,12 +189,13 @@ class _Join:
                     waits.append(self._span(action, begin, all_there))
                 compute.append(self._span(action, all_there, end))
         transfers = list(self._transfers(rank))
-        reductions = [self._span(action, *reduction_times(record, action)) for action in record.starts]
+        buckets = [self._span(run.action, run.begin_ns, run.end_ns) for run in bucket_runs(record)]
         return RankTimeline(
             compute=tuple(compute),
             sends=_by_start(span for span in transfers if span.action.kind in SENDS),
             receives=_by_start(span for span in transfers if span.action.kind in RECEIVES),
-            reductions=_by_start(iter(reductions)),
+            reductions=_by_start(span for span in buckets if span.action.kind is Kind.REDUCE),
+            gathers=_by_start(span for span in buckets if span.action.kind is Kind.GATHER),
             waits=tuple(waits),
         )
 
@@ -215,7 +214,7 @@ class _Join:
 
 def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool) -> tuple[int, int]:
     """Return when a transfer began and ended, as one of its sides shows it."""
-    waited = receiver.waited[receive.action]
+    (waited,) = receiver.waited[receive.action]
     if receiver.copies:
         if is_send:
             return send.begin_ns, send.end_ns
@@ -229,13 +228,32 @@ def posts_of(record: RankRecord) -> dict[Action, Ran]:
     return {ran.action: ran for ran in record.ran if ran.action.kind in TRANSFERS}
 
 
-def reduction_times(record: RankRecord, reduction: Action) -> tuple[int, int]:
-    """Return when a reduction began and ended, at the latest."""
-    waited = record.waited[reduction]
-    end = waited.done_ns
-    if end is None:
-        end = waited.begin_ns if waited.was_complete else waited.end_ns
-    return record.starts[reduction], max(end, record.starts[reduction])
+class BucketRun(NamedTuple):
+    """A reduction or a gather, as it ran.
+
+    Attributes:
+        action: which.
+        begin_ns, end_ns: when it began; when it ended, at the latest.
+        is_known: whether that is when it ended.
+    """
+
+    action: Action
+    begin_ns: int
+    end_ns: int
+    is_known: bool
+
+
+def bucket_runs(record: RankRecord) -> list[BucketRun]:
+    """Return a rank's reductions and gathers, in the order in which they began."""
+    runs = []
+    for action, begins in record.starts.items():
+        for begin, waited in zip(begins, record.waited[action], strict=True):
+            end = waited.done_ns
+            if end is None:
+                end = waited.begin_ns if waited.was_complete else waited.end_ns
+            is_known = waited.done_ns is not None or not waited.was_complete
+            runs.append(BucketRun(action, begin, max(end, begin), is_known))
+    return sorted(runs, key=lambda run: run.begin_ns)
 
 
 def _by_start(spans: Iterator[Span]) -> tuple[Span, ...]:

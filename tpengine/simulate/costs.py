@@ -133,5 +133,10 @@ def ring_time(num_bytes: float, num_ranks: int, bytes_per_time: float, latency: 
     Args: num_bytes: of the whole tensor. num_ranks: n. bytes_per_time: that one rank sends. latency: of one step.
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009, section 4.
     """
-    steps = 2 * (num_ranks - 1)
+    return 2 * half_ring_time(num_bytes, num_ranks, bytes_per_time, latency)
+
+
+def half_ring_time(num_bytes: float, num_ranks: int, bytes_per_time: float, latency: float = 0.0) -> float:
+    """Return how long a ring all-gather or reduce-scatter of a whole tensor takes: half of `ring_time`."""
+    steps = num_ranks - 1
     return steps / num_ranks * num_bytes / bytes_per_time + steps * latency

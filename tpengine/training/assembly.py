@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import torch
 
 from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.data_parallel.exact_slices import PackedWeights
 from tpengine.data_parallel.gradients import ExactGradients, FastGradients, StepGradients
+from tpengine.data_parallel.sliced_gradients import SlicedGradients
+from tpengine.data_parallel.sliced_weights import SlicedWeights
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
-from tpengine.layout.step_plan import Layout
+from tpengine.layout.parameters import in_order_of_packing
+from tpengine.layout.slices import BlockCut
+from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts, FastParts, Parts
 from tpengine.model.transformer import Transformer
-from tpengine.plan import Gathered, Recompute
+from tpengine.plan import Gathered, Recompute, Reduced, Weights
+
+
+class Assembled(NamedTuple):
+    """A rank's model and what training it needs.
+
+    Attributes:
+        model: this rank's chunks, uninitialised.
+        gradients: what the model's layers add to.
+        sliced: its weights, where replicas own slices of them (ZeRO); else None.
+    """
+
+    model: Transformer
+    gradients: StepGradients
+    sliced: SlicedWeights | PackedWeights | None = None
 
 
 def assemble(
     config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
-) -> tuple[Transformer, StepGradients]:
-    """Build what train.reduction asks for.
+) -> Assembled:
+    """Build what train.reduction and parallel.zero ask for.
 
     Args:
         config: validated.
         layout, mesh, comms: of that configuration.
         device: where this rank computes.
         halves: keeps contributions to weight gradients between the halves of a backward pass.
-
-    Returns:
-        This rank's chunks of the model, uninitialised, and the gradients that their layers add to.
 
     With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
     """
@@ -39,7 +58,7 @@ def assemble(
 
 def _fast(
     config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
-) -> tuple[Transformer, StepGradients]:
+) -> Assembled:
     dtype, sink = getattr(torch, config.train.dtype), BufferSink()
     parts = FastParts(
         config.model,
@@ -50,10 +69,8 @@ def _fast(
         dtype=dtype,
         device=device,
     )
-    model = _model(config, layout, mesh, parts)
-    gradients = FastGradients(
-        layout.buckets_of(mesh.at.pp),
-        model.held,
+    model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
+    options: dict[str, Any] = dict(
         # Tied ends in one chunk contribute twice per backward pass; in two chunks of a rank, once per chunk's pass.
         tied_ends=config.model.tie_embeddings and len(layout.ranks) == 1,
         comms=comms,
@@ -61,12 +78,16 @@ def _fast(
         device=device,
         sink=sink,
     )
-    return model, gradients
+    if not layout.zero:
+        return Assembled(model, FastGradients(buckets, model.held, **options))
+    sliced = SlicedWeights(buckets, model.held, comms.dp, _kept_whole(config, layout, buckets))
+    each = reduced_of(config) is Reduced.MICROBATCH
+    return Assembled(model, SlicedGradients(buckets, model.pieces, model.held, each=each, **options), sliced)
 
 
 def _exact(
     config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
-) -> tuple[Transformer, StepGradients]:
+) -> Assembled:
     make_deterministic(device)
     dtype = getattr(torch, config.train.dtype)
     shards = Shards(comms.tp, num_shards_of(config))
@@ -94,8 +115,20 @@ def _exact(
         device=device,
         sinks=sinks,
         head_sinks=head_sinks,
+        sliced=layout.zero > 0,
     )
-    return model, gradients
+    if not layout.zero:
+        return Assembled(model, gradients)
+    members: dict[int, list[str]] = {}
+    for name in in_order_of_packing(model.pieces):
+        members.setdefault(gradients.bucket_of(name), []).append(name)
+    cuts = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
+    kept = _kept_whole(config, layout, members)
+    return Assembled(model, gradients, PackedWeights(members, cuts, model.held, comms.dp, kept))
+
+
+def _kept_whole(config: Config, layout: Layout, buckets: Iterable[int]) -> frozenset[int]:
+    return frozenset(index for index in buckets if weights_of(config, layout, index) is Weights.UPDATED)
 
 
 def _model(config: Config, layout: Layout, mesh: Mesh, parts: Parts) -> Transformer:

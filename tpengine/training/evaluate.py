@@ -66,7 +66,7 @@ class ForwardPass:
         at = trainer.mesh.at.pp
         stages = trainer.make_stages(_Evaluated(tokens, on_logits))
         pipeline = RankPipeline(self._plan, at, stages, trainer.mesh.pp, trainer.device, trainer.mailbox)
-        handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
+        handlers = {**trainer.moves.around(pipeline.handlers()), Kind.WAIT: trainer.moves.waiting(pipeline.wait_for)}
         Executor(dist.get_rank(), handlers, activity=trainer.activity).run(self._plan.actions[at])
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from tpengine.config import OptimConfig
@@ -31,23 +30,20 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def squared_norms(gradients: Mapping[int, Tensor], num_places: int, device: torch.device) -> Tensor:
-    """Return a float64 vector with each gradient's sum of squares at its place, and zeros elsewhere.
+def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
+    """Divide all gradients by the loss scale and multiply them by min(1, max_norm / norm), in place.
 
-    Over all ranks, callers pass each shard of the global gradient once, at a place of its own (a replicated parameter
-    on one of its holders only), and then sum the vectors over the ranks.
+    Args:
+        norm: of the gradients, divided by the loss scale.
+        max_norm: 0 does not clip.
+        loss_scale: that they were computed with, a power of two.
+
+    No host synchronisation.
     """
-    squares = torch.zeros(num_places, dtype=torch.float64, device=device)
-    for place, gradient in gradients.items():
-        squares[place] = torch.linalg.vector_norm(gradient).double().square()
-    return squares
-
-
-def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / norm), in place; max_norm 0 leaves them. No host synchronisation."""
-    if max_norm == 0:
+    if max_norm == 0 and loss_scale == 1.0:
         return
-    scale = max_norm / norm.clamp_min(max_norm)
+    scale = torch.ones_like(norm) if max_norm == 0 else max_norm / norm.clamp_min(max_norm)
+    scale = scale / loss_scale
     by_dtype: dict[torch.dtype, Tensor] = {}
     for gradient in gradients:
         gradient.mul_(by_dtype.setdefault(gradient.dtype, scale.to(gradient.dtype)))
@@ -74,7 +70,7 @@ class AdamW:
     compiler, which costs 2 CPU seconds per start.
 
     Args:
-        parameters: by name.
+        parameters: by name; tensors that are updated in place, such as slices of parameters, will do too.
         gradients: by name, of the parameters' shapes, in the accumulation dtype; every step reads them.
         decayed: names of the parameters that weight decay applies to.
         config: learning rate, betas, eps, weight decay.
@@ -85,19 +81,19 @@ class AdamW:
 
     def __init__(
         self,
-        parameters: Mapping[str, Parameter],
+        parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         decayed: Sequence[str],
         config: OptimConfig,
     ) -> None:
         self._config, self._gradients = config, gradients
-        self._copies: list[tuple[Parameter, Tensor]] = []
+        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
         self.masters: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            master: Tensor = parameter
+            master = parameter
             if parameter.dtype != gradients[name].dtype:
                 master = parameter.detach().to(gradients[name].dtype)
-                self._copies.append((parameter, master))
+                self._copies[name] = parameter, master
             self.masters[name] = master
         self._moments = {
             name: _Moments(
@@ -124,7 +120,15 @@ class AdamW:
         """
         master, moments = self.masters[name], self._moments[name]
         tensors = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
-        return tensors if isinstance(master, Parameter) else {**tensors, "master": master}
+        return {**tensors, "master": master} if name in self._copies else tensors
+
+    @torch.no_grad()
+    def set(self, name: str, values: Tensor) -> None:
+        """Set a parameter, in its accumulation dtype: the master keeps what rounding would lose."""
+        self.masters[name].copy_(values)
+        if name in self._copies:
+            parameter, master = self._copies[name]
+            parameter.copy_(master)
 
     def resume_after(self, num_updates: int) -> None:
         """Set the number of updates done so far, which decides the moments' bias correction."""
@@ -163,5 +167,5 @@ class AdamW:
                 maximize=False,
             )
         # Round the masters into their parameters.
-        for parameter, master in self._copies:
+        for parameter, master in self._copies.values():
             parameter.copy_(master)

@@ -178,7 +178,9 @@ def _loop(run: _Run) -> None:
                     step_seconds=seconds,
                     peak_memory_bytes=int(memory),
                     skipped=result.skipped,
-                    skipped_steps=skipped.num_until(step) + result.skipped,
+                    skipped_steps=skipped.num_until(step) + (result.skipped and not result.overflowed),
+                    overflowed=result.overflowed,
+                    loss_scale=result.loss_scale,
                 )
                 trainer.activity.begin("writing what it measured", timed=False)
                 _write(writer, progress, record)

@@ -105,9 +105,11 @@ class TrainingBatch:
         step: what was read for the current step.
         losses: float64 [dp * micro-batches], the current step's loss sums of all replicas' micro-batches: those of this
             replica have values, the others are zero.
+        scale: what the losses that backward starts from are multiplied by besides (training.loss_scale).
     """
 
     step: StepBatch
+    scale = 1.0
 
     def __init__(self, config: Config, mesh: Mesh, tp: Communicator, position: Position, device: torch.device) -> None:
         self._vocab_size, self._tp, self._position = config.model.vocab_size, tp, position
@@ -129,10 +131,10 @@ class TrainingBatch:
         return self.step.tokens[microbatch]
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of logits y, summed over valid targets and multiplied by the step's loss scale."""
+        """Return the loss of logits y, summed over valid targets, times 1 / all valid targets and the loss scale."""
         loss = vocab_parallel_cross_entropy(y, self.step.labels[microbatch], self._vocab_size, self._tp)
         self.losses[self.number_of(microbatch)] = loss.detach()
-        return loss * self.step.loss_scale.to(loss.dtype)
+        return loss * (self.step.loss_scale * self.scale).to(loss.dtype)
 
 
 class BatchReader:

@@ -10,24 +10,27 @@ the optimizer changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.toml import dump_toml
 from tpengine.data import Corpus
+from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
 from tpengine.layers.collectives import Work
-from tpengine.layers.gradient_sink import WeightHalves
-from tpengine.layout.parameters import EMBEDDING, kv_replicas, stage_specs
+from tpengine.layers.gradient_sink import WeightHalves, accumulation_dtype
+from tpengine.layout.parameters import EMBEDDING, kv_replicas
 from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Executor, Handler, Trace
@@ -36,8 +39,11 @@ from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Recompute
 from tpengine.training.assembly import assemble
-from tpengine.training.optimizer import AdamW, clip_, learning_rate, squared_norms
+from tpengine.training.gradient_norm import GradientNorm
+from tpengine.training.loss_scale import LossScale
+from tpengine.training.optimizer import AdamW, clip_, learning_rate
 from tpengine.training.step_batch import BatchReader, StepBatch, TrainingBatch
+from tpengine.training.weight_moves import WeightMoves
 
 
 class RunError(RuntimeError):
@@ -53,6 +59,8 @@ class StepResult:
         grad_norm: of the global gradient, before clipping.
         lr: learning rate used.
         skipped: whether loss or norm is not finite: then nothing was updated, and the step does not count as an update.
+        overflowed: whether that was because the loss scale was too large; it has halved since.
+        loss_scale: that the step ran with; None where the dtype needs none.
         largest: the largest value over all ranks of each figure that `tell` returns.
     """
 
@@ -60,6 +68,8 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool = False
+    overflowed: bool = False
+    loss_scale: float | None = None
     largest: tuple[float, ...] = ()
 
 
@@ -88,9 +98,12 @@ class Trainer:
         stages: the chunks at run time, by their number.
         pipeline: runs the stages and their transfers.
         plan, layout, mesh, comms, gradients, optimizer: see their types.
+        sliced, moves: the weights where replicas own slices of them (ZeRO), else None; what gathers and frees them.
         batch: the micro-batches of the current step, and their losses.
         grad_norm: gradient norm of the current step, before clipping.
+        norm: computes it.
         squares: sums of squares of the same gradient, by the place of each piece.
+        loss_scale: of the next step.
         num_updates: number of updates applied, including those before the checkpoint that the run continues.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None if the process group does.
 
@@ -126,28 +139,37 @@ class Trainer:
 
         # Build: model, gradient buckets, optimizer and initial weights.
         halves = WeightHalves()
-        self.model, self.gradients = assemble(config, self.layout, self.mesh, self.comms, device, halves)
+        self.model, self.gradients, self.sliced = assemble(config, self.layout, self.mesh, self.comms, device, halves)
         self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
-            self.model.held,
+            self.weights,
             self.gradients.of,
             [name for name, piece in self.model.pieces.items() if piece.spec.decays],
             config.optim,
         )
-        self.model.initialise(config.train.seed, self.optimizer.masters)
+        self.model.initialise(config.train.seed, self._store, accumulation_dtype(getattr(torch, config.train.dtype)))
         # Preparing weights costs memory for two more copies of all matrices. It saves most over tp, where shards are
         # multiplied as they arrive. Without tp it saves some 2 % of a step: in a pipeline not worth the memory.
-        # Exact mode must always multiply by prepared weights: other layouts give other bits.
-        self._prepares_weights = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
-        self._num_places, self._places = self._places_of_gradients()
+        # Exact mode must always multiply by prepared weights: other layouts give other bits. Weights that come and go
+        # (ZeRO) are prepared, if at all, by the layers themselves.
+        prepares = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
+        self._prepares_weights = prepares and self.sliced is None
+        self.norm = GradientNorm(
+            self.model,
+            self.gradients.of,
+            None if self.sliced is None else self.sliced.parts,
+            exact=config.train.reduction == "exact",
+            device=device,
+        )
         self._reader = BatchReader(
             config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
         )
         # State of the current step.
         self.num_updates = 0
+        self.loss_scale = LossScale(config.train.dtype)
         self._probe: Probe | None = None
         self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
-        self.squares = torch.zeros(self._num_places, dtype=torch.float64, device=device)
+        self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
         self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._skip = torch.zeros((), dtype=torch.bool, device=device)
         self._lr = 0.0
@@ -160,8 +182,21 @@ class Trainer:
         )
         self.mailbox = open_mailbox((self.plan, *passes), self.mesh.pp, device, exchange_seconds(config))
         self.pipeline = RankPipeline(self.plan, at, self.stages, self.mesh.pp, device, self.mailbox, halves=halves)
+        self.moves = WeightMoves(self.sliced, self._mark, self.model.release)
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this rank's optimizer updates, by piece: whole weights, or with ZeRO its own elements, one dim."""
+        return self.model.held if self.sliced is None else self.sliced.of
+
+    def _store(self, name: str, values: Tensor) -> None:
+        """Take a piece's initial values: whole, or what this replica owns of them."""
+        if self.sliced is None:
+            self.optimizer.set(name, values)
+        elif name in self.sliced.parts:
+            self.optimizer.set(name, values.view(-1)[self.sliced.parts[name].in_tensor])
 
     def make_stages(self, batch: Batch) -> dict[int, Stage]:
         """Return this rank's chunks at run time, by number.
@@ -203,7 +238,7 @@ class Trainer:
         # Read the batch, and tell all ranks about it.
         self.activity.step = step
         self.activity.begin("counting its targets")
-        self.batch.step = self._load(step)
+        self.batch.step, self.batch.scale = self._load(step), self.loss_scale.value
         # Run the plan: forward, backward, reductions, clipping and update.
         self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self._run_plan(step)
@@ -242,15 +277,22 @@ class Trainer:
 
     def _handlers(self) -> dict[Kind, Handler]:
         pipeline = self.pipeline
-        return {
+        computing = {
             **pipeline.handlers(),
             Kind.B: self._reducing(pipeline.backward),
             Kind.W: self._reducing(pipeline.weight_half),
+        }
+        return {
+            **self.moves.around(computing),
             Kind.WAIT: self._wait,
             Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
             Kind.CLIP: lambda _: self._clip(),
             Kind.STEP: lambda _: self._step(),
         }
+
+    def _mark(self, started: Action) -> None:
+        if self.executor.trace is not None:
+            self.executor.trace.mark(started)
 
     def _reducing(self, handler: Handler) -> Handler:
         """Return a handler that also starts the action's reductions, in the plan's order, as buckets are completed."""
@@ -261,8 +303,7 @@ class Trainer:
             def on_start(index: int) -> None:
                 if self._probe is not None:
                     self._probe.before_sum(index)
-                if self.executor.trace is not None:
-                    self.executor.trace.mark(starts[index])
+                self._mark(starts[index])
 
             self.buckets.arm(list(starts), on_start)
             handler(action)
@@ -284,22 +325,23 @@ class Trainer:
             trace.waited(started, begin, was_complete, None if work is None else work.ended_ns())
 
     def _wait_for(self, started: Action) -> Work | None:
-        """Wait for a transfer or a reduction; return the reduction's work, or None."""
-        if started.kind is not Kind.REDUCE:
+        """Wait for a transfer, a reduction or a gather; return the work of the latter two, or None."""
+        if started.index is None:
             self.pipeline.wait_for(started)
             return None
-        assert started.index is not None
-        return self.buckets.wait(started.index)
+        return self._of_buckets(started).wait(started.index)
 
     def _is_complete(self, started: Action) -> bool:
-        if started.kind is not Kind.REDUCE:
+        if started.index is None:
             return self.pipeline.is_complete(started)
-        assert started.index is not None
-        return self.buckets.is_complete(started.index)
+        return self._of_buckets(started).is_complete(started.index)
+
+    def _of_buckets(self, started: Action) -> GradientBuckets | WeightMoves:
+        return self.buckets if started.kind is Kind.REDUCE else self.moves
 
     def _sum_tied_embeddings(self) -> None:
         for name, piece in self.model.pieces.items():
-            if piece.spec.name == EMBEDDING:
+            if piece.spec.name == EMBEDDING and name in self.gradients.of:
                 self.comms.ends.all_reduce_(self.gradients.of[name])
 
     def _step(self) -> None:
@@ -308,37 +350,25 @@ class Trainer:
 
     def _clip(self) -> None:
         self.gradients.finish()
-        # Sum the squares. Each shard of the model has its place, and other ranks add zeros there: exact in any order.
-        owned = {place: self.gradients.of[name] for name, place in self._places.items()}
-        figures = squared_norms(owned, self._num_places + 1, self.device)
+        # Sum the squares. The loss takes the last place: one sum brings both, and every stage sees a loss that is NaN.
+        figures = torch.cat([self.norm.own(), torch.zeros(1, dtype=torch.float64, device=self.device)])
         if self.model.is_last:
             loss = self.comms.dp.all_reduce_(self.batch.losses).sum() * self.batch.step.loss_scale
-            # The loss takes the last place: so one sum brings both, and every stage sees a loss that is NaN.
-            if self.mesh.at.tp == 0:
+            if self.mesh.at.tp == 0 and (self.sliced is None or self.mesh.at.dp == 0):
                 figures[-1] = loss
         self.comms.tp.all_reduce_(figures)
         self.comms.pp.all_reduce_(figures)
+        if self.sliced is not None:
+            self.comms.dp.all_reduce_(figures)
         # Norm, the decision to skip, and the scaling of the gradients.
-        self.squares, self._loss = figures[:-1], figures[-1]
-        self.grad_norm = self.squares.sum().sqrt()
+        self.squares, self._loss = self.norm.squares(figures[:-1]), figures[-1]
+        self.grad_norm = self.squares.sum().sqrt() / self.batch.scale
         # A finite norm means finite second moments: the norm contains the square of the largest element.
         finite = self._loss.isfinite() & self.grad_norm.isfinite()
         self._skip = ~(finite & self.batch.step.usable)
         if self._probe is not None:
             self._skip = torch.ones_like(self._skip)
-        clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm)
-
-    def _places_of_gradients(self) -> tuple[int, dict[str, int]]:
-        """Return the number of places in the global norm, and the places of the pieces that this rank counts."""
-        table_size, held = self.model.parts.table_size, self.model.parts.held
-        specs = stage_specs(self.config.model, table_size, 0, self.config.model.num_layers)
-        first_place = {spec.name: i * table_size for i, spec in enumerate(specs)}
-        places = {
-            name: first_place[piece.spec.name] + piece.holder
-            for name, piece in self.model.pieces.items()
-            if piece.holder in held and not (piece.spec.name == EMBEDDING and not self.model.is_first)
-        }
-        return len(specs) * table_size, places
+        clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm, self.batch.scale)
 
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         # One wait for the device, together with the maximum over all ranks.
@@ -358,7 +388,14 @@ class Trainer:
                 "newest checkpoint, and check this machine's memory and network"
             )
         self.num_updates += not skipped
-        return StepResult(loss, norm, self._lr, bool(skipped), tuple(largest))
+        # A loss that is not finite itself was computed without the scale.
+        overflowed = bool(skipped) and math.isfinite(loss) and self.loss_scale.can_fall
+        if overflowed:
+            self.loss_scale.after_overflow()
+        elif not skipped:
+            self.loss_scale.after_update()
+        scale = self.batch.scale if self.config.train.dtype == "float16" else None
+        return StepResult(loss, norm, self._lr, bool(skipped), overflowed, scale, tuple(largest))
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tpengine.commands.certify.witness import whole
 from tpengine.config import (
     Config,
     DataConfig,
@@ -33,7 +34,9 @@ STEPS = 3
 WIDE: dict[str, Any] = {"heads": 8, "micro_batches": 8}
 CPU = torch.device("cpu")
 
-DType = Literal["float64", "float32", "bfloat16"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+# Those whose optimizer keeps masters.
+NARROW = ("bfloat16", "float16")
 Reduction = Literal["fast", "exact"]
 # (parameter, number of the shard, what of it)
 Key = tuple[str, int, str]
@@ -59,6 +62,7 @@ def exact_config(
     heads: int = 4,
     micro_batches: int = 4,
     steps: int = STEPS,
+    **more: Any,
 ) -> Config:
     """A small model whose every step is clipped: as many shards as heads, 4 or 8.
 
@@ -79,7 +83,7 @@ def exact_config(
             mlp_dropout=dropout,
         ),
         parallel=ParallelConfig(
-            tp=tp, pp=pp, dp=dp, schedule=schedule, recompute=recompute, tp_comm=tp_comm, bucket_bytes=40_000
+            tp=tp, pp=pp, dp=dp, schedule=schedule, recompute=recompute, tp_comm=tp_comm, bucket_bytes=40_000, **more
         ),
         train=TrainConfig(
             seq_len=24,
@@ -129,11 +133,16 @@ def train_steps(trainer: Trainer, first: int, last: int) -> Found:
 def digests_of(trainer: Trainer) -> dict[Key, str]:
     """A digest of everything that decides later steps, and of the gradients, for each shard that this rank holds."""
     digests = {}
-    for name, parameter in trainer.model.held.items():
-        piece = trainer.model.pieces[name]
-        tensors = {"weight": parameter, "gradient": trainer.gradients.of[name], **trainer.optimizer.state_of(name)}
-        for kind, tensor in tensors.items():
-            digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(tensor)
+    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (trainer.config.train.dtype in NARROW)
+    for name, piece in trainer.model.pieces.items():
+        tensors: dict[str, Tensor] = {}
+        if name in trainer.weights:
+            tensors = {"weight": trainer.weights[name], "gradient": trainer.gradients.of[name]}
+            tensors |= trainer.optimizer.state_of(name)
+        for kind in kinds:
+            dtype = trainer.model.held[name].dtype if kind == "weight" else None
+            found = whole(trainer, name, tensors.get(kind), dtype)
+            digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(found)
     return digests
 
 
@@ -164,7 +173,7 @@ def merge(config: Config, found: Sequence[Found]) -> Bits:
         for key, value in digests_of_rank.items():
             assert digests.setdefault(key, value) == value, f"rank {rank} holds another {key} than a rank before it"
     size = num_shards_of(config)
-    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (config.train.dtype == "bfloat16")
+    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (config.train.dtype in NARROW)
     table = {
         (spec.name, piece.holder // piece.num_holders, kind)
         for spec in stage_specs(config.model, size, 0, config.model.num_layers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 
 from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.data import open_corpus
+from tpengine.data_parallel.sliced_buckets import has_memory
 from tpengine.training.trainer import Trainer
 
 STEPS = 3
@@ -29,8 +32,9 @@ def config_of(
     tp_comm: Literal["fused", "plain"] = "fused",
     num_layers: int = 5,
     num_micro_batches: int = 4,
+    **parallel: Any,
 ) -> Config:
-    """A small model; the global batch is 4 micro-batches whatever dp is."""
+    """A small model; the global batch is 4 micro-batches whatever dp is. Other parallel settings by their names."""
     config = Config(
         model=ModelConfig(
             hidden_size=8 * heads,
@@ -51,6 +55,7 @@ def config_of(
             gathered=gathered,
             tp_comm=tp_comm,
             bucket_bytes=40_000,
+            **parallel,
         ),
         train=TrainConfig(
             seq_len=24,
@@ -78,11 +83,28 @@ def outcome_of(trainer: Trainer) -> Outcome:
     for step in range(STEPS):
         result = trainer.train_step(step)
         numbers.append((result.loss, result.grad_norm))
-    parameters = {
-        name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
-        for name, parameter in trainer.model.held.items()
-    }
+    with whole_weights(trainer):
+        parameters = {
+            name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
+            for name, parameter in trainer.model.held.items()
+        }
     return numbers, parameters
+
+
+@contextmanager
+def whole_weights(trainer: Trainer) -> Iterator[None]:
+    """Gather what replicas own of each other's weights; collective. Then leave them as they were."""
+    sliced = trainer.sliced
+    indices = () if sliced is None else tuple(sliced.flat)
+    had_memory = {index: has_memory(sliced.flat[index]) for index in indices} if sliced is not None else {}
+    for index in indices:
+        assert sliced is not None
+        sliced.gather(index)
+        sliced.wait(index)
+    yield
+    for index in indices:
+        if sliced is not None and not had_memory[index]:
+            sliced.free(index)
 
 
 def assert_close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
         for under_way in lane:
             ended[under_way.action].append(_ns(under_way.end))
     ran: list[Ran] = []
-    starts: dict[Action, int] = {}
-    waited: dict[Action, Waited] = {}
+    starts: defaultdict[Action, list[int]] = defaultdict(list)
+    waited: defaultdict[Action, list[Waited]] = defaultdict(list)
     now = 0
     for action in plan.actions[rank]:
         begin = now
@@ -32,7 +32,7 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
             for sub in action.subs:
                 there = ended[sub].popleft()
                 done = there if sub.kind in BUCKET else None
-                waited[sub] = Waited(now, max(now, there), there <= now, done)
+                waited[sub].append(Waited(now, max(now, there), there <= now, done))
                 now = max(now, there)
         elif action.kind in COMPUTE or action.kind in (Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP):
             span = next(compute)
@@ -40,7 +40,11 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
                 begin = _ns(span.start)
             now = _ns(span.end)
             for k, sub in enumerate(action.reduces):
-                starts[sub] = begin + (now - begin) * (k + 1) // len(action.reduces)
+                starts[sub].append(begin + (now - begin) * (k + 1) // len(action.reduces))
+            for sub in action.gathers if action.kind in COMPUTE else ():
+                starts[sub].append(begin)
+        elif action.kind is Kind.GATHER:
+            starts[action].append(now)
         ran.append(Ran(action, begin, now))
     return RankRecord(tuple(ran), starts, waited, copies)
 

@@ -39,11 +39,11 @@ def setting_names(config: Any) -> list[str]:
 
 
 def test_there_are_few_settings_with_distinct_names() -> None:
-    """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), and the
-    length of the learning rate's schedule.
+    """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
+    length of the learning rate's schedule, and what replicas share out (2) within what memory.
     """
     names = setting_names(Config())
-    assert len(names) == len(set(names)) <= 52
+    assert len(names) == len(set(names)) <= 55
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,10 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"tp": 2, "micro_batch_size": 1, "seq_len": 127}, 2, ["micro_batch_size", "seq_len", "tp", "127", "126", "128"]),
     ({"pp": 4, "num_layers": 2}, 4, ["layer", "pp 4", "num_layers 2", "use pp 2"]),
     ({"schedule": "1f1c"}, 1, ["schedule must be one of", "1f1b", "gpipe", "1f1c"]),
-    ({"dtype": "float16"}, 1, ["dtype must be one of", "float16", "bfloat16"]),
+    ({"dtype": "float8"}, 1, ["dtype must be one of", "float8", "bfloat16"]),
+    ({"zero": 4, "dp": 2}, 2, ["zero must be one of", "4", "3"]),
+    ({"zero": 3, "tp": 1}, 1, ["zero 3 with dp 1 saves nothing", "dp 2"]),
+    ({"zero": 2, "residency": "use", "dp": 2}, 2, ["residency use with zero 2", "zero 3"]),
     ({"device": "gpu"}, 1, ["device must be one of", "gpu", "cuda"]),
     ({"bucket_bytes": 0}, 1, ["bucket_bytes must be at least 1", "0"]),
     ({"steps": 0}, 1, ["steps must be at least 1", "0"]),
@@ -262,7 +265,7 @@ def test_toml_changes_only_what_it_names(tmp_path: Path) -> None:
         ("[train]\nsteps = true", ["train.steps", "int", "True"]),
         ("[train]\nsteps = 1.5", ["train.steps", "int", "1.5"]),
         ("[model]\ntie_embeddings = 1", ["tie_embeddings", "1"]),
-        ('[train]\ndtype = "float16"', ["dtype", "float16", "bfloat16"]),
+        ('[train]\ndtype = "float8"', ["dtype", "float8", "bfloat16"]),
         ("[data]\npath = 3", ["data.path", "str", "3"]),
         ("[optim]\nlr = false", ["optim.lr", "float", "False"]),
         ("[optim\nlr = 1", ["TOML"]),

@@ -116,8 +116,8 @@ def test_what_was_there_when_asked_for_ended_then_at_the_latest(build_plan: Buil
     """The sender's copy is seen; the receiver's copy is the transfer on its side."""
     first, second = two_ranks(copies)
     receive = parse_action("1RECV_F0")
-    late = second.waited[receive]._replace(begin_ns=14 * MS, was_complete=True)
-    second = replace(second, waited={**second.waited, receive: late})
+    late = second.waited[receive][0]._replace(begin_ns=14 * MS, was_complete=True)
+    second = replace(second, waited={**second.waited, receive: [late]})
     timeline = measured_timeline(two_rank_plan(build_plan), (first, second))
     (send,), (received,) = in_ms(timeline.ranks[0].sends), in_ms(timeline.ranks[1].receives)
     assert send[1:] == ((10, 12) if copies else (10, 14))
@@ -127,8 +127,8 @@ def test_what_was_there_when_asked_for_ended_then_at_the_latest(build_plan: Buil
 def test_a_reduction_that_nobody_saw_end_ended_when_it_was_asked_for_at_the_latest(build_plan: BuildPlan) -> None:
     first, second = two_ranks(copies=True)
     reduction = parse_action("r0")
-    unseen = first.waited[reduction]._replace(done_ns=None)
-    first = replace(first, waited={**first.waited, reduction: unseen})
+    unseen = first.waited[reduction][0]._replace(done_ns=None)
+    first = replace(first, waited={**first.waited, reduction: [unseen]})
     timeline = measured_timeline(two_rank_plan(build_plan), (first, second))
     assert in_ms(timeline.ranks[0].reductions) == [("r0", 60, 65)]
 
@@ -245,7 +245,7 @@ def test_a_chrome_trace_has_every_action_and_its_spans_nest(build_plan: BuildPla
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["stage 0", "stage 1"]
     for rank, actions in enumerate(plan.actions):
         names = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == rank and e["name"] == "thread_name"}
-        assert {name.split()[0] for name in names.values()} == {"compute", "sends", "receives", "reductions"}
+        assert {name.split()[0] for name in names.values()} == {"compute", "sends", "receives", "gathers", "reductions"}
         threads = dict(threads_of(events, rank, names))
         assert all(spans_nest(spans) for spans in threads.values()), rank
         listed = [e["name"] for e in threads["compute"] if "was_complete" not in e["args"]]

@@ -39,11 +39,12 @@ _GRADIENTS = "tpengine.commands.certify.witness:Gradients"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes tp, pp and dp."""
+    """Sizes of the axes tp, pp and dp, and the stage of ZeRO."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    zero: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -53,7 +54,8 @@ class Layout:
     def __str__(self) -> str:
         if self.num_ranks == 1:
             return "one process"
-        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+        zero = f", zero {self.zero}" if self.zero else ""
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}{zero}"
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse "tp=4,pp=1,dp=1": each axis at most once; an axis that is not named has size 1.
+    """Parse "tp=4,pp=1,dp=2,zero=3": each at most once; an axis that is not named has size 1, and zero is 0.
 
     Raises:
         ValueError: the text is not of that form.
     """
-    found = re.findall(r"(tp|pp|dp)=([1-9]\d*)", text)
+    found = re.findall(r"(tp|pp|dp|zero)=([1-9]\d*)", text)
     sizes = {axis: int(size) for axis, size in found}
     if not found or len(sizes) < len(found) or ",".join(f"{axis}={size}" for axis, size in found) != text:
         raise ValueError(f"a layout names tp, pp and dp with their sizes: got {text!r}: use tp=4,pp=1,dp=1")
@@ -169,6 +171,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
             layout.pp,
             layout.dp,
             # A schedule file fits one number of ranks and micro-batches: the other layout takes the default.
+            zero=cast(Literal[0, 1, 2, 3], layout.zero),
             schedule=options.schedule if options.schedule in SCHEDULES or layout == options.layout else "1f1b",
             tp_comm=cast(Literal["fused", "plain"], options.tp_comm),
         ),

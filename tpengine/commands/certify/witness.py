@@ -151,26 +151,29 @@ class Witness:
             )
 
     def _see_sums(self) -> None:
-        for name, gradient in self.trainer.gradients.of.items():
-            piece = self.trainer.model.pieces[name]
+        for name, piece in self.trainer.model.pieces.items():
             self._see(
                 Phase.SUM,
                 self._depth_down(piece.spec.name),
                 f"{GRADIENT}{piece.spec.name}",
-                gradient,
+                whole(self.trainer, name, self.trainer.gradients.of.get(name)),
                 shard=_shard(piece),
             )
 
     def _see_update(self) -> None:
-        model, optimizer = self.trainer.model, self.trainer.optimizer
-        for name, parameter in model.held.items():
-            piece = model.pieces[name]
-            depth = self._depth_down(piece.spec.name)
-            for kind, tensor in optimizer.state_of(name).items():
+        trainer = self.trainer
+        dtype = trainer.model.held[next(iter(trainer.model.held))].dtype
+        kinds = ["exp_avg", "exp_avg_sq"] + ["master"] * (accumulation_dtype(dtype) != dtype)
+        for name, piece in trainer.model.pieces.items():
+            depth, found = self._depth_down(piece.spec.name), trainer.optimizer
+            states = found.state_of(name) if name in trainer.weights else {}
+            for kind in kinds:
+                tensor = whole(trainer, name, states.get(kind))
                 self._see(
                     Phase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
                 )
-            self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", parameter, shard=_shard(piece))
+            weight = whole(trainer, name, trainer.weights.get(name), dtype)
+            self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
 
     def _depth_of_head(self) -> int:
         return (self.trainer.config.model.num_layers + 1) * _PLACES
@@ -245,10 +248,30 @@ class Gradients:
 
     def _keep(self) -> None:
         self._kept = []
-        for name, gradient in self.trainer.gradients.of.items():
-            piece = self.trainer.model.pieces[name]
-            values = gradient.double().numpy().copy()
+        for name, piece in self.trainer.model.pieces.items():
+            values = whole(self.trainer, name, self.trainer.gradients.of.get(name)).double().numpy().copy()
             self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
+
+
+def whole(trainer: Trainer, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole of what replicas own parts of (ZeRO); collective over them.
+
+    Args:
+        name: of the piece.
+        tensor: this replica's elements of it; None if it owns none; whole where replicas own no parts.
+        dtype: of the elements; default that in which gradients are added.
+    """
+    if trainer.sliced is None:
+        assert tensor is not None, f"nothing is held of {name}"
+        return tensor
+    held = trainer.model.held[name]
+    dtype = dtype or accumulation_dtype(held.dtype)
+    found = torch.zeros(held.numel(), dtype=dtype)
+    if tensor is not None:
+        found[trainer.sliced.parts[name].in_tensor] = tensor.detach()
+    # Bits, to which other replicas add zeros: -0.0 + 0.0 would be 0.0.
+    bits = found.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    return trainer.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
 
 
 def digest(tensor: Tensor) -> str:

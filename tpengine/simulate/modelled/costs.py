@@ -31,17 +31,14 @@ from tpkernels.work import (
     rope_work,
 )
 
-from tpengine.config import Config, num_blocks, num_shards_of
-from tpengine.config.exact_sizes import num_gradient_buffers
-from tpengine.layout.parameters import pieces_of, stage_specs
+from tpengine.config import Config
+from tpengine.layout.slices import slice_numel
+from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
-from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
+from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute, Reduced, Weights
 from tpengine.simulate import Costs
-from tpengine.simulate.costs import ring_time
+from tpengine.simulate.costs import half_ring_time, ring_time
 from tpengine.simulate.modelled.bytes import BlockBytes, activation_bytes
-
-# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
-_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -101,50 +98,45 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
     per_rank = bytes_per_rank(config, layout)
     numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
     item, world = dtype_bytes(config.train.dtype), layout.pp * layout.dp * layout.tp
+    sizes = {
+        bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp) for bucket in plan.buckets
+    }
+    # What each replica's optimizer updates.
+    updated = -(-numel // layout.dp) if layout.zero else numel
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
     return Costs(
         compute=compute,
         latency=machine.link_latency_s,
         bytes_per_time=machine.link_bytes_per_s,
         reductions={bucket.index: _reduction(config, layout, bucket.index, machine) for bucket in plan.buckets},
+        gathers={
+            bucket.index: half_ring_time(
+                sizes[bucket.index] * item, layout.dp, machine.reduce_bytes_per_s, machine.link_latency_s
+            )
+            for bucket in plan.buckets
+            if bucket.weights is not Weights.WHOLE
+        },
         ties=ring_time(table_bytes, 2, machine.link_bytes_per_s, machine.link_latency_s),
         # Each gradient is read once; then one number is reduced over all ranks and broadcast.
-        clip=numel * wide / machine.memory_bytes_per_s + 2 * math.ceil(math.log2(world)) * machine.link_latency_s,
-        step=_seconds([adamw_work(numel, wide, item if item < wide else 0)], machine),
+        clip=updated * wide / machine.memory_bytes_per_s + 2 * math.ceil(math.log2(world)) * machine.link_latency_s,
+        step=_seconds([adamw_work(updated, wide, item if item < wide else 0)], machine),
         activations=activation_bytes(config, layout.tp, plan),
         resident=tuple(float(held) for _, held in per_rank),
+        weights={b.index: float(sizes[b.index] * item) for b in plan.buckets if b.weights is Weights.SLICED},
+        contributions={b.index: float(sizes[b.index] * wide) for b in plan.buckets if b.reduced is Reduced.MICROBATCH},
     )
 
 
 def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
-    """Return (parameters, bytes) by pipeline rank: weights, gradients, two moments, and masters below float32.
-
-    In exact mode there are several gradient buffers, and the shards of exact mode may each hold a part of one gradient.
-    """
-    wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
-    element = narrow + wide * (_MOMENTS + (narrow != wide))
-    exact = config.train.reduction == "exact"
-    table_size = num_shards_of(config) if exact else layout.tp
-    num_buffers = num_gradient_buffers(num_blocks(config) // layout.dp) if exact else 1
-    held = range(table_size // layout.tp)
-    ranks = []
-    for rank in range(layout.pp):
-        # Tied embeddings of a rank that holds both ends occur twice and are one parameter.
-        specs = {
-            spec.name: spec
-            for layers in layout.layers_of(rank)
-            for spec in stage_specs(config.model, table_size, *layers)
-        }
-        pieces = [piece for spec in specs.values() for piece in pieces_of(spec, table_size, held)]
-        numel = sum(math.prod(piece.block[1]) for piece in pieces)
-        gradients = sum(bucket.numel for bucket in layout.buckets_of(rank).values())
-        ranks.append((numel, numel * element + gradients * num_buffers * wide))
-    return ranks
+    """Return (weights, bytes) by pipeline rank: elements that it computes with; what its state takes between steps."""
+    return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
 
 
 def _reduction(config: Config, layout: Layout, index: int, machine: Machine) -> float:
     bucket = layout.buckets[index].layout
     num_bytes = bucket.numel * gradient_bytes(config.train.dtype)
+    if layout.zero:
+        return half_ring_time(num_bytes, layout.dp, machine.reduce_bytes_per_s, machine.link_latency_s)
     num_ranks = num_summed(layout, bucket, config.model)
     return ring_time(num_bytes, num_ranks, machine.reduce_bytes_per_s, machine.link_latency_s)
 

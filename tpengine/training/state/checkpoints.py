@@ -129,6 +129,7 @@ class RunCheckpoints:
         threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
         fingerprint = trainer.corpus.fingerprint()
         state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads)
+        state["loss_scale"] = trainer.loss_scale.state()
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps

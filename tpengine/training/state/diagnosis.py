@@ -89,7 +89,7 @@ class _Probe:
 
     def __enter__(self) -> None:
         trainer, num_layers = self._trainer, self._trainer.config.model.num_layers
-        for name, weight in trainer.model.held.items():
+        for name, weight in trainer.weights.items():
             if not _is_finite(weight):
                 saved = _parameter_of(name)
                 self._note(_BEFORE_ALL, _FORWARD, self._depths[saved], f"weight {hf_name(saved)}")
@@ -133,7 +133,7 @@ class _Probe:
     def _look(self, buckets: Iterable[int]) -> None:
         gradients, micro_batch = self._trainer.buckets, self._trainer.model.position.microbatch
         for index in buckets:
-            if _is_finite(gradients.flat[index]):
+            if not gradients.has_memory(index) or _is_finite(gradients.flat[index]):
                 continue
             for name in self._trainer.layout.buckets[index].layout.names:
                 if not _is_finite(gradients.gradients[name]):

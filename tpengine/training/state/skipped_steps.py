@@ -68,11 +68,14 @@ class SkippedSteps:
     def note(self, step: int, result: StepResult) -> None:
         """Note a step that has been computed; if it was skipped, find out why and write it down. Collective.
 
+        A step whose gradient overflowed with its loss scale is none of these: the scale has halved since.
+
         Raises:
             RunError: on all ranks alike: --train.nonfinite-steps steps in a row were skipped.
         """
         if not result.skipped:
             self._in_a_row = []
+        if not result.skipped or result.overflowed:
             return
         train = self._train
         num_samples = train.micro_batch_size * train.num_micro_batches * self._trainer.mesh.shape.dp

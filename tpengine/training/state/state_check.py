@@ -114,35 +114,40 @@ def bits_hash(tensor: Tensor) -> Tensor:
 
 
 class _Places:
-    """Numbers the shards of all ranks' state: by kind, then in the parameter table's order, then by shard."""
+    """Numbers the shards of all ranks' state: by kind, then in the parameter table's order, then by shard.
+
+    Where replicas own slices (ZeRO), each has places of its own: only ranks inside a replica hold the same.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         model, self._size, self._pieces = trainer.config.model, trainer.model.parts.table_size, trainer.model.pieces
         self._names = [spec.name for spec in stage_specs(model, self._size, 0, model.num_layers)]
         self._first = {name: number * self._size for number, name in enumerate(self._names)}
         self._each = len(self._names) * self._size
-        self.num = len(_KINDS) * self._each
+        self._of_replica = len(_KINDS) * self._each
+        self._first_place = 0 if trainer.sliced is None else trainer.mesh.at.dp * self._of_replica
+        self.num = self._of_replica * (1 if trainer.sliced is None else trainer.mesh.shape.dp)
 
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
-        return _KINDS.index(kind) * self._each + self._first[spec.name] + holder
+        return self._first_place + _KINDS.index(kind) * self._each + self._first[spec.name] + holder
 
     def name(self, place: int) -> str:
         """Return the name that the tensor at a place is saved under."""
-        kind, rest = divmod(place, self._each)
+        kind, rest = divmod(place % self._of_replica, self._each)
         name = hf_name(self._names[rest // self._size])
         return f"optimizer.{_KINDS[kind]}.{name}" if kind else name
 
 
 def _state(trainer: Trainer, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (kind, piece, tensor) of everything that this rank holds."""
-    for name, parameter in trainer.model.held.items():
+    for name, weight in trainer.weights.items():
         if masters_only:
             master = trainer.optimizer.masters[name]
-            yield "" if master is parameter else "master", name, master.detach()
+            yield "" if master is weight else "master", name, master.detach()
             continue
-        yield "", name, parameter.detach()
+        yield "", name, weight.detach()
         for kind, tensor in trainer.optimizer.state_of(name).items():
             yield kind, name, tensor.detach()
 

@@ -19,6 +19,7 @@ from tpengine.checkpoint.block import Block, Blocks
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
+from tpengine.layout.slices import boxes_of
 from tpengine.training.trainer import Trainer
 
 
@@ -49,24 +50,40 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
     # An old checkpoint has no number of updates: its version could not skip steps.
     trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
     trainer.optimizer.resume_after(trainer.num_updates)
+    trainer.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
     return checkpoint.index.step
 
 
 def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
-    for place, (name, parameter) in enumerate(trainer.model.held.items()):
-        piece = trainer.model.pieces[name]
+    for place, (name, piece) in enumerate(trainer.model.pieces.items()):
+        if name not in trainer.weights:
+            continue
+        part = None if trainer.sliced is None else trainer.sliced.parts[name].in_tensor
         stored = _stores(trainer, piece, place)
         saved = hf_name(piece.spec.name)
-        yield saved, _block(piece, parameter.detach(), stored)
+        for block in _boxes(piece, trainer.weights[name].detach(), part, stored):
+            yield saved, block
         for kind, tensor in trainer.optimizer.state_of(name).items():
-            yield f"optimizer.{kind}.{saved}", _block(piece, tensor, stored)
+            for block in _boxes(piece, tensor, part, stored):
+                yield f"optimizer.{kind}.{saved}", block
 
 
-def _block(piece: Piece, tensor: Tensor, stored: bool) -> Block:
-    spec, (offset, _) = piece.spec, piece.block
+def _boxes(piece: Piece, tensor: Tensor, part: slice | None, stored: bool) -> Iterator[Block]:
+    """Yield the blocks of a piece: itself, or the boxes of the part of its elements that `tensor` holds."""
+    offset, size = piece.block
+    if part is None:
+        yield _block(piece, tensor, offset, stored)
+        return
+    for box in boxes_of(size, part):
+        at = tuple(first + further for first, further in zip(offset, box.offset, strict=True))
+        yield _block(piece, tensor[box.within].view(box.size), at, stored)
+
+
+def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) -> Block:
+    spec = piece.spec
     if spec.valid_rows is None:
         return Block(tensor, offset, spec.shape, stored)
-    # A rank whose rows are all padding holds an empty block.
+    # Where all rows are padding the block is empty.
     num_rows = min(max(spec.valid_rows - offset[0], 0), tensor.shape[0])
     offset = (min(offset[0], spec.valid_rows), *offset[1:])
     return Block(tensor[:num_rows], offset, (spec.valid_rows, *spec.shape[1:]), stored and num_rows > 0)
@@ -78,5 +95,7 @@ def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
     if piece.spec.name == EMBEDDING and not trainer.model.is_first:  # the tied copy of the last stage
         return False
     num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
+    if trainer.sliced is not None:  # no other replica holds it
+        return place % num_tp == at.tp % num_tp
     holder = at.dp * num_tp + at.tp % num_tp
     return place % (shape.dp * num_tp) == holder

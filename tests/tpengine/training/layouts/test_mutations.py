@@ -109,11 +109,11 @@ def tie_forgotten(trainer: Trainer) -> None:
 
 def tied_copy_counted_in_the_norm(trainer: Trainer) -> None:
     if trainer.mesh.at.pp > 0 and EMBEDDING in trainer.gradients.of:
-        trainer._places = trainer._places | {EMBEDDING: 0}
+        trainer.norm.owned.append((0, trainer.gradients.of[EMBEDDING]))
 
 
 def replicated_norms_counted_twice(trainer: Trainer) -> None:
-    trainer._places = {name: place for place, name in enumerate(trainer.gradients.of)}
+    trainer.norm.owned[:] = enumerate(trainer.gradients.of.values())
 
 
 def gradients_not_zeroed(trainer: Trainer) -> None:

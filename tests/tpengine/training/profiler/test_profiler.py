@@ -30,7 +30,7 @@ from tpengine.cli import main
 from tpengine.config import Config, TrainConfig, profiled_steps, validate
 from tpengine.data import open_corpus
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.observe.records import RankRecord, decode_record, encode_record
+from tpengine.observe.records import RankRecord, decode_record, encode_record, measured_timeline
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
@@ -109,16 +109,16 @@ def test_everything_is_posted_early_and_waited_for_where_it_is_consumed(
         assert transfers and record.starts
         for transfer in transfers:
             post, wait = place_of(record, Kind.F, transfer), place_of(record, Kind.WAIT, transfer)
-            assert post < wait and record.ran[post].end_ns <= record.waited[transfer].begin_ns
+            assert post < wait and record.ran[post].end_ns <= record.waited[transfer][0].begin_ns
             num_hidden += any(kind in COMPUTE for kind in kinds[post:wait])
             after = next((ran.action for ran in record.ran[wait + 1 :] if ran.action.kind is not Kind.WAIT), None)
             assert after is not None and is_consumed_by(transfer, after, last_compute < wait), (transfer, after)
-        for reduction, start in record.starts.items():
+        for reduction, (start,) in record.starts.items():
             place = next(place for place, ran in enumerate(record.ran) if reduction in ran.action.reduces)
             started_in, wait = record.ran[place], place_of(record, Kind.WAIT, reduction)
             assert started_in.action.kind in WEIGHT_GRADIENT
             # Begun while it runs, and nobody has asked for it before it has ended.
-            assert started_in.begin_ns < start < started_in.end_ns <= record.waited[reduction].begin_ns
+            assert started_in.begin_ns < start < started_in.end_ns <= record.waited[reduction][0].begin_ns
             assert place <= last_compute < wait
     assert num_hidden > 0, "nothing was computed between any transfer's post and its wait"
 
@@ -131,6 +131,21 @@ def is_consumed_by(transfer: Action, after: Action, is_last: bool) -> bool:
         return after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece
     is_next = after.kind is transfer.kind and after.piece[0] == transfer.piece[0]
     return is_last or is_next or (after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece)
+
+
+def test_what_is_gathered_often_is_recorded_as_often(ranks: RankPool) -> None:
+    config = config_for("zbv")
+    config = replace(config, parallel=replace(config.parallel, zero=3, residency="use"))
+    plan, records = records_of(ranks, config)
+    # Of each stage the first replica.
+    pipeline = [next(record for stage, record in records if stage == wanted) for wanted in range(plan.num_ranks)]
+    timeline = measured_timeline(plan, pipeline)
+    for stage, (lanes, record) in enumerate(zip(timeline.ranks, pipeline, strict=True)):
+        listed = Counter(sub for action in plan.actions[stage] for sub in (*action.gathers, *action.reduces))
+        assert Counter(span.action for span in (*lanes.gathers, *lanes.reductions)) == listed
+        assert max(listed.values()) > 1
+        for action, number in listed.items():
+            assert len(record.waited[action]) == number
 
 
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow)])
@@ -149,11 +164,11 @@ def test_times_are_ordered_and_waits_lie_in_their_actions(ranks: RankPool, sched
         for ran in record.ran:
             begin = ran.begin_ns
             for sub in ran.action.subs if ran.action.kind is Kind.WAIT else ():
-                waited = record.waited[sub]
+                (waited,) = record.waited[sub]
                 assert begin <= waited.begin_ns <= waited.end_ns <= ran.end_ns
                 begin = waited.end_ns
                 if sub.kind is Kind.REDUCE:
-                    assert waited.done_ns is not None and record.starts[sub] < waited.done_ns <= waited.end_ns
+                    assert waited.done_ns is not None and record.starts[sub][0] < waited.done_ns <= waited.end_ns
                 elif sub.kind in SENDS:
                     assert waited.was_complete
 

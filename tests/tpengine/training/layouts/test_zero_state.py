@@ -1,0 +1,209 @@
+"""Rung: gloo ranks. What ZeRO holds, in bytes counted from live tensors; and its checkpoints, whatever layout goes on.
+
+What only GPUs check: what torch.cuda counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.engine.parity import Outcome, compare, config_of, whole_weights
+from support.engine.resuming import resumed
+from support.ranks.rank_pool import RankPool
+
+from tpengine.checkpoint.resume import checkpoints_of, state_of
+from tpengine.checkpoint.save import Saver
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.layout.parameters import stage_specs
+from tpengine.layout.state_bytes import StateBytes, num_weights, state_bytes
+from tpengine.layout.step_plan import layout_of
+from tpengine.training.state.state_check import check_finite, check_replicas
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+# Bytes per weight, whole and divided by the number of replicas, by dtype and stage.
+FORMULAS = {
+    "bfloat16": {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 18)},
+    "float32": {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)},
+}
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Bytes of the distinct memories of tensors."""
+    return sum({id_of(t): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}.values())
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def counted_on_a_host_each(config: Config) -> tuple[StateBytes, StateBytes, int]:
+    """Without shared memory, whose blocks are tensors too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
+            patch.setattr(f"{module}.host_identity", dist.get_rank)
+        return counted(config)
+
+
+def counted(config: Config) -> tuple[StateBytes, StateBytes, int]:
+    """After a step: what the optimizer, the buckets and the weights hold, what it should be, and all other tensors."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer.train_step(0)
+    trainer.train_step(1)
+    weights = [*trainer.model.held.values(), *trainer.weights.values()]
+    gradients = [*trainer.buckets.flat.values(), *trainer.gradients.of.values()]
+    states = [trainer.optimizer.state_of(name) for name in trainer.weights]
+    moments = [tensors[kind] for tensors in states for kind in ("exp_avg", "exp_avg_sq")]
+    masters = [tensors["master"] for tensors in states if "master" in tensors]
+    expected = state_bytes(config, trainer.layout, trainer.mesh.at.pp, trainer.mesh.at.dp)
+    found = StateBytes(
+        storage_bytes(weights),
+        storage_bytes(gradients),
+        storage_bytes(masters),
+        storage_bytes(moments),
+        expected.padding,
+    )
+    gc.collect()
+    known = {id_of(tensor) for tensor in (*weights, *gradients, *masters, *moments)}
+    # Views that nothing but a tensor of the graph holds are found by their memory.
+    others = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta and id_of(t) not in known]
+    largest = max((t.untyped_storage().nbytes() for t in others), default=0)
+    return found, expected, largest
+
+
+@pytest.mark.parametrize(
+    ("dp", "dtype"),
+    [(2, "bfloat16"), *(pytest.param(dp, dtype, marks=pytest.mark.slow) for dp in (4, 8) for dtype in FORMULAS)],
+)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_state_is_the_formulas_to_the_byte(ranks: RankPool, zero: int, dp: int, dtype: str) -> None:
+    config = config_of(dp, 1, 1, tied=True, kv_heads=2, num_micro_batches=8, zero=zero)
+    config = replace(config, train=replace(config.train, dtype=dtype))
+    whole, shared = FORMULAS[dtype][zero]
+    found = ranks.run(counted_on_a_host_each, dp, config)
+    for counted_bytes, expected, _ in found:
+        assert counted_bytes == expected
+    numel = sum(math.prod(shape) for shape in shapes_of(config))
+    # Over all replicas: padding apart, the formula.
+    total = sum(one.total - one.padding for one, _, _ in found)
+    assert total == numel * (whole * dp + shared)
+    # No copy of a matrix is left besides.
+    assert all(largest < numel // 4 for _, _, largest in found)
+
+
+def shapes_of(config: Config) -> list[tuple[int, ...]]:
+    return [spec.shape for spec in stage_specs(config.model, 1, 0, config.model.num_layers)]
+
+
+def test_the_formula_of_a_model_is_that_of_its_weights() -> None:
+    for dtype, of_stage in FORMULAS.items():
+        config = config_of(1, 1, 1, tied=False, kv_heads=2)
+        config = replace(config, train=replace(config.train, dtype=dtype))  # type: ignore[arg-type]
+        layout = layout_of(config)
+        assert state_bytes(config, layout, 0).total == of_stage[0][0] * num_weights(config, layout, 0)
+
+
+def traffic(config: Config) -> tuple[int, int, int]:
+    """Elements that this rank sends in a step: gathered, reduced; and those of the padded buckets."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    sent = {"gathered": 0, "reduced": 0}
+    comm = trainer.comms.dp
+    gather, reduce = comm.start_all_gather, comm.start_reduce_scatter
+
+    def counted_gather(own: torch.Tensor, full: torch.Tensor) -> Any:
+        assert own.dtype == getattr(torch, config.train.dtype)
+        sent["gathered"] += (comm.size - 1) * own.numel()
+        return gather(own, full)
+
+    def counted_reduce(x: torch.Tensor, out: torch.Tensor, **options: Any) -> Any:
+        assert x.dtype == torch.float32
+        sent["reduced"] += (comm.size - 1) * out.numel()
+        return reduce(x, out, **options)
+
+    comm.start_all_gather, comm.start_reduce_scatter = counted_gather, counted_reduce  # type: ignore[method-assign]
+    trainer.train_step(0)
+    return sent["gathered"], sent["reduced"], sum(flat.numel() for flat in trainer.buckets.flat.values())
+
+
+# Times that all weights are gathered, and all gradients reduced, in a step of m micro-batches.
+@pytest.mark.parametrize(
+    ("zero", "residency", "gathers", "reductions"),
+    [
+        (1, "auto", lambda m: 1, lambda m: 1),
+        (2, "auto", lambda m: 1, lambda m: m),
+        (3, "step", lambda m: 1, lambda m: m),
+        (3, "use", lambda m: 2 * m, lambda m: m),
+    ],
+)
+def test_traffic_is_what_the_plan_counts(
+    ranks: RankPool, zero: int, residency: str, gathers: Callable[[int], int], reductions: Callable[[int], int]
+) -> None:
+    config = config_of(2, 1, 1, tied=False, kv_heads=2, num_micro_batches=6, zero=zero, residency=residency)
+    config = replace(config, train=replace(config.train, dtype="bfloat16"))
+    num_micro_batches = config.train.num_micro_batches
+    for gathered, reduced, padded in ranks.run(traffic, 2, config):
+        assert gathered == gathers(num_micro_batches) * padded // 2
+        assert reduced == reductions(num_micro_batches) * padded // 2
+
+
+SAVED, STEPS = 2, 3
+
+
+def train_and_save(config: Config, run_dir: str) -> None:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    for step in range(SAVED):
+        trainer.train_step(step)
+    check_finite(trainer)
+    check_replicas(trainer, SAVED)
+    saver = Saver(checkpoints_of(run_dir), keep=2)
+    saver.save(SAVED, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), SAVED, trainer.num_updates))
+    assert saver.wait() is None
+
+
+def go_on(config: Config, run_dir: str) -> Outcome:
+    trainer = resumed(config, run_dir, SAVED)
+    numbers = [(result.loss, result.grad_norm) for result in map(trainer.train_step, range(SAVED, STEPS))]
+    return numbers, weights_of(trainer)
+
+
+def straight(config: Config) -> Outcome:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    numbers = [(result.loss, result.grad_norm) for result in map(trainer.train_step, range(STEPS))]
+    return numbers[SAVED:], weights_of(trainer)
+
+
+def weights_of(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+    with whole_weights(trainer):
+        return {
+            name: (trainer.model.pieces[name].block[0], weight.detach().clone())
+            for name, weight in trainer.model.held.items()
+        }
+
+
+CHANGES = [
+    ((4, 1, 1, 3), (1, 2, 2, 0)),
+    pytest.param((2, 2, 2, 1), (4, 1, 1, 2), marks=pytest.mark.slow),
+    pytest.param((1, 1, 2, 0), (2, 2, 1, 3), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES)
+def test_a_run_goes_on_at_another_stage_in_another_layout(
+    ranks: RankPool, tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    def of(dp: int, tp: int, pp: int, zero: int) -> Config:
+        return config_of(dp, tp, pp, tied=True, kv_heads=1, zero=zero)
+
+    reference = ranks.run(straight, 1, of(1, 1, 1, 0))[0]
+    ranks.run(train_and_save, math.prod(first[:3]), of(*first), str(tmp_path))
+    compare(ranks.run(go_on, math.prod(second[:3]), of(*second), str(tmp_path)), reference)

@@ -1,0 +1,102 @@
+"""Rung: pure. What a run would hold is known before it starts, and too much is refused with what would fit.
+
+What only GPUs check: the memory that a card has.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engine.parity import config_of
+
+from tpengine.config import Config, validate
+from tpengine.config.presets import preset_config
+from tpengine.distributed.launch import Launch
+from tpengine.layout.state_bytes import state_bytes
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.simulate.modelled.memory import memory_of, smaller_settings, with_residency
+from tpengine.training.memory_limit import fitted, memory_limit
+
+CPU = torch.device("cpu")
+
+
+def limited(config: Config, limit: int) -> Config:
+    return replace(config, parallel=replace(config.parallel, memory_limit=limit))
+
+
+def peak_of(config: Config, stage: int) -> int:
+    layout = layout_of(config)
+    return memory_of(config, layout, training_plan(config, layout))[stage].peak
+
+
+def test_the_kinds_are_those_of_the_stage() -> None:
+    config = config_of(2, 1, 2, tied=False, kv_heads=2, zero=3)
+    layout = layout_of(config)
+    for rank, memory in enumerate(memory_of(config, layout, training_plan(config, layout))):
+        assert memory.state == state_bytes(config, layout, rank)
+        # Every bucket of the stage is whole at some time, and every gradient of a backward pass.
+        assert memory.gathered == 2 * memory.state.weights and memory.unsummed == 2 * memory.state.gradients
+        assert {"gathered weights", "gradients not summed yet", "moments", "receive slots"} <= memory.kinds().keys()
+        assert max(memory.kinds().values()) < memory.peak <= sum(memory.kinds().values())
+    alone = config_of(1, 1, 1, tied=False, kv_heads=2)
+    (memory,) = memory_of(alone, layout_of(alone), training_plan(alone, layout_of(alone)))
+    assert memory.gathered == memory.unsummed == memory.slots == 0
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_too_little_is_refused_with_the_nearest_setting_that_fits(rank: int) -> None:
+    config = config_of(2, 1, 2, tied=False, kv_heads=2)
+    launch, stage = Launch(rank, 4, rank, 4), rank // 2
+    need = peak_of(config, stage)
+    assert fitted(limited(config, need), launch, CPU) == limited(config, need)
+    with pytest.raises(ValueError) as error:
+        fitted(limited(config, need - 1), launch, CPU)
+    message = str(error.value)
+    assert re.search(rf"rank {rank} would hold .* MB in \S+, .* more than --parallel.memory-limit", message)
+    words = message.rpartition("use ")[2]
+    smaller = dict(smaller_settings(config))[words]
+    assert peak_of(smaller, stage) < need
+    # What is proposed is accepted.
+    assert fitted(limited(smaller, need - 1), launch, CPU).parallel.zero == smaller.parallel.zero
+
+
+def test_what_nothing_saves_needs_more_ranks() -> None:
+    config = limited(config_of(1, 1, 1, tied=False, kv_heads=2), 1)
+    with pytest.raises(ValueError, match=r"use more ranks, or a smaller --train\.micro-batch-size$"):
+        fitted(config, Launch(0, 1, 0, 1), CPU)
+
+
+def test_gathered_weights_stay_while_they_fit() -> None:
+    # A model whose weights outweigh what a micro-batch keeps.
+    base = preset_config("bench")
+    config = replace(
+        base,
+        parallel=replace(base.parallel, tp=1, pp=1, dp=2, zero=3, schedule="interleaved", chunks_per_rank=4),
+        train=replace(base.train, seq_len=16, micro_batch_size=1),
+    )
+    config = validate(config, 2)
+    whole, used = (
+        replace(config, parallel=replace(config.parallel, residency=one))  # type: ignore[arg-type]
+        for one in ("step", "use")
+    )
+    assert peak_of(used, 0) < peak_of(whole, 0)
+    assert with_residency(config, 0) == whole
+    assert with_residency(config, peak_of(whole, 0)) == whole
+    assert with_residency(config, peak_of(whole, 0) - 1) == used
+    # What was asked for stays.
+    assert with_residency(used, 0) == used
+
+
+def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpengine.training.memory_limit.available_bytes", lambda: 1000)
+    config = config_of(2, 1, 2, tied=False, kv_heads=2)
+    assert memory_limit(config, Launch(0, 4, 0, 4), CPU) == 250
+    assert memory_limit(limited(config, 7), Launch(0, 4, 0, 4), CPU) == 7
+    with pytest.raises(ValueError, match="more than what there is"):
+        fitted(config, Launch(0, 4, 0, 4), CPU)
+    # Unknown: nothing is refused.
+    monkeypatch.setattr("tpengine.training.memory_limit.available_bytes", lambda: 0)
+    assert fitted(config, Launch(0, 4, 0, 4), CPU) == config

@@ -1,0 +1,134 @@
+"""What a rank holds from step to step, in bytes: weights, gradients, masters and moments. Torch-free.
+
+For w bytes a weight, a bytes an element of promote_types(dtype, float32), and d replicas, per weight:
+
+    zero 0    w + a + 2a + m              m = a below float32, where there is a master copy, else 0
+    zero 1    w + a + (2a + m) / d
+    zero 2    w + (a + 2a + m) / d
+    zero 3    (w + a + 2a + m) / d
+
+Buckets that are cut into slices are padded (layout/slices.py). Gathered weights, and gradients that are not summed yet,
+come on top while a step runs: the plan says when, and the simulator how much. In exact mode each replica adds whole
+gradients up, in a tree, at every stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.config.exact_sizes import num_gradient_buffers
+from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
+from tpengine.layout.slices import BlockCut, parts_of, slice_numel
+from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, reduced_of
+from tpengine.plan import Reduced
+
+# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
+_MOMENTS = 2
+_STAGE_OF_SLICED_WEIGHTS = 3
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank between two steps.
+
+    Attributes:
+        weights, gradients: of the buffers; padding is counted, and listed once more in `padding`.
+        masters, moments: what the optimizer keeps of the elements that this rank updates.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    padding: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all but `padding`, which is part of the others."""
+        return sum(getattr(self, field.name) for field in fields(self)) - self.padding
+
+
+def num_weights(config: Config, layout: Layout, rank: int) -> int:
+    """Return the elements of all weights that the tp ranks of pipeline rank `rank` hold each, not cut over replicas."""
+    return sum(math.prod(piece.block[1]) for piece in _pieces(config, layout, rank))
+
+
+def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> StateBytes:
+    """Return what a rank holds between steps.
+
+    Args:
+        config: validated.
+        layout: of that configuration.
+        rank, replica: its place in the pipeline, and among the replicas, which own different slices.
+    """
+    wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
+    if config.train.reduction == "exact":
+        held = _exact(config, layout, rank, replica)
+    elif layout.zero:
+        held = _sliced(config, layout, rank, replica)
+    else:
+        numel = num_weights(config, layout, rank)
+        held = _Elements(numel, numel, numel)
+    return StateBytes(
+        weights=held.weights * narrow,
+        gradients=held.gradients * wide,
+        masters=held.owned * wide if narrow != wide else 0,
+        moments=held.owned * wide * _MOMENTS,
+        padding=held.padded_weights * narrow + held.padded_gradients * wide,
+    )
+
+
+class _Elements(NamedTuple):
+    """Elements that a rank holds; `owned` are those that it updates, and what is padding is part of the others."""
+
+    weights: int
+    gradients: int
+    owned: int
+    padded_weights: int = 0
+    padded_gradients: int = 0
+
+
+def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
+    buckets, numel = layout.buckets_of(rank).values(), num_weights(config, layout, rank)
+    slices = sum(slice_numel(bucket, layout.dp) for bucket in buckets)
+    whole = layout.dp * slices
+    parts = [part for bucket in buckets for part in parts_of(bucket, layout.dp, replica)]
+    owned = sum(part.in_slice.stop - part.in_slice.start for part in parts)
+    weights, used_weights = (slices, owned) if layout.zero == _STAGE_OF_SLICED_WEIGHTS else (whole, numel)
+    each = reduced_of(config) is Reduced.MICROBATCH
+    gradients, used_gradients = (slices, owned) if each else (whole, numel)
+    return _Elements(weights, gradients, owned, weights - used_weights, gradients - used_gradients)
+
+
+def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
+    """Count whole gradients of several blocks of micro-batches; shards may each hold a part of one gradient.
+
+    With ZeRO a replica holds what it owns besides, of gradients and weights; weights are whole too below stage 3.
+    """
+    pieces, buckets = _pieces(config, layout, rank), layout.buckets_of(rank).values()
+    numels = {piece.spec.name: math.prod(piece.block[1]) for piece in pieces}
+    numel = sum(math.prod(piece.block[1]) for piece in pieces)
+    gradients = num_gradient_buffers(num_blocks(config) // layout.dp) * sum(bucket.numel for bucket in buckets)
+    if not layout.zero:
+        return _Elements(numel, gradients, numel)
+    cuts = [BlockCut.of(piece.name, numels[piece.spec.name], layout.dp) for piece in pieces]
+    owned = sum(cut.owned_by(replica).stop - cut.owned_by(replica).start for cut in cuts)
+    own = sum(cut.size for cut in cuts)
+    of_buffers = sum(
+        BlockCut.of(leaf, numels[leaf_parts(leaf)[0]], layout.dp).size for bucket in buckets for leaf in bucket.names
+    )
+    whole = 0 if layout.zero == _STAGE_OF_SLICED_WEIGHTS else numel
+    return _Elements(whole + own, gradients + of_buffers, owned)
+
+
+def _pieces(config: Config, layout: Layout, rank: int) -> list[Piece]:
+    table_size = num_shards_of(config) if config.train.reduction == "exact" else layout.tp
+    held = range(table_size // layout.tp)
+    # Tied embeddings of a rank that holds both ends occur twice and are one parameter.
+    specs = {
+        spec.name: spec for layers in layout.layers_of(rank) for spec in stage_specs(config.model, table_size, *layers)
+    }
+    return [piece for spec in specs.values() for piece in pieces_of(spec, table_size, held)]
