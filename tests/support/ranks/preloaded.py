@@ -19,12 +19,13 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 
 # What most ranks use; the rest is imported by those that need it.
@@ -59,14 +60,18 @@ class Program:
     errors: str
 
     def guard(self, connection: Connection) -> None:
-        """Run it in a child; tell its process id, and its exit code when it has ended."""
+        """Run it in a child; tell its process id, and its exit code when it has ended. It ends with the connection."""
         pid = os.fork()
         if not pid:
             connection.close()
             self._become()
             return
         connection.send(pid)
-        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if connection in wait([connection, os.pidfd_open(pid)]):  # who started it is gone
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(code)
         os._exit(0)
 
     def _become(self) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from support.programs import run_ranks
 from support.ranks.preloaded import Preloaded, Program
+from support.ranks.progress import Progress
 from support.ranks.rank_pool import RankPool
 
 
@@ -26,12 +31,34 @@ def test_programs_of_neighbouring_ranks_do_as_well() -> None:
     assert first.stdout.splitlines()[0] != second.stdout.splitlines()[0]
 
 
-def test_a_process_that_has_died_is_replaced(tmp_path: Path) -> None:
+@pytest.fixture
+def process() -> Preloaded:
+    """One that has imported nothing."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = Preloaded({**os.environ, **paths}, modules=())
+    return Preloaded({**os.environ, **paths}, modules=())
+
+
+def start(process: Preloaded, directory: Path, module: str, *arguments: str) -> tuple[int, Connection]:
+    """Start a program; return its process id, and the connection to its guardian."""
+    files = [str(directory / name) for name in ("output", "errors")]
+    _, connection = process.fork(Program(module, arguments, str(directory), os.environ.copy(), *files))
+    return connection.recv(), connection
+
+
+def test_a_process_that_has_died_is_replaced(process: Preloaded, tmp_path: Path) -> None:
     process._process.send_signal(signal.SIGKILL)
     process._process.wait()
-    files = [str(tmp_path / name) for name in ("output", "errors")]
-    _, connection = process.fork(Program("this", (), str(tmp_path), os.environ.copy(), *files))
-    connection.recv()  # its process id
-    assert connection.recv() == 0 and "Zen" in Path(files[0]).read_text()
+    _, connection = start(process, tmp_path, "this")
+    assert connection.recv() == 0 and "Zen" in (tmp_path / "output").read_text()
+
+
+def test_a_program_does_not_outlive_who_started_it(process: Preloaded, tmp_path: Path) -> None:
+    """A session that is killed lets go of all connections, and tells nobody."""
+    pid, connection = start(process, tmp_path, "http.server", "0", "--bind", "127.0.0.1")
+    os.kill(pid, 0)
+    connection.close()
+    progress = Progress([pid])
+    while Path(f"/proc/{pid}").exists():
+        progress.look()
+        assert not progress.is_over(), "it serves on"
+        time.sleep(0.01)
