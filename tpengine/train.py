@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tpengine.distributed.launch import Launch
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
+    from tpengine.plan import Residency
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -49,6 +50,7 @@ class _Prepared:
     corpus: Corpus
     device: torch.device
     shared_cores: int
+    residency: Residency
     run_dir: Path | None
     lock: IO[str] | None
     checkpoint: Checkpoint | None
@@ -111,9 +113,9 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from tpengine.training.memory_limit import fitted
+    from tpengine.training.memory_limit import fitting_residency
 
-    config = fitted(config, launch, device)
+    residency = fitting_residency(config, launch, device)
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
         corpus.note_hash(run_dir)
@@ -121,7 +123,8 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     if config.resume:
         ends = corpus.fingerprint_of_ends
         checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
-    return _Prepared(config, corpus, device, shared_cores if device.type == "cpu" else 0, run_dir, lock, checkpoint)
+    cores = shared_cores if device.type == "cpu" else 0
+    return _Prepared(config, corpus, device, cores, residency, run_dir, lock, checkpoint)
 
 
 def _take_threads(config: Config, launch: Launch) -> int:
@@ -184,7 +187,8 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
 
     config, corpus, device, cores = prepared.config, prepared.corpus, prepared.device, prepared.shared_cores
     try:
-        train(Job(config, corpus, launch, device, cores, meeting, prepared.run_dir, prepared.checkpoint), watch)
+        residency, run_dir = prepared.residency, prepared.run_dir
+        train(Job(config, corpus, launch, device, cores, residency, meeting, run_dir, prepared.checkpoint), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

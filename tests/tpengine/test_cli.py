@@ -316,7 +316,7 @@ def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.
     lines = schedule(
         capsys, "--preset", "bench", "--config", str(file), "--pp", "4", "--schedule", "gpipe", "--dp", "1"
     )
-    assert len(lines) == 4 + 7
+    assert len(lines) == 4 + 4 + 7
     assert lines[0].startswith("rank 0  F0 F1 F2 F3 F4 F5 ") and "F6" not in lines[0]
     assert "pp 4, dp 1, a float32 model" in lines[-1]
 

@@ -336,3 +336,16 @@ def test_help_ends_well(tmp_path: Path) -> None:
     assert done.returncode == 0
     for flag in ("--preset", "--config", "--model.hidden-size", "--parallel.tp", "--run-dir"):
         assert flag in done.stdout
+
+
+def test_a_run_goes_on_at_another_stage_of_zero(tmp_path: Path) -> None:
+    """What was decided for one layout is not written down for another."""
+    first = *SMALL, "--run-dir", "out", "--parallel.tp", "1", "--parallel.dp", "2", "--train.checkpoint-every", "2"
+    done, _ = run_ranks(2, "tpengine.train", *first, "--parallel.zero", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero 3 residency step" in done.stdout
+    assert 'residency = "auto"' in (tmp_path / "out" / "config.toml").read_text()
+    more = "--run-dir", "out", "--resume", "--train.steps", "6", "--parallel.zero", "1"
+    done, _ = run_ranks(2, "tpengine.train", *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ", zero 1\n" in done.stdout and "step 6/6" in done.stdout

@@ -154,7 +154,7 @@ def print_schedule(args: argparse.Namespace) -> None:
     if args.bytes or config:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
     if config:
-        for line in memory_in_words(config):
+        for line in memory_in_words(config, plan, args.machine):
             print(line)
         print(provenance(config, args.machine))
     for path in written:

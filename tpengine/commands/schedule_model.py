@@ -21,7 +21,7 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Gathered, Plan, Recompute, Residency
 from tpengine.simulate import Costs
 from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, model_costs
-from tpengine.simulate.modelled.memory import memory_of, with_residency
+from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
 _T = TypeVar("_T")
 
@@ -100,26 +100,25 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
 
 
 def validated(config: Config) -> Config:
-    """Check a configuration whose sizes are all given, for as many processes as they need; decide its residency."""
+    """Check a configuration whose sizes are all given, for as many processes as they need."""
     sizes = config.parallel.tp or 0, config.parallel.pp or 0, config.parallel.dp or 0
     # The call reports a size below 1 by its name, not as a number of processes.
-    config = validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
-    return with_residency(config, config.parallel.memory_limit)
+    return validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
 
 
 def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
     """Return the verified plan of a validated configuration's step, and its costs in seconds and bytes."""
-    layout = layout_of(config)
+    rates = _MACHINES[machine or "cpu"][0]
+    layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates))
     plan = training_plan(config, layout)
-    return plan, model_costs(config, layout, plan, _MACHINES[machine or "cpu"][0])
+    return plan, model_costs(config, layout, plan, rates)
 
 
-def memory_in_words(config: Config) -> list[str]:
+def memory_in_words(config: Config, plan: Plan, machine: str | None) -> list[str]:
     """Return a line per pipeline rank: the bytes that it holds, by kind."""
-    layout = layout_of(config)
     return [
         f"bytes of rank {rank}: {', '.join(f'{kind} {num:,}' for kind, num in memory.kinds().items())}"
-        for rank, memory in enumerate(memory_of(config, layout, training_plan(config, layout)))
+        for rank, memory in enumerate(memory_of(config, layout_of(config), plan, _MACHINES[machine or "cpu"][0]))
     ]
 
 

@@ -47,6 +47,8 @@ class SlicedBuckets(GradientBuckets):
         *,
         each: bool,
     ) -> None:
+        self._comm, self._each = comm, each
+        self._received: dict[int, Tensor] = {}
         sizes = {index: slice_numel(layout, comm.size) for index, layout in layouts.items()}
         super().__init__(
             layouts,
@@ -57,15 +59,15 @@ class SlicedBuckets(GradientBuckets):
             device,
             padded_to={index: comm.size * size for index, size in sizes.items()},
         )
-        self._comm, self._each = comm, each
-        self._received: dict[int, Tensor] = {}
         if each:
             self.slices = {index: flat.new_zeros(sizes[index]) for index, flat in self.flat.items()}
-            for flat in self.flat.values():
-                set_memory(flat, False)
         else:
             own = {index: comm.rank * size for index, size in sizes.items()}
             self.slices = {index: flat[own[index] :][: sizes[index]] for index, flat in self.flat.items()}
+
+    def _made(self, index: int) -> None:
+        if self._each:
+            set_memory(self.flat[index], False)
 
     def zero(self) -> None:
         """As GradientBuckets."""

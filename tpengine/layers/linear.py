@@ -329,12 +329,20 @@ class PackedWeights:
             self._copy()
         self._copied = copied
 
+    def adopt(self) -> None:
+        """Let go of the storage if somebody has laid the weights out behind each other; they are the next one."""
+        if _lie_side_by_side(self.layers):
+            # They may have no memory yet.
+            self._storage, self._copies = self._storage.new_empty(0), []
+
     def _found_packed(self) -> Tensor:
-        found = _side_by_side(self.layers)
-        if found is None:
+        """Return the weights as one tensor where they lie behind each other; else pack them."""
+        if not _lie_side_by_side(self.layers):
             return self._pack()
         self._copies = []
-        return found
+        first, width = self.layers[0].weight, self.layers[0].weight.shape[1]
+        # `data`: what writes to that memory, as a gather of weights, does not count as a write to this tensor.
+        return first.data.as_strided((sum(len(layer.weight) for layer in self.layers), width), (width, 1))
 
     def _is_packed(self, weights: Sequence[Tensor]) -> bool:
         address = self._storage.data_ptr()
@@ -371,17 +379,26 @@ def _is_part_of_more(layer: ColumnParallelLinear, packed: Sequence[ColumnParalle
     return memory.nbytes() > sum(weight.numel() * weight.element_size() for weight in neighbours)
 
 
-def _side_by_side(layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
-    """Return the layers' weights as one tensor if somebody has laid them out behind each other in one memory."""
-    weights = [layer.weight for layer in layers]
-    first, place = weights[0], weights[0].storage_offset()
-    for layer, weight in zip(layers, weights, strict=True):
-        is_next = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+def adopt_moved_weights(model: nn.Module) -> None:
+    """Let the packed layers of a model take their weights where they lie now: see PackedWeights.adopt."""
+    for module in model.modules():
+        for part in vars(module).values():
+            if isinstance(part, PackedWeights):
+                part.adopt()
+
+
+def _lie_side_by_side(layers: Sequence[ColumnParallelLinear]) -> bool:
+    """Whether somebody has laid the layers' weights out behind each other in one memory."""
+    first = layers[0].weight
+    place = first.storage_offset()
+    for layer in layers:
+        weight = layer.weight
+        # By identity: memory that has been taken away has no address.
+        is_next = weight.untyped_storage()._cdata == first.untyped_storage()._cdata
         if layer.borrows or not is_next or weight.storage_offset() != place or weight.dtype != first.dtype:
-            return None
+            return False
         place += weight.numel()
-    # `data`: what writes to that memory, as a gather of weights, does not count as a write to this tensor.
-    return first.data.as_strided((sum(len(weight) for weight in weights), first.shape[1]), (first.shape[1], 1))
+    return True
 
 
 class RowParallelLinear(nn.Module):

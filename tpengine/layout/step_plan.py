@@ -72,6 +72,7 @@ class Layout:
         layers: half-open layer range of each chunk.
         buckets: by index, unique over all ranks; a chunk's in the order in which backward completes them.
         zero: the stage of ZeRO: what replicas own slices of.
+        residency: how long gathered weights stay.
     """
 
     pp: int
@@ -81,6 +82,7 @@ class Layout:
     layers: tuple[tuple[int, int], ...]
     buckets: Mapping[int, PlacedBucket]
     zero: int = 0
+    residency: Residency = Residency.STEP
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The chunks of a pipeline rank, in model order."""
@@ -147,8 +149,12 @@ def layer_ranges(
     )
 
 
-def layout_of(config: Config) -> Layout:
-    """Describe a validated configuration (config.validate): who holds which layers and buckets."""
+def layout_of(config: Config, residency: Residency | None = None) -> Layout:
+    """Describe a validated configuration (config.validate): who holds which layers and buckets.
+
+    Args:
+        residency: what was decided where the configuration leaves it open (`residency auto`); default STEP there.
+    """
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
     schedule = schedule_of(config)
@@ -169,7 +175,17 @@ def layout_of(config: Config) -> Layout:
     for chunks in gradients:
         if len(chunks) > 1:
             placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
-    return Layout(parallel.pp, parallel.dp, parallel.tp, schedule.ranks, layers, dict(enumerate(placed)), parallel.zero)
+    asked = Residency.STEP if parallel.residency == "auto" else Residency(parallel.residency)
+    return Layout(
+        parallel.pp,
+        parallel.dp,
+        parallel.tp,
+        schedule.ranks,
+        layers,
+        dict(enumerate(placed)),
+        parallel.zero,
+        residency or asked,
+    )
 
 
 def chunk_gradients(
@@ -241,7 +257,7 @@ def training_plan(config: Config, layout: Layout) -> Plan:
         num_microbatches=config.train.num_micro_batches,
         num_layers=config.model.num_layers,
         training=True,
-        residency=_residency(config),
+        residency=layout.residency,
     )
     verify(plan)
     return plan
@@ -263,7 +279,7 @@ def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_ba
         num_microbatches=num_microbatches,
         num_layers=config.model.num_layers,
         training=False,
-        residency=_residency(config),
+        residency=layout.residency,
     )
     verify(plan)
     return plan
@@ -301,10 +317,6 @@ def _buckets(config: Config, layout: Layout) -> tuple[Bucket, ...]:
         for index, bucket in layout.buckets.items()
         if num_summed(layout, bucket.layout, config.model) > 1
     )
-
-
-def _residency(config: Config) -> Residency:
-    return Residency.STEP if config.parallel.residency == "auto" else Residency(config.parallel.residency)
 
 
 def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chunk, ...]:

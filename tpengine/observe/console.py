@@ -47,7 +47,7 @@ def show_plan(
         ("model", f"{num_parameters(model):,} parameters, {model.num_layers} layers, hidden {model.hidden_size}"),
         (
             "layout",
-            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}{_sharing(config)}",
+            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}{_sharing(layout)}",
         ),
         (
             "step",
@@ -74,10 +74,10 @@ def show_plan(
         console.print(f"{name:10}{text}", markup=False, highlight=False)
 
 
-def _sharing(config: Config) -> str:
+def _sharing(layout: Layout) -> str:
     """Return what the replicas share out, in words."""
-    zero, residency = config.parallel.zero, config.parallel.residency
-    return f", zero {zero}{f' residency {residency}' if zero == 3 else ''}" if zero else ""
+    stays = f" residency {layout.residency}" if layout.zero == 3 else ""
+    return f", zero {layout.zero}{stays}" if layout.zero else ""
 
 
 def _memory(memory: RankMemory) -> str:

@@ -16,6 +16,7 @@ from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
+from tpengine.layers.linear import adopt_moved_weights
 from tpengine.layout.parameters import in_order_of_packing
 from tpengine.layout.slices import BlockCut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
@@ -81,6 +82,7 @@ def _fast(
     if not layout.zero:
         return Assembled(model, FastGradients(buckets, model.held, **options))
     sliced = SlicedWeights(buckets, model.held, comms.dp, _kept_whole(config, layout, buckets))
+    adopt_moved_weights(model)
     each = reduced_of(config) is Reduced.MICROBATCH
     return Assembled(model, SlicedGradients(buckets, model.pieces, model.held, each=each, **options), sliced)
 
@@ -124,7 +126,9 @@ def _exact(
         members.setdefault(gradients.bucket_of(name), []).append(name)
     cuts = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
     kept = _kept_whole(config, layout, members)
-    return Assembled(model, gradients, PackedWeights(members, cuts, model.held, comms.dp, kept))
+    sliced = PackedWeights(members, cuts, model.held, comms.dp, kept)
+    adopt_moved_weights(model)
+    return Assembled(model, gradients, sliced)
 
 
 def _kept_whole(config: Config, layout: Layout, buckets: Iterable[int]) -> frozenset[int]:

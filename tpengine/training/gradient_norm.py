@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tpengine.layers.gradient_sink import accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, Piece, pieces_of, stage_specs
 from tpengine.layout.slices import BLOCK, Part
 from tpengine.model.transformer import Transformer
@@ -49,6 +50,7 @@ class GradientNorm:
         device: torch.device,
     ) -> None:
         self._device, self._exact = device, exact
+        self._largest = torch.finfo(accumulation_dtype(next(iter(model.held.values())).dtype)).max
         table_size, held = model.parts.table_size, model.parts.held
         specs = stage_specs(model.model, table_size, 0, model.model.num_layers)
         everyone = [pieces_of(spec, table_size, range(table_size)) for spec in specs]
@@ -90,7 +92,8 @@ class GradientNorm:
         squares = torch.zeros(self.num_places, dtype=torch.float64, device=self._device)
         for places, blocks in self._trees:
             squares[places] = _tree_of_columns(figures[blocks])
-        return squares
+        # Summed in float64, but a moment that is kept in the gradients' dtype must hold the largest of them.
+        return squares.masked_fill(squares > self._largest, torch.inf)
 
 
 def squares_of_blocks(x: Tensor) -> Tensor:

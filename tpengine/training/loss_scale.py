@@ -40,6 +40,11 @@ class LossScale:
         """Whether a gradient that overflows may fit after the scale has halved."""
         return self._moves and self.value > FLOOR
 
+    @property
+    def is_at_floor(self) -> bool:
+        """Whether the scale has halved as often as it may."""
+        return self._moves and self.value <= FLOOR
+
     def after_update(self) -> None:
         """Count a step that was applied."""
         if not self._moves:

@@ -9,7 +9,9 @@ from tpengine.config import Config
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.simulate.modelled.memory import RankMemory, memory_of, smaller_settings, with_residency
+from tpengine.plan import Residency
+from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine
+from tpengine.simulate.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings
 
 
 def memory_limit(config: Config, launch: Launch, device: torch.device) -> int:
@@ -23,7 +25,7 @@ def memory_limit(config: Config, launch: Launch, device: torch.device) -> int:
     return available_bytes() // launch.local_world_size
 
 
-def fitted(config: Config, launch: Launch, device: torch.device) -> Config:
+def fitting_residency(config: Config, launch: Launch, device: torch.device) -> Residency:
     """Decide how long gathered weights stay, and check that this rank's memory is enough.
 
     Args:
@@ -32,29 +34,32 @@ def fitted(config: Config, launch: Launch, device: torch.device) -> Config:
         device: where it computes.
 
     Returns:
-        The configuration, with `parallel.residency auto` decided.
+        The decision; hosts with other limits may decide otherwise, and then the ranks' plans differ, which is said.
 
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
     """
+    machine = H200_NODE if device.type == "cuda" else CPU_CORE
     limit = memory_limit(config, launch, device)
-    # What is free on a CPU's host differs from host to host, and from start to start: it decides nothing.
-    config = with_residency(config, limit if config.parallel.memory_limit or device.type == "cuda" else 0)
-    stage = Shape.of(config.parallel).coordinates(launch.rank).pp
-    needed = _on_stage(config, stage)
+    residency = decided_residency(config, limit, machine)
+    needed = _on_stages(config, residency, machine)[Shape.of(config.parallel).coordinates(launch.rank).pp]
     if limit and needed.peak > limit:
-        fitting = next(
-            (words for words, other in smaller_settings(config) if _on_stage(other, stage).peak <= limit), ""
+        fitting = (
+            words
+            for words, other in smaller_settings(config)
+            if all(rank.peak <= limit for rank in _on_stages(other, None, machine))
         )
-        remedy = f"use {fitting}" if fitting else "use more ranks, or a smaller --train.micro-batch-size"
+        words = next(fitting, "")
+        remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
         where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
         raise ValueError(
-            f"a rank's memory must be enough: rank {launch.rank} would hold {needed.peak / 1e6:,.1f} MB in "
+            f"a rank's memory must be enough: by the plan rank {launch.rank} would hold {needed.peak / 1e6:,.1f} MB in "
             f"{needed.action}, {(needed.peak - limit) / 1e6:,.1f} MB more than {where}, {limit / 1e6:,.1f} MB: {remedy}"
+            f", or allow it with --parallel.memory-limit {needed.peak}"
         )
-    return config
+    return residency
 
 
-def _on_stage(config: Config, stage: int) -> RankMemory:
-    layout = layout_of(config)
-    return memory_of(config, layout, training_plan(config, layout))[stage]
+def _on_stages(config: Config, residency: Residency | None, machine: Machine) -> tuple[RankMemory, ...]:
+    layout = layout_of(config, residency)
+    return memory_of(config, layout, training_plan(config, layout), machine)

@@ -28,7 +28,7 @@ from tpengine.observe.console import ProgressLine, console_for, show_plan, show_
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
-from tpengine.plan import SCHEDULES
+from tpengine.plan import SCHEDULES, Residency
 from tpengine.training.evaluate import held_out_loss, read_prompt, sample
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
@@ -61,6 +61,7 @@ class Job:
     launch: Launch
     device: torch.device
     shared_cores: int
+    residency: Residency
     meeting: Meeting
     run_dir: Path | None
     checkpoint: Checkpoint | None
@@ -135,7 +136,7 @@ class _Run:
 def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
-    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity)
+    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity, residency=job.residency)
     watch.explain = partial(explain, trainer, Peers(job.device))
     watch.waits = lambda what: bool(awaited(trainer, what))
     watch.activity.begin("reading the checkpoint", timed=False)

@@ -37,7 +37,7 @@ from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
-from tpengine.plan import Action, Kind, Recompute
+from tpengine.plan import Action, Kind, Recompute, Residency
 from tpengine.training.assembly import assemble
 from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.loss_scale import LossScale
@@ -92,6 +92,7 @@ class Trainer:
         device: where this rank computes.
         trace: records what the executor runs; None records nothing.
         activity: told what this rank does; None if nothing watches it.
+        residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
 
     Attributes:
         model: this rank's shards of this rank's chunks.
@@ -122,11 +123,12 @@ class Trainer:
         device: torch.device,
         trace: Trace | None = None,
         activity: Activity | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self.config, self.corpus, self.device = config, corpus, device
         self.activity = activity or Activity()
         # Plan: who holds what, and the order of actions.
-        self.layout: Layout = layout_of(config)
+        self.layout: Layout = layout_of(config, residency)
         self.plan = training_plan(config, self.layout)
         # Compare first: ranks that differ in layout could not make the groups below.
         self._check_same_run()

@@ -21,16 +21,16 @@ class WeightMoves:
     Args:
         sliced: the weights; None where every replica holds all of them, and plans neither gather nor free.
         on_start: called with each gather inside a compute action at the moment it starts (for the trace).
-        on_whole: called when weights have been gathered: what was made of them before is of no use.
+        on_change: called when weights have been gathered or freed: what was made of them before is of no use.
     """
 
     def __init__(
         self,
         sliced: SlicedWeights | PackedWeights | None,
         on_start: Callable[[Action], None],
-        on_whole: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        self._sliced, self._on_start, self._on_whole = sliced, on_start, on_whole
+        self._sliced, self._on_start, self._on_change = sliced, on_start, on_change
 
     def around(self, handlers: Mapping[Kind, Handler]) -> dict[Kind, Handler]:
         """Return a plan's handlers, with gathers and frees as the plan has them."""
@@ -54,7 +54,7 @@ class WeightMoves:
     def wait(self, bucket: int) -> Work:
         """Wait until a bucket's weights are whole; return the gather."""
         work = self.weights.wait(bucket)
-        self._on_whole()
+        self._on_change()
         return work
 
     def is_complete(self, bucket: int) -> bool:
@@ -85,6 +85,7 @@ class WeightMoves:
 
     def _free(self, action: Action) -> None:
         self.weights.free(self._bucket(action))
+        self._on_change()
 
     def _bucket(self, action: Action) -> int:
         assert action.index is not None

@@ -72,7 +72,7 @@ BAD: list[tuple[str, str | None, int, list[str]]] = [
     ("--train.steps", "0", 1, ["steps must be at least 1", "got 0"]),
     ("--train.steps", "1e3", 1, ["--train.steps must be an integer", "'1e3'", "use 1000"]),
     ("--train.seed", "-1", 1, ["seed must be at least 0", "got -1"]),
-    ("--train.dtype", "float16", 1, ["--train.dtype must be one of", "'float16'", "use bfloat16"]),
+    ("--train.dtype", "fp16", 1, ["--train.dtype must be one of", "'fp16'", "use float16"]),
     ("--data.path", None, 1, ["--data.path needs a value", "use --data.path stdlib"]),
     ("--optim.lr", "fast", 1, ["--optim.lr must be a number", "'fast'", "use 0.003"]),
     ("--optim.lr", "-1", 1, ["lr must be", "got -1.0"]),

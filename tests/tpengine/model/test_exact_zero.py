@@ -7,11 +7,32 @@ less than one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine.exactness import alone, assert_same_bits, exact_config, merge, num_ranks, train
+from support.engine.exactness import (
+    CPU,
+    Found,
+    alone,
+    assert_same_bits,
+    exact_config,
+    merge,
+    num_ranks,
+    train,
+    train_steps,
+)
+from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
+
+from tpengine.checkpoint.resume import checkpoints_of, state_of
+from tpengine.checkpoint.save import Saver
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.training.state.state_check import check_finite
+from tpengine.training.state.training_state import blocks_of
+from tpengine.training.trainer import Trainer
 
 # Layout, stage, residency, dtype, schedule, tied. By default the one that gathers and frees most.
 CASES = [
@@ -45,3 +66,48 @@ def test_slices_have_the_bits_of_one_process(
     reference = alone(config)
     want = merge(reference, ranks.run(train, 1, reference))
     assert_same_bits(merge(config, ranks.run(train, num_ranks(config), config)), want)
+
+
+def skips_what_no_moment_holds(config: Config) -> bool:
+    """A gradient whose square is finite in float64 alone."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    finish = trainer.gradients.finish
+
+    def spoilt() -> None:
+        finish()
+        next(iter(trainer.gradients.of.values())).view(-1)[0] = 1e25
+
+    trainer.gradients.finish = spoilt  # type: ignore[method-assign]
+    return trainer.train_step(0).skipped
+
+
+def test_a_square_that_overflows_a_moment_is_not_finite(ranks: RankPool) -> None:
+    config = exact_config(layers=2)
+    config = replace(config, optim=replace(config.optim, clip_norm=0.0))
+    assert ranks.run(skips_what_no_moment_holds, 1, config) == [True]
+
+
+def saved_and_gone_on(config: Config, run_dir: str) -> tuple[int, Found]:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer.train_step(0)
+    check_finite(trainer)
+    saver = Saver(checkpoints_of(run_dir), keep=1)
+    saver.save(1, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), 1))
+    assert saver.wait() is None
+    return len(trainer.weights), train_steps(resumed(config, run_dir, 1), 1, 2)
+
+
+def test_a_replica_may_own_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """One small layer, fewer blocks than replicas: it is checked, saved and loaded all the same."""
+    config = exact_config(8, heads=1, kv_heads=1, layers=1, micro_batches=8, zero=3)
+    found = ranks.run(saved_and_gone_on, 8, config, str(tmp_path))
+    assert min(number for number, _ in found) == 0
+    reference = alone(config)
+    want = merge(reference, ranks.run(second_step, 1, reference))
+    assert_same_bits(merge(config, [outcome for _, outcome in found]), want)
+
+
+def second_step(config: Config) -> Found:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer.train_step(0)
+    return train_steps(trainer, 1, 2)

@@ -89,13 +89,15 @@ def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
     script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{DEAF}\n")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
-    wait_until(lambda: waits_for_a_lock(process.pid), process, "the program is not deaf")
-    process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not pending_signals(process.pid), process, "the signal is not delivered")
-    # Python's part in C has noted the signal; the thread that would run the handler waits for the lock again.
-    wait_until(lambda: waits_for_a_lock(process.pid), process, "the program has heard")
-    process.kill()
-    process.communicate()
+    try:
+        wait_until(lambda: waits_for_a_lock(process.pid), process, "the program is not deaf")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not pending_signals(process.pid), process, "the signal is not delivered")
+        # Python's part in C has noted the signal; the thread that would run the handler waits for the lock again.
+        wait_until(lambda: waits_for_a_lock(process.pid), process, "the program has heard")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_before_training_an_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:

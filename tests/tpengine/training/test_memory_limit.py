@@ -17,8 +17,9 @@ from tpengine.config.presets import preset_config
 from tpengine.distributed.launch import Launch
 from tpengine.layout.state_bytes import state_bytes
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.simulate.modelled.memory import memory_of, smaller_settings, with_residency
-from tpengine.training.memory_limit import fitted, memory_limit
+from tpengine.plan import Residency
+from tpengine.simulate.modelled.memory import decided_residency, memory_of, smaller_settings
+from tpengine.training.memory_limit import fitting_residency, memory_limit
 
 CPU = torch.device("cpu")
 
@@ -27,9 +28,9 @@ def limited(config: Config, limit: int) -> Config:
     return replace(config, parallel=replace(config.parallel, memory_limit=limit))
 
 
-def peak_of(config: Config, stage: int) -> int:
-    layout = layout_of(config)
-    return memory_of(config, layout, training_plan(config, layout))[stage].peak
+def peaks_of(config: Config, residency: Residency | None = None) -> list[int]:
+    layout = layout_of(config, residency)
+    return [rank.peak for rank in memory_of(config, layout, training_plan(config, layout))]
 
 
 def test_the_kinds_are_those_of_the_stage() -> None:
@@ -46,27 +47,30 @@ def test_the_kinds_are_those_of_the_stage() -> None:
     assert memory.gathered == memory.unsummed == memory.slots == 0
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+# Of the stage that holds most: what is proposed must fit on all.
+@pytest.mark.parametrize("rank", [0, 1])
 def test_too_little_is_refused_with_the_nearest_setting_that_fits(rank: int) -> None:
     config = config_of(2, 1, 2, tied=False, kv_heads=2)
     launch, stage = Launch(rank, 4, rank, 4), rank // 2
-    need = peak_of(config, stage)
-    assert fitted(limited(config, need), launch, CPU) == limited(config, need)
+    need = peaks_of(config)[stage]
+    assert fitting_residency(limited(config, need), launch, CPU) is Residency.STEP
     with pytest.raises(ValueError) as error:
-        fitted(limited(config, need - 1), launch, CPU)
+        fitting_residency(limited(config, need - 1), launch, CPU)
     message = str(error.value)
+    assert message.endswith(f", or allow it with --parallel.memory-limit {need}")
     assert re.search(rf"rank {rank} would hold .* MB in \S+, .* more than --parallel.memory-limit", message)
-    words = message.rpartition("use ")[2]
-    smaller = dict(smaller_settings(config))[words]
-    assert peak_of(smaller, stage) < need
-    # What is proposed is accepted.
-    assert fitted(limited(smaller, need - 1), launch, CPU).parallel.zero == smaller.parallel.zero
+    found = re.search(r"MB: use (.*), or allow", message)
+    assert found is not None
+    smaller = dict(smaller_settings(config))[found[1]]
+    # What is proposed fits on every stage, and is accepted.
+    assert max(peaks_of(smaller)) < need
+    fitting_residency(limited(smaller, need - 1), launch, CPU)
 
 
 def test_what_nothing_saves_needs_more_ranks() -> None:
     config = limited(config_of(1, 1, 1, tied=False, kv_heads=2), 1)
-    with pytest.raises(ValueError, match=r"use more ranks, or a smaller --train\.micro-batch-size$"):
-        fitted(config, Launch(0, 1, 0, 1), CPU)
+    with pytest.raises(ValueError, match=r"use more ranks, or a smaller --train\.micro-batch-size, or"):
+        fitting_residency(config, Launch(0, 1, 0, 1), CPU)
 
 
 def test_gathered_weights_stay_while_they_fit() -> None:
@@ -78,16 +82,14 @@ def test_gathered_weights_stay_while_they_fit() -> None:
         train=replace(base.train, seq_len=16, micro_batch_size=1),
     )
     config = validate(config, 2)
-    whole, used = (
-        replace(config, parallel=replace(config.parallel, residency=one))  # type: ignore[arg-type]
-        for one in ("step", "use")
-    )
-    assert peak_of(used, 0) < peak_of(whole, 0)
-    assert with_residency(config, 0) == whole
-    assert with_residency(config, peak_of(whole, 0)) == whole
-    assert with_residency(config, peak_of(whole, 0) - 1) == used
+    (whole,), (used,) = (peaks_of(config, residency) for residency in Residency)
+    assert used < whole
+    assert decided_residency(config, 0) is decided_residency(config, whole) is Residency.STEP
+    assert decided_residency(config, whole - 1) is Residency.USE
     # What was asked for stays.
-    assert with_residency(used, 0) == used
+    asked = replace(config, parallel=replace(config.parallel, residency="use"))
+    assert decided_residency(asked, 0) is Residency.USE
+    assert layout_of(config, Residency.USE).residency is Residency.USE
 
 
 def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.Monke
     assert memory_limit(config, Launch(0, 4, 0, 4), CPU) == 250
     assert memory_limit(limited(config, 7), Launch(0, 4, 0, 4), CPU) == 7
     with pytest.raises(ValueError, match="more than what there is"):
-        fitted(config, Launch(0, 4, 0, 4), CPU)
+        fitting_residency(config, Launch(0, 4, 0, 4), CPU)
     # Unknown: nothing is refused.
     monkeypatch.setattr("tpengine.training.memory_limit.available_bytes", lambda: 0)
-    assert fitted(config, Launch(0, 4, 0, 4), CPU) == config
+    assert fitting_residency(config, Launch(0, 4, 0, 4), CPU) is Residency.STEP

@@ -1,7 +1,8 @@
 """What a training run holds on each rank, in bytes, before it runs: by kind, its peak, and where that is.
 
 The state between steps follows from the layout (layout/state_bytes.py), the rest from the simulated step. Not counted:
-the process itself, its libraries, and memory that ranks share to exchange tensors.
+the process itself, its libraries, memory that ranks share to exchange tensors, the copy of the state that a checkpoint
+is written from, and copies of weights that a CPU's matmuls read faster (`Transformer.prepare`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank of a pipeline; those of its replicas and tp ranks are the same, or less.
+    """Bytes of one rank of a pipeline: of the first replica and tp rank, from which others differ by little.
 
     Attributes:
         state: between steps.
@@ -100,26 +101,26 @@ def _held(curve: _Curve, time: float) -> float:
     return curve[bisect_right(curve, time, key=lambda change: change[0]) - 1][1]
 
 
-def with_residency(config: Config, limit: int) -> Config:
-    """Return the configuration with `residency auto` decided: the fastest, by the simulator, that fits.
+def decided_residency(config: Config, limit: int, machine: Machine = CPU_CORE) -> Residency:
+    """Return how long gathered weights stay: as asked, or with `residency auto` the fastest, simulated, that fits.
 
     Args:
         config: validated.
-        limit: bytes per rank; 0 for no limit. Where nothing fits, the least memory.
+        limit: bytes per rank; 0 for no limit. Where nothing fits, what takes least.
+        machine: for whose rates.
     """
     if config.parallel.zero != 3 or config.parallel.residency != "auto":
-        return config
-    choices = [_with(config, residency=one.value) for one in Residency]
-    return min(choices, key=lambda choice: _judged(choice, limit))
+        return layout_of(config).residency
 
+    def judged(residency: Residency) -> tuple[bool, float]:
+        layout = layout_of(config, residency)
+        plan = training_plan(config, layout)
+        timeline = simulate(plan, model_costs(config, layout, plan, machine))
+        peak = max(rank.peak_bytes for rank in timeline.ranks)
+        is_too_large = bool(limit) and peak > limit
+        return is_too_large, peak if is_too_large else timeline.makespan
 
-def _judged(config: Config, limit: int) -> tuple[bool, float]:
-    layout = layout_of(config)
-    plan = training_plan(config, layout)
-    timeline = simulate(plan, model_costs(config, layout, plan))
-    peak = max(rank.peak_bytes for rank in timeline.ranks)
-    is_too_large = bool(limit) and peak > limit
-    return is_too_large, peak if is_too_large else timeline.makespan
+    return min(Residency, key=judged)
 
 
 def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:

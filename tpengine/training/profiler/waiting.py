@@ -42,8 +42,8 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
     if what.kind in COMPUTE:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
-        # The last stage also sums the losses over the replicas.
-        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last else {}
+        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares.
+        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last or trainer.sliced is not None else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
@@ -55,11 +55,13 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
 
 
 def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
-    """Return the ranks on the other side of a transfer or a reduction, by mesh axis."""
+    """Return the ranks on the other side of a transfer, a reduction or a gather, by mesh axis."""
     mesh = trainer.mesh
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
         return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
+    if started.kind is Kind.GATHER or (started.kind is Kind.REDUCE and trainer.sliced is not None):
+        return {"dp": _members(mesh.dp)}
     if started.kind is Kind.REDUCE and started.index is not None:
         axis = trainer.layout.buckets[started.index].layout.reduce_over
         return {axis: _members({"dp": mesh.dp, "dp_tp": mesh.dp_tp, "dp_replica": mesh.dp_replica}[axis])}

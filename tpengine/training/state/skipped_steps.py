@@ -110,7 +110,8 @@ class SkippedSteps:
             steps = ", ".join(str(skipped + 1) for skipped in self._in_a_row[-train.nonfinite_steps :])
             raise RunError(
                 f"updates must be finite: those of steps {steps}, --train.nonfinite-steps {train.nonfinite_steps} in a "
-                f"row, were not; in the last {numbers}, first {first}: lower --optim.lr or lengthen "
+                f"row, were not{_scale_in_words(self._trainer)}; in the last {numbers}, first {first}: lower "
+                "--optim.lr or lengthen "
                 "--optim.warmup-steps; --resume goes on without these steps"
             )
 
@@ -161,6 +162,11 @@ class SkippedSteps:
     def _say(line: str) -> None:
         with contextlib.suppress(OSError):
             print(f"tpengine: {line}", file=sys.stderr, flush=True)
+
+
+def _scale_in_words(trainer: Trainer) -> str:
+    scale = trainer.loss_scale
+    return f", with the loss scale at its floor, {scale.value:g}" if scale.is_at_floor else ""
 
 
 def _step_of(line: bytes) -> int | None:

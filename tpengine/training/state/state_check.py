@@ -43,7 +43,9 @@ def check_finite(trainer: Trainer) -> None:
     """
     places = _Places(trainer)
     found = list(_state(trainer))
-    finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for _, _, tensor in found]).tolist()
+    # Where replicas own slices, one may own nothing.
+    each = [torch.stack(torch.aminmax(tensor)).isfinite().all() for _, _, tensor in found]
+    finite = torch.stack(each).tolist() if each else []
     bad = [
         -float(places.of(kind, name)) for (kind, name, _), is_finite in zip(found, finite, strict=True) if not is_finite
     ]

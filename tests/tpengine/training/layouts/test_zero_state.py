@@ -23,6 +23,7 @@ from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.state_bytes import StateBytes, num_weights, state_bytes
 from tpengine.layout.step_plan import layout_of
@@ -99,6 +100,38 @@ def test_state_is_the_formulas_to_the_byte(ranks: RankPool, zero: int, dp: int, 
     assert total == numel * (whole * dp + shared)
     # No copy of a matrix is left besides.
     assert all(largest < numel // 4 for _, _, largest in found)
+
+
+def held_at_the_beginning(config: Config) -> tuple[int, int]:
+    """Of a trainer that has not trained yet: the elements of the largest gradient buffer, and all bytes of its state.
+
+    Gradient buffers have existed one after the other, and no packed copy of weights is left.
+    """
+    buffers: list[int] = []
+    made = SlicedBuckets._made
+
+    def watched(buckets: SlicedBuckets, index: int) -> None:
+        buffers.append(sum(flat.untyped_storage().nbytes() for flat in buckets.flat.values()))
+        made(buckets, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlicedBuckets, "_made", watched)
+        for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
+            patch.setattr(f"{module}.host_identity", dist.get_rank)
+        trainer = Trainer(config, open_corpus(config), CPU)
+    largest = max(flat.numel() * flat.element_size() for flat in trainer.buckets.flat.values())
+    assert max(buffers) == largest
+    gc.collect()
+    shapes = {tuple(weight.shape) for weight in trainer.model.held.values()}
+    packed = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dim() == 2 and not t.is_meta]
+    # Views of memory that has been taken away; nothing else of the size of a matrix has memory.
+    return sum(t.untyped_storage().nbytes() for t in packed if tuple(t.shape) in shapes), len(packed)
+
+
+def test_nothing_whole_is_held_before_the_first_step(ranks: RankPool) -> None:
+    config = config_of(2, 1, 1, tied=False, kv_heads=2, zero=3)
+    for whole, number in ranks.run(held_at_the_beginning, 2, config):
+        assert number > 0 and whole == 0
 
 
 def shapes_of(config: Config) -> list[tuple[int, ...]]:

@@ -38,6 +38,16 @@ def test_each_action_names_its_peers(ranks: RankPool) -> None:
     assert peers["dp"] == [7] and peers["dp_replica"] == peers["dp_tp"] == [4, 6, 7]
 
 
+def test_slices_are_gathered_and_summed_by_the_replicas(ranks: RankPool) -> None:
+    config = config_of(2, 2, 1, tied=True, kv_heads=1, zero=3)
+    for rank, by_action in enumerate(ranks.run(who_waits_for_whom, 4, config)):
+        other = {"dp": [(rank + 2) % 4]}
+        waits = [action for action in by_action if action.startswith("w[")]
+        assert any("g" in action for action in waits) and any("r" in action for action in waits)
+        assert all(by_action[action] == other for action in waits)
+        assert by_action["CLIP"]["dp"] == other["dp"]
+
+
 def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
     for rank, by_action in enumerate(ranks.run(who_waits_for_whom, 4, config_of(1, 1, 4, tied=False, kv_heads=1))):
         for action, peers in by_action.items():

@@ -17,11 +17,13 @@ from support.engine.exactness import CPU, digests_of
 from support.engine.parity import config_of
 from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
+from torch import Tensor
 
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.layers.collectives import Work
 from tpengine.training.loss_scale import FIRST_SCALE, FLOOR
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
@@ -38,6 +40,8 @@ def half(dp: int, tp: int, pp: int, **parallel: Any) -> Config:
 
 def spoiled(trainer: Trainer, rank: int) -> Trainer:
     """In one step one rank adds infinity to one gradient, in its first micro-batch."""
+    if trainer.sliced is not None:
+        return spoiled_slices(trainer, rank)
     after_backward = trainer.gradients.after_backward
 
     def spoil(chunk: int, microbatch: int, reduced: Any) -> None:
@@ -46,6 +50,21 @@ def spoiled(trainer: Trainer, rank: int) -> Trainer:
             next(iter(trainer.buckets.gradients.values())).view(-1)[-1] = math.inf
 
     trainer.gradients.after_backward = spoil  # type: ignore[method-assign]
+    return trainer
+
+
+def spoiled_slices(trainer: Trainer, rank: int) -> Trainer:
+    """The same where replicas own slices: in what the rank contributes to the first sum of that step."""
+    comm, spoilt = trainer.comms.dp, []
+    reduce = comm.start_reduce_scatter
+
+    def spoil(x: Tensor, out: Tensor, **options: Any) -> Work:
+        if dist.get_rank() == rank and trainer.model.position.step == OVERFLOW and not spoilt:
+            spoilt.append(x)
+            x[0] = math.inf
+        return reduce(x, out, **options)
+
+    comm.start_reduce_scatter = spoil  # type: ignore[method-assign]
     return trainer
 
 
@@ -87,19 +106,22 @@ def run_and_resume(
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank"),
+    ("layout", "rank", "zero"),
     [
-        ((1, 1, 2), 1),
-        pytest.param((1, 2, 2), 3, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1), 1, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), 0, marks=pytest.mark.slow),
+        ((1, 1, 2), 1, 0),
+        *(pytest.param((2, 1, 2), 3, zero, marks=pytest.mark.slow) for zero in (1, 2, 3)),
+        pytest.param((1, 2, 2), 3, 0, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), 1, 0, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), 0, 0, marks=pytest.mark.slow),
     ],
 )
 def test_one_ranks_overflow_is_skipped_by_all(
-    ranks: RankPool, tmp_path: Path, layout: tuple[int, int, int], rank: int
+    ranks: RankPool, tmp_path: Path, layout: tuple[int, int, int], rank: int, zero: int
 ) -> None:
     told = [(False, False, FIRST_SCALE)] * OVERFLOW + [(True, True, FIRST_SCALE), (False, False, FIRST_SCALE / 2)]
-    for whole, before, after in ranks.run(run_and_resume, math.prod(layout), half(*layout), str(tmp_path), rank):
+    for whole, before, after in ranks.run(
+        run_and_resume, math.prod(layout), half(*layout, zero=zero), str(tmp_path), rank
+    ):
         assert whole[0] == told
         assert before[0] == told[OVERFLOW:] and after[0] == told[OVERFLOW + 1 :]
         assert whole[1] == before[1] == after[1]
@@ -124,6 +146,7 @@ def fallen(config: Config, run_dir: str) -> str:
 def test_a_scale_at_its_floor_ends_the_run_and_names_what_overflows(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(fallen, 2, half(1, 2, 1), str(tmp_path)):
         assert "\n" not in message
+        assert "with the loss scale at its floor, 1;" in message
         assert "the gradient of model.layers.1.mlp.down_proj.weight, layer 1, micro-batch 0" in message
 
 
