@@ -50,6 +50,7 @@ class CudaMemory(CachedBlocks):
     Attributes:
         device: this rank's GPU.
         rank, world, num_bytes, addresses: as in SymmetricMemory.
+        num_rendezvous: how often this process has allocated with others.
 
     Use `CudaMemory.allocate`. Keep the object as long as a block is used: torch's blocks over mapped memory do not keep
     it alive.
@@ -57,7 +58,7 @@ class CudaMemory(CachedBlocks):
 
     # Torch numbers the messages of a rendezvous per process, whatever the group. Ranks that have made different numbers
     # of them would wait for each other's messages in vain. This counts them as torch does.
-    _num_rendezvous: ClassVar[int] = 0
+    num_rendezvous: ClassVar[int] = 0
 
     def __init__(self, part: Tensor, handle: Any | None, rank: int) -> None:
         super().__init__()
@@ -98,14 +99,14 @@ class CudaMemory(CachedBlocks):
         """
         numbers = device_for_numbers(group)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        raise_together(group, _problem_here(device), numbers)
-        everyone = [_Facts(*facts) for facts in exchange(group, _facts_of(device, num_bytes), numbers)]
+        raise_together(group, problem_here(device), numbers)
+        everyone = [Facts(*facts) for facts in exchange(group, _facts_of(device, num_bytes), numbers)]
         problem = refusal(everyone)
         if problem:
             # All ranks have the same facts, so all raise here.
             raise MemoryRefused(problem)
         indices = [facts.device_index for facts in everyone]
-        raise_together(group, _peer_problem(indices[rank], indices), numbers)
+        raise_together(group, peer_problem(indices[rank], indices), numbers)
         part = handle = None
         try:
             part = _zeros(num_bytes, torch.device("cuda", indices[rank]), world)
@@ -115,7 +116,7 @@ class CudaMemory(CachedBlocks):
         raise_together(group, problem, numbers)
         assert part is not None
         if world > 1:
-            CudaMemory._num_rendezvous += 1
+            CudaMemory.num_rendezvous += 1
             try:
                 handle = _rendezvous(part, group)
                 if handle.buffer_ptrs[rank] != part.data_ptr() or 0 in handle.buffer_ptrs:
@@ -184,8 +185,16 @@ def host_record() -> Tensor:
     return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 
-class _Facts(NamedTuple):
-    """What each rank tells the others before anything is allocated; numbers only."""
+class Facts(NamedTuple):
+    """What each rank tells the others before anything is allocated; numbers only.
+
+    Attributes:
+        host: its host's number.
+        device_index, gpu: its GPU's index in its process, and the GPU's own number.
+        overlaps: whether GPUs may be shared.
+        num_bytes: asked for.
+        num_rendezvous: how often its process has allocated with others.
+    """
 
     host: int
     device_index: int
@@ -195,12 +204,11 @@ class _Facts(NamedTuple):
     num_rendezvous: int
 
 
-def refusal(everyone: Sequence[_Facts]) -> str:
+def refusal(everyone: Sequence[Facts]) -> str:
     """Return why a group cannot have symmetric memory, as far as all ranks can tell; empty if it can.
 
     Args:
-        everyone: by rank: the host's number, the GPU's index in its process and its own number, whether GPUs may be
-            shared, the bytes asked for, how often its process has allocated with others.
+        everyone: what each rank tells, by rank.
     """
     world, first = len(everyone), everyone[0]
     if world > MAX_WORLD:
@@ -237,7 +245,7 @@ def refusal(everyone: Sequence[_Facts]) -> str:
     return ""
 
 
-def _problem_here(device: torch.device) -> str:
+def problem_here(device: torch.device) -> str:
     """Return why this rank cannot have memory that other GPUs address; empty if nothing is known."""
     if device.type != "cuda":
         return f"symmetric memory of GPUs needs a GPU: got device {device}: pass a cuda device"
@@ -253,17 +261,22 @@ def _problem_here(device: torch.device) -> str:
     return ""
 
 
-def _facts_of(device: torch.device, num_bytes: int) -> _Facts:
+def _facts_of(device: torch.device, num_bytes: int) -> Facts:
     index = torch.cuda.current_device() if device.index is None else device.index
     name = str(torch.cuda.get_device_properties(index).uuid)
     gpu = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    return _Facts(
-        host_identity(), index, gpu, int(os.environ.get(_OVERLAPS) == "1"), num_bytes, CudaMemory._num_rendezvous
+    return Facts(
+        host_identity(), index, gpu, int(os.environ.get(_OVERLAPS) == "1"), num_bytes, CudaMemory.num_rendezvous
     )
 
 
-def _peer_problem(index: int, indices: Sequence[int]) -> str:
-    """Return the first other rank's GPU that this one cannot address as kernels need it; empty if there is none."""
+def peer_problem(index: int, indices: Sequence[int]) -> str:
+    """Return the first other rank's GPU that this one cannot address as kernels need it; empty if there is none.
+
+    Args:
+        index: this rank's GPU.
+        indices: all ranks' GPUs, by rank.
+    """
     visible = torch.cuda.device_count()
     for peer in sorted(set(indices) - {index}):
         if peer >= visible:

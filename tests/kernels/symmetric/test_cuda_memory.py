@@ -24,7 +24,7 @@ from support import ROOT
 from support.ranks.rank_pool import RankPool
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.symmetric import cuda_memory
-from tpkernels.symmetric.cuda_memory import CudaMemory, VirtualMemory, _Facts, host_record, refusal
+from tpkernels.symmetric.cuda_memory import CudaMemory, Facts, VirtualMemory, host_record, refusal
 from tpkernels.symmetric.host_memory import MemoryRefused
 from tpkernels.symmetric.memory import SymmetricMemory
 
@@ -35,10 +35,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
-def facts(world: int, **changed: list[int]) -> list[_Facts]:
+def facts(world: int, **changed: list[int]) -> list[Facts]:
     """Of ranks that each have a GPU of one host."""
     return [
-        _Facts(
+        Facts(
             **{
                 "host": 1,
                 "device_index": rank,
@@ -91,10 +91,14 @@ def test_gpus_that_cannot_address_each_other_are_named() -> None:
     def can_access(device: int, peer: int) -> bool:
         return peer != 2
 
-    with patch("torch.cuda.device_count", lambda: 3), patch("torch.cuda.can_device_access_peer", can_access):
-        assert cuda_memory._peer_problem(0, [0, 1, 1]) == ""
-        assert "cuda:0 cannot address the memory of cuda:2" in cuda_memory._peer_problem(0, [0, 1, 2])
-        assert "cuda:3 is another rank's and not visible here" in cuda_memory._peer_problem(1, [1, 3])
+    with (
+        patch("torch.cuda.device_count", lambda: 3),
+        patch("torch.cuda.can_device_access_peer", can_access),
+        patch.object(cuda_memory.ctypes, "CDLL", Driver),
+    ):
+        assert cuda_memory.peer_problem(0, [0, 1, 1]) == ""
+        assert "cuda:0 cannot address the memory of cuda:2" in cuda_memory.peer_problem(0, [0, 1, 2])
+        assert "cuda:3 is another rank's and not visible here" in cuda_memory.peer_problem(1, [1, 3])
 
 
 class Driver:
@@ -114,24 +118,21 @@ class Driver:
 
 
 def test_gpus_whose_link_has_no_atomics_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    cuda_memory._say_that_atomics_are_not_checked.cache_clear()
     everyone = patch("torch.cuda.can_device_access_peer", lambda device, peer: True)
     with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", Driver):
-        assert cuda_memory._peer_problem(0, [0, 1, 1]) == ""
+        assert cuda_memory.peer_problem(0, [0, 1, 1]) == ""
         problem = "cuda:0 has no atomic operations on the memory of cuda:2"
-        assert cuda_memory._peer_problem(0, [0, 1, 2]).startswith(problem)
-        assert cuda_memory._peer_problem(2, [1, 2]).startswith(
-            "cuda:2 has no atomic operations on the memory of cuda:1"
-        )
+        assert cuda_memory.peer_problem(0, [0, 1, 2]).startswith(problem)
+        assert cuda_memory.peer_problem(2, [1, 2]).startswith("cuda:2 has no atomic operations on the memory of cuda:1")
         assert capsys.readouterr().err == ""
-        assert cuda_memory._peer_problem(3, [0, 3]) == ""
+        assert cuda_memory.peer_problem(3, [0, 3]) == ""
         assert capsys.readouterr().err == "", "the first GPU's rank says it"
-        assert cuda_memory._peer_problem(0, [0, 3]) == "", "what the driver cannot tell is tried"
+        assert cuda_memory.peer_problem(0, [0, 3]) == "", "what the driver cannot tell is tried"
         assert capsys.readouterr().err.endswith("or no arena\n")
         with patch("torch.version.hip", "7.0"):
-            assert cuda_memory._peer_problem(0, [0, 2]) == ""
+            assert cuda_memory.peer_problem(0, [0, 2]) == ""
     with patch("torch.cuda.device_count", lambda: 4), everyone, patch.object(cuda_memory.ctypes, "CDLL", no_driver):
-        assert cuda_memory._peer_problem(0, [0, 2]) == ""
+        assert cuda_memory.peer_problem(0, [0, 2]) == ""
     assert capsys.readouterr().err == "", "it is said once"
 
 
@@ -145,8 +146,8 @@ def said_of_a_link_without_atomics() -> tuple[str, bool]:
     rank = dist.get_rank()
     with (
         contextlib.redirect_stderr(said),
-        patch.object(cuda_memory, "_problem_here", lambda device: ""),
-        patch.object(cuda_memory, "_facts_of", lambda device, size: _Facts(1, 2 * rank, 2 * rank, 0, size, 0)),
+        patch.object(cuda_memory, "problem_here", lambda device: ""),
+        patch.object(cuda_memory, "_facts_of", lambda device, size: Facts(1, 2 * rank, 2 * rank, 0, size, 0)),
         patch("torch.cuda.device_count", lambda: 4),
         patch("torch.cuda.can_device_access_peer", lambda device, peer: True),
         patch.object(cuda_memory.ctypes, "CDLL", Driver),
@@ -190,12 +191,12 @@ def test_a_machine_without_a_gpu_and_another_backend_of_torchs_are_refused() -> 
     device = torch.device("cuda", 0)
     with patch("torch.backends.cuda.is_built", lambda: True):
         with patch("torch.cuda.is_available", lambda: False):
-            assert "no GPU: look at the driver" in cuda_memory._problem_here(device)
+            assert "no GPU: look at the driver" in cuda_memory.problem_here(device)
         with patch("torch.cuda.is_available", lambda: True):
             for backend, problem in (("CUDA", ""), ("NVSHMEM", "it is NVSHMEM: unset TORCH_SYMMMEM")):
                 with patch("torch.distributed._symmetric_memory.get_backend", lambda _, backend=backend: backend):
-                    assert cuda_memory._problem_here(device).endswith(problem)
-                    assert bool(cuda_memory._problem_here(device)) == bool(problem)
+                    assert cuda_memory.problem_here(device).endswith(problem)
+                    assert bool(cuda_memory.problem_here(device)) == bool(problem)
 
 
 def allocated_without_gpus(
@@ -214,11 +215,11 @@ def allocated_without_gpus(
             self.buffer_ptrs = [part.data_ptr() if rank not in unmapped else 0] * dist.get_world_size()
 
     with (
-        patch.object(cuda_memory, "_problem_here", lambda device: ""),
+        patch.object(cuda_memory, "problem_here", lambda device: ""),
         patch.object(
-            cuda_memory, "_facts_of", lambda device, num_bytes: _Facts(1, rank, rank, 0, num_bytes, made[rank])
+            cuda_memory, "_facts_of", lambda device, num_bytes: Facts(1, rank, rank, 0, num_bytes, made[rank])
         ),
-        patch.object(cuda_memory, "_peer_problem", lambda index, indices: ""),
+        patch.object(cuda_memory, "peer_problem", lambda index, indices: ""),
         patch.object(cuda_memory, "_zeros", zeros),
         patch.object(cuda_memory, "_rendezvous", lambda part, group: Handle(part)),
     ):
@@ -338,7 +339,7 @@ def sharing_ranks() -> Iterator[RankPool]:
 
 def times_counted() -> list[int]:
     """How often this process has allocated with others, around a group of one rank and one of all."""
-    counted = [CudaMemory._num_rendezvous]
+    counted = [CudaMemory.num_rendezvous]
     rank, groups = dist.get_rank(), [dist.new_group([i]) for i in range(dist.get_world_size())]
 
     class Handle:
@@ -346,15 +347,15 @@ def times_counted() -> list[int]:
             self.buffer_ptrs = [part.data_ptr()] * group.size()
 
     with (
-        patch.object(cuda_memory, "_problem_here", lambda device: ""),
+        patch.object(cuda_memory, "problem_here", lambda device: ""),
         patch("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid=index)),
-        patch.object(cuda_memory, "_peer_problem", lambda index, indices: ""),
+        patch.object(cuda_memory, "peer_problem", lambda index, indices: ""),
         patch.object(cuda_memory, "_zeros", lambda num_bytes, device, world: torch.zeros(num_bytes, dtype=torch.uint8)),
         patch.object(cuda_memory, "_rendezvous", Handle),
     ):
         for group in (groups[rank], dist.group.WORLD):
             CudaMemory.allocate(group, PAGE, torch.device("cuda", rank))
-            counted.append(CudaMemory._num_rendezvous)
+            counted.append(CudaMemory.num_rendezvous)
     return counted
 
 
