@@ -60,9 +60,15 @@ def test_two_stages_in_one_process_match_the_whole_function(recompute: bool) -> 
 def test_a_first_stage_may_have_nothing_to_train() -> None:
     stage = Stage(lambda x: x.flatten(1), Given(lambda _: torch.ones(2, 2, 2)), is_first=True, is_last=False)
     stage.forward(0)
-    stage.receive_output_grad(0, torch.ones(2, 4))
+    dy = torch.ones(2, 4)
+    received = weakref.ref(dy.untyped_storage())
+    stage.receive_output_grad(0, dy)
     stage.backward(0)
-    assert not stage._outputs and not stage._output_grads
+    del dy
+    gc.collect()
+    assert received() is None
+    with pytest.raises(KeyError):
+        stage.take_output(0)
 
 
 def test_a_loss_that_needs_no_gradient_is_an_error() -> None:
@@ -133,10 +139,20 @@ def test_recomputation_keeps_the_input_alone() -> None:
 
 
 def test_forward_only_keeps_nothing() -> None:
-    stage = Stage(lambda x: x + 1, Given(lambda mb: torch.full((2,), float(mb))), is_first=True, is_last=False)
-    stage.forward_only(5)
-    assert stage.take_output(5).tolist() == [6, 6]
-    assert not stage._outputs and not stage._inputs
+    first = Stage(lambda x: x + 1, Given(lambda mb: torch.full((2,), float(mb))), is_first=True, is_last=False)
+    second = Stage(lambda x: x + 1, Given(), is_first=False, is_last=False)
+    first.forward_only(5)
+    x = first.take_output(5)
+    received = weakref.ref(x.untyped_storage())
+    second.receive_input(5, x)
+    second.forward_only(5)
+    assert (x.tolist(), second.take_output(5).tolist()) == ([6, 6], [7, 7])
+    del x
+    gc.collect()
+    assert received() is None
+    for stage in (first, second):
+        with pytest.raises(KeyError):
+            stage.take_output(5)
 
 
 def test_the_batch_hears_of_a_micro_batch_before_each_pass_over_it() -> None:
