@@ -13,7 +13,8 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 
-from tpengine.pipeline import Pipeline
+from tpengine.pipeline import Pipeline, sequential
+from tpengine.plan import Plan
 
 
 class Attention(nn.Module):
@@ -171,21 +172,21 @@ def test_a_batch_refused_on_one_rank_stops_all(ranks: RankPool, what: str) -> No
 
 
 def another_version(_: int) -> str:
-    lowered = Pipeline._lowered
+    lower = sequential.lower
 
-    def other(self: Pipeline, schedule: str, *, training: bool) -> Any:
-        return dataclasses.replace(lowered(self, schedule, training=training), schedule="another")
+    def other(*arguments: Any, **keywords: Any) -> Plan:
+        return dataclasses.replace(lower(*arguments, **keywords), schedule="another")
 
     try:
         if dist.get_rank() == 1:
-            Pipeline._lowered = other  # type: ignore[method-assign]
+            sequential.lower = other
         Pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2), nn.functional.mse_loss, num_micro_batches=2
         )
     except RuntimeError as error:
         return str(error)
     finally:
-        Pipeline._lowered = lowered  # type: ignore[method-assign]
+        sequential.lower = lower
     return "accepted"
 
 
