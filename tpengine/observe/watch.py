@@ -69,6 +69,7 @@ class Watch:
         explain: returns for an activity, in words for the report, what it waits for: ", waiting for rank 3 (pp)".
         pulse: knows when some rank last made progress, after a request to stop; None for one process.
         computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
+        parent: the process of the torchrun that started this rank, whose end is a request to stop; None without one.
         parting: end of rank 0's line when an interrupt ends it at once: which checkpoint is left.
     """
 
@@ -81,10 +82,10 @@ class Watch:
         self.explain: Callable[[object], str] = lambda _: ""
         self.pulse: Pulse | None = None
         self.computes_on_cores = True
+        self.parent: int | None = None
         self.parting = ""
         self._clock = clock
         self._stopped_at = 0.0
-        self._parent: int | None = None
         self._seen, self._seen_cpu_seconds = activity.now, 0.0
         self._leaving = threading.Lock()
         self._handlers: dict[signal.Signals, object] = {}
@@ -98,7 +99,7 @@ class Watch:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tpengine-watch", daemon=True)
         self._thread.start()
@@ -154,13 +155,14 @@ class Watch:
             if ready:
                 with contextlib.suppress(BlockingIOError):
                     for number in os.read(self._read_end, 64):
-                        self._hear(number)
-            if self._parent is not None and os.getppid() != self._parent:
-                self._parent = None
-                self._hear(signal.SIGTERM)  # torchrun is gone, so no further signal will be passed on
-            self._look_at_the_clock()
+                        self.hear(number)
+            if self.parent is not None and os.getppid() != self.parent:
+                self.parent = None
+                self.hear(signal.SIGTERM)  # torchrun is gone, so no further signal will be passed on
+            self.look_at_the_clock()
 
-    def _hear(self, number: int) -> None:
+    def hear(self, number: int) -> None:
+        """Take note of a signal, or leave if nobody will read `stop`; called by the thread."""
         if number not in _REQUESTS:
             return
         if not self.stoppable:
@@ -176,7 +178,8 @@ class Watch:
         elif number == signal.SIGINT and self._clock() - self._stopped_at > _SAME_REQUEST_SECONDS:
             self._leave(128 + number, f"interrupted again: this step is lost{self.parting}" if self._rank == 0 else "")
 
-    def _look_at_the_clock(self) -> None:
+    def look_at_the_clock(self) -> None:
+        """Leave if an activity takes too long, or if nobody moves after a request to stop; called by the thread."""
         doing, now = self.activity.now, self._clock()
         if not doing.timed:
             return
@@ -190,7 +193,7 @@ class Watch:
         if now - moved_at > patience:
             self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")
         passes_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _PASSED_ON).split(",")
-        if self._parent is not None and name in passes_on and now - self._stopped_at > _TORCHRUN_SECONDS:
+        if self.parent is not None and name in passes_on and now - self._stopped_at > _TORCHRUN_SECONDS:
             self.report_and_leave(f"{name}, and torchrun kills what is left 30 s after it")
 
     def _patience_seconds(self) -> float:

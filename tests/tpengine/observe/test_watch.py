@@ -277,7 +277,7 @@ def stopped_watch(
     activity.now = Doing("0B1", 100.0, timed=True)
     watch = Watch(3, activity, lambda: now[0])
     watch.stoppable, watch.pulse = True, pulse  # type: ignore[assignment]
-    watch._hear(number)
+    watch.hear(number)
 
     def leave(code: int, line: str) -> NoReturn:
         raise Left(line)
@@ -291,7 +291,7 @@ def left_at(watch: Watch, now: list[float], until: int) -> int | None:
     for second in range(int(now[0]), until):
         now[0] = float(second)
         try:
-            watch._look_at_the_clock()
+            watch.look_at_the_clock()
         except Left:
             return second
     return None
@@ -310,7 +310,7 @@ def test_a_rank_waits_as_long_as_any_rank_moves(monkeypatch: pytest.MonkeyPatch)
     watch, now, pulse = stopped_watch(monkeypatch, 0.5)
     for now[0] in range(100, 200):
         pulse.moved_at = now[0]
-        watch._look_at_the_clock()
+        watch.look_at_the_clock()
     assert left_at(watch, now, 500) == 199 + 5 + 1, "nobody moves any more"
 
 
@@ -332,7 +332,7 @@ def test_torchruns_limit_is_kept_where_torchrun_sent_the_signal(
     watch, now, pulse = stopped_watch(monkeypatch, 0.5, number)
     pulse.moved_at = 1000.0
     assert left_at(watch, now, 200) is None, "there is no torchrun"
-    now[0], watch._parent = 100.0, os.getppid()
+    now[0], watch.parent = 100.0, os.getppid()
     assert left_at(watch, now, 200) == (128 if leaves else None)
 
 
