@@ -118,6 +118,7 @@ class ExactGradients:
         sliced: every replica keeps the sums of the elements that it owns (ZeRO).
 
     Attributes:
+        blocks: sums of blocks of micro-batches.
         on_block_end: called with a bucket's gradients, by buffer, when they hold the sum of a block of micro-batches.
 
     Memory: num_gradient_buffers(num_blocks) buffers of all gradients; those of norms, and of KV heads fewer than
@@ -157,7 +158,7 @@ class ExactGradients:
             in_tree=True,
             before_sum=self._end_block,
         )
-        self._blocks = BlockSums(self.buckets.flat, num_blocks)
+        self.blocks = BlockSums(self.buckets.flat, num_blocks)
         buffers = self.buckets.gradients
         sums = self.buckets.parts if isinstance(self.buckets, PackedBuckets) else buffers
         self._terms = {
@@ -194,7 +195,7 @@ class ExactGradients:
     def begin(self) -> None:
         """As StepGradients."""
         self.buckets.zero()
-        self._blocks.begin()
+        self.blocks.begin()
 
     def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
         """End a block after its last micro-batch; buckets whose reductions have started did so before."""
@@ -219,7 +220,7 @@ class ExactGradients:
     def _end_block(self, index: int) -> None:
         if self.on_block_end is not None:
             self.on_block_end({name: self.buckets.gradients[name] for name in self._layouts[index].names})
-        self._blocks.end_block(index)
+        self.blocks.end_block(index)
 
 
 def cuts_of(leaves: _Leaves, pieces: Mapping[str, Piece], num_replicas: int) -> dict[str, BlockCut]:

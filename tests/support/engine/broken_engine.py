@@ -41,7 +41,7 @@ class WrongGradients(Gradients):
     def spoil(self) -> None:
         gradients: Any = self.trainer.gradients
         gradient = gradients.of["layers.3.input_layernorm.weight"]
-        gradients._gradients.finish = lambda: gradient.mul_(1 + 1e-4)
+        gradients.inner.finish = lambda: gradient.mul_(1 + 1e-4)
 
 
 class StaleReplica(WrongGradients):

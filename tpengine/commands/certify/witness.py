@@ -190,16 +190,20 @@ class Witness:
 
 
 class _Watched:
-    """A trainer's gradients, which reports when all their sums are complete."""
+    """A trainer's gradients, which reports when all their sums are complete.
+
+    Attributes:
+        inner: the trainer's own.
+    """
 
     def __init__(self, gradients: StepGradients, see: Any) -> None:
-        self._gradients, self._see = gradients, see
+        self.inner, self._see = gradients, see
         self.buckets, self.of, self.summed = gradients.buckets, gradients.of, gradients.summed
         self.begin, self.after_backward = gradients.begin, gradients.after_backward
 
     def finish(self) -> None:
         """As StepGradients.finish."""
-        self._gradients.finish()
+        self.inner.finish()
         self._see()
 
 

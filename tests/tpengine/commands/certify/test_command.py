@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_difference_ends_in_its_name_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        command.certify, "__defaults__", ("support.engine.broken_engine:LateWitness", command._GRADIENTS)
+        command, "certify", partial(command.certify, witness="support.engine.broken_engine:LateWitness")
     )
     assert main(["certify", "--dp", "2", "--steps", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -97,7 +98,7 @@ def test_fast_mode_is_within_its_bounds(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 def test_fast_mode_beyond_a_bound_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        command.certify, "__defaults__", (command._WITNESS, "support.engine.broken_engine:WrongGradients")
+        command, "certify", partial(command.certify, gradients="support.engine.broken_engine:WrongGradients")
     )
     assert main(["certify", "--fast", "--tp", "2", "--steps", "1"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -111,7 +112,7 @@ def test_replicas_that_differ_in_fast_mode_are_no_agreement(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        command.certify, "__defaults__", (command._WITNESS, "support.engine.broken_engine:StaleReplica")
+        command, "certify", partial(command.certify, gradients="support.engine.broken_engine:StaleReplica")
     )
     assert main(["certify", "--fast", "--dp", "2", "--steps", "1"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -123,7 +124,7 @@ def test_replicas_that_differ_in_fast_mode_are_no_agreement(
 @pytest.mark.usefixtures("small_preset")
 def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        command.certify, "__defaults__", ("support.engine.broken_engine:FailingWitness", command._GRADIENTS)
+        command, "certify", partial(command.certify, witness="support.engine.broken_engine:FailingWitness")
     )
     assert main(["certify", "--tp", "2"]) == 70
     captured = capsys.readouterr()

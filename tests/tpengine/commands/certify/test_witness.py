@@ -114,7 +114,7 @@ def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
 
 
 def blocks_added_one_after_the_other(trainer: Trainer) -> None:
-    blocks: Any = trainer.gradients._gradients._blocks  # type: ignore[attr-defined]
+    blocks: Any = trainer.gradients.inner.blocks  # type: ignore[attr-defined]
     sums = {index: torch.zeros_like(flat) for index, flat in trainer.buckets.flat.items()}
 
     def end_block(index: int) -> None:
@@ -127,7 +127,7 @@ def blocks_added_one_after_the_other(trainer: Trainer) -> None:
 
 def one_shards_part_of_a_norm_lost(trainer: Trainer) -> None:
     if on_rank(0):
-        inner: Any = trainer.gradients._gradients  # type: ignore[attr-defined]
+        inner: Any = trainer.gradients.inner  # type: ignore[attr-defined]
         finish = inner.finish
 
         def without() -> None:
@@ -161,7 +161,7 @@ def one_moment_off_by_one_bit(trainer: Trainer) -> None:
 def one_rank_does_not_clip(trainer: Trainer) -> None:
     if on_rank(1):
         before: dict[str, Tensor] = {}
-        inner: Any = trainer.gradients._gradients  # type: ignore[attr-defined]
+        inner: Any = trainer.gradients.inner  # type: ignore[attr-defined]
         finish = inner.finish
 
         def keep() -> None:
