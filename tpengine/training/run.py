@@ -150,7 +150,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
 def _loop(run: _Run) -> None:
     """Train the steps that are left and write their metrics, then evaluate and sample; collective."""
     job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
-    with _open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
+    with open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
         say = partial(run.console.print, markup=False, highlight=False)
         profiler = Profiler(trainer, job.run_dir, run.first_step, say)
         watch.timeout_seconds = job.config.train.timeout_seconds
@@ -236,7 +236,7 @@ def _evaluate(run: _Run) -> None:
 
 
 @contextlib.contextmanager
-def _open_writer(
+def open_writer(
     trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[MetricsWriter | None]:
     """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.

@@ -56,7 +56,7 @@ def begun(config: Config, run_dir: str) -> str:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     rank = dist.get_rank()
     job: Any = SimpleNamespace(run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0)
-    with pytest.raises(RunError) as error, run._open_writer(trainer, job, console_for(rank), None):
+    with pytest.raises(RunError) as error, run.open_writer(trainer, job, console_for(rank), None):
         pass
     return str(error.value)
 
@@ -83,7 +83,7 @@ def begun_unheard(config: Config, run_dir: Path) -> list[str]:
         for console, stderr in ((Console(file=output), sys.stderr), (console_for(0), errors)):
             (run_dir / "metrics.jsonl").touch()
             try:
-                with patch.object(sys, "stderr", stderr), run._open_writer(trainer, job, console, None):
+                with patch.object(sys, "stderr", stderr), run.open_writer(trainer, job, console, None):
                     found.append("begun")
             except (OSError, RunError) as error:
                 found.append(repr(error))

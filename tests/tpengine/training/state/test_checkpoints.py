@@ -143,33 +143,35 @@ def test_a_directory_that_not_all_ranks_see_is_refused_on_all(ranks: RankPool, t
         assert "ranks [1] do not see" in message and "--train.checkpoint-every 0" in message
 
 
-def shard_on_another_disk(config: Config) -> tuple[str | None, list[int]]:
-    """What rank 1 has written for step 4 is not where rank 0 looks for it."""
+def shard_on_another_disk(config: Config) -> tuple[str, list[int]]:
+    """What rank 1 has written for step 4 is not where rank 0 looks for it; return the error at the end."""
     trainer, checkpoints = prepared(config)
-    write = storage.Writer._write
+    write, directory = storage.Writer.write, checkpoints_of(config.run_dir)
 
     def elsewhere(self: storage.Writer, *args: Any) -> Any:
         results = write(self, *args)
-        if self._step == 4 and trainer.mesh.at.pp == 1:
-            for path in self._directory.begin(4).glob("rank-00001-*"):
+        if directory.steps() == [2] and trainer.mesh.at.pp == 1:
+            for path in directory.begin(4).glob("rank-00001-*"):
                 path.unlink()
         return results
 
-    storage.Writer._write = elsewhere  # type: ignore[method-assign]
+    storage.Writer.write = elsewhere  # type: ignore[method-assign]
     try:
         with checkpoints:
             for step in range(4):
                 trainer.train_step(step)
                 checkpoints.after_step(step + 1)
             checkpoints.wait()
-            return checkpoints._failure, checkpoints_of(config.run_dir).steps()
+            with pytest.raises(RunError) as error:
+                checkpoints.raise_if_the_last_is_missing()
+            return str(error.value), directory.steps()
     finally:
-        storage.Writer._write = write  # type: ignore[method-assign]
+        storage.Writer.write = write  # type: ignore[method-assign]
 
 
 def test_a_checkpoint_that_lacks_a_shard_never_gets_its_name(ranks: RankPool, tmp_path: Path) -> None:
     for failure, steps in ranks.run(shard_on_another_disk, 2, config_saving(2, tmp_path)):
-        assert failure is not None and "rank-00001-of-00002.safetensors" in failure
+        assert "rank-00001-of-00002.safetensors" in failure
         assert steps == [2], "the good checkpoint is gone"
 
 
