@@ -133,22 +133,22 @@ class GradientBuckets:
         self._missing[index] -= 1
         while self._order and self._missing[self._order[0]] == 0:
             due = self._order.pop(0)
-            self._pending[due] = self._reduce(due, self.flat[due])
+            self._pending[due] = self.reduce(due)
 
     def flush(self) -> None:
         """End the backward pass, contributions missing or not: start the reductions that are left, in order."""
         while self._order:
             due = self._order.pop(0)
-            self._pending[due] = self._reduce(due, self.flat[due])
+            self._pending[due] = self.reduce(due)
         self._missing = {}
 
-    def _reduce(self, index: int, flat: Tensor) -> Work:
-        """Start summing a bucket over its ranks."""
+    def reduce(self, index: int) -> Work:
+        """Start summing a bucket over its ranks; `contributed` and `flush` call this when its turn has come."""
         if self._on_start is not None:
             self._on_start(index)
         if self._before_sum is not None:
             self._before_sum(index)
-        return self._start_sum(index, flat)
+        return self._start_sum(index, self.flat[index])
 
     def _start_sum(self, index: int, flat: Tensor) -> Work:
         comm = self._comms[index]

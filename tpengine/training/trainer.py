@@ -42,7 +42,7 @@ from tpengine.training.assembly import assemble
 from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.loss_scale import LossScale
 from tpengine.training.optimizer import AdamW, clip_, learning_rate
-from tpengine.training.step_batch import BatchReader, StepBatch, TrainingBatch
+from tpengine.training.step_batch import BatchReader, TrainingBatch
 from tpengine.training.weight_moves import WeightMoves
 
 
@@ -100,6 +100,7 @@ class Trainer:
         pipeline: runs the stages and their transfers.
         plan, layout, mesh, comms, gradients, optimizer: see their types.
         sliced, moves: the weights where replicas own slices of them (ZeRO), else None; what gathers and frees them.
+        reader: reads a step's micro-batches.
         batch: the micro-batches of the current step, and their losses.
         grad_norm: gradient norm of the current step, before clipping.
         norm: computes it.
@@ -163,7 +164,7 @@ class Trainer:
             exact=config.train.reduction == "exact",
             device=device,
         )
-        self._reader = BatchReader(
+        self.reader = BatchReader(
             config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
         )
         # State of the current step.
@@ -240,7 +241,7 @@ class Trainer:
         # Read the batch, and tell all ranks about it.
         self.activity.step = step
         self.activity.begin("counting its targets")
-        self.batch.step, self.batch.scale = self._load(step), self.loss_scale.value
+        self.batch.step, self.batch.scale = self.reader.read(step), self.loss_scale.value
         # Run the plan: forward, backward, reductions, clipping and update.
         self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
         self._run_plan(step)
@@ -273,9 +274,6 @@ class Trainer:
             self.executor.run(self.plan.actions[self.mesh.at.pp])
         finally:
             self.model.position.training = False
-
-    def _load(self, step: int) -> StepBatch:
-        return self._reader.read(step)
 
     def _handlers(self) -> dict[Kind, Handler]:
         pipeline = self.pipeline

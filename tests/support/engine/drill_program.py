@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import tpengine.checkpoint.storage as storage
 from tpengine.checkpoint.resume import checkpoints_of
@@ -85,15 +84,15 @@ class Accident:
         for kind in (Kind.F, Kind.B):
             handlers[kind] = self.around(trainer, handlers[kind], kind.value)
         trainer.executor.handlers = handlers
-        reduce = trainer.buckets._reduce
+        reduce = trainer.buckets.reduce
 
-        def reduce_and_die(index: int, flat: Tensor) -> Any:
-            pending = reduce(index, flat)
+        def reduce_and_die(index: int) -> Any:
+            pending = reduce(index)
             if self.what == "reduce" and self.due(trainer):
                 die()
             return pending
 
-        trainer.buckets._reduce = reduce_and_die  # type: ignore[method-assign]
+        trainer.buckets.reduce = reduce_and_die  # type: ignore[method-assign]
 
     def around(self, trainer: Trainer, handler: Any, kind: str) -> Any:
         def handle(action: Action) -> None:

@@ -5,9 +5,9 @@ Only a GPU checks that the host does not wait in `finish` where every parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def train_odd(set_to_none: bool, mutation: str = "no_mutation") -> Record:
     comm = world()
     model = odd_model(seed=comm.rank)
     replicas = DataParallel(model, comm, bucket_bytes=300)
-    globals()[mutation](replicas)
+    globals()[mutation](Replica(model, comm, replicas))
     optimizer = adamw(model)
     record = []
     for step in range(STEPS):
@@ -172,55 +172,86 @@ def test_parameters_that_take_part_now_and_then(ranks: RankPool, num_ranks: int,
 # Mutations: each breaks one promise, and the comparison above must go red.
 
 
-def no_mutation(replicas: DataParallel) -> None:
+class Replica(NamedTuple):
+    """One rank of a training, to be broken."""
+
+    model: nn.Module
+    comm: Communicator
+    parallel: DataParallel
+
+
+def no_mutation(replica: Replica) -> None:
     """The same program must be green without a mutation."""
 
 
-def not_divided_by_the_replicas(replicas: DataParallel) -> None:
-    replicas._num_replicas = 1
+def not_divided_by_the_replicas(replica: Replica) -> None:
+    """What is divided afterwards is the sum times the number of replicas."""
+    buckets = replica.parallel.buckets
+    wait = buckets.wait
+
+    def wait_for_more(index: int) -> Work:
+        work = wait(index)
+        buckets.sums[index].mul_(replica.comm.size)
+        return work
+
+    buckets.wait = wait_for_more  # type: ignore[method-assign]
 
 
-def usage_not_summed(replicas: DataParallel) -> None:
+def usage_not_summed(replica: Replica) -> None:
     """The counts stay at home: a replica knows only what it used itself."""
-    replicas.buckets.usage = {index: usage.clone() for index, usage in replicas.buckets.usage.items()}
+    buckets = replica.parallel.buckets
+    buckets.usage = {index: usage.clone() for index, usage in buckets.usage.items()}
 
 
-def all_counted_as_used(replicas: DataParallel) -> None:
-    start = replicas.buckets._reduce
+def all_counted_as_used(replica: Replica) -> None:
+    buckets = replica.parallel.buckets
+    wait = buckets.wait
 
-    def claim(index: int, flat: Tensor) -> Work:
-        pending = start(index, flat)
-        replicas._used_here[index] = [True] * len(replicas._used_here[index])
-        return pending
+    def claim(index: int) -> Work:
+        work = wait(index)
+        buckets.usage[index].fill_(1)
+        return work
 
-    replicas.buckets._reduce = claim
+    buckets.wait = claim  # type: ignore[method-assign]
 
 
-def one_bucket_not_summed(replicas: DataParallel) -> None:
-    comm = replicas.buckets._comms[1]
-    start, left_out = comm.start_all_reduce, replicas.buckets.flat[1]
+def one_bucket_not_summed(replica: Replica) -> None:
+    comm = replica.comm
+    start, left_out = comm.start_all_reduce, replica.parallel.buckets.flat[1]
     done = SimpleNamespace(wait=lambda: None)
     comm.start_all_reduce = lambda x: done if x is left_out else start(x)  # type: ignore[method-assign]
 
 
-def bucket_summed_before_its_last_gradient(replicas: DataParallel) -> None:
-    for index, missing in replicas.buckets._expected.items():
-        replicas.buckets._expected[index] = max(1, missing - 1)
-    replicas.buckets._order = []
-    replicas.buckets.arm(range(len(replicas.buckets.flat)))
+def bucket_summed_before_its_last_gradient(replica: Replica) -> None:
+    """One gradient of each bucket that has several is counted before it is there."""
+    buckets = replica.parallel.buckets
+    arm = buckets.arm
+
+    def count_one(order: Iterable[int]) -> None:
+        for index in order:
+            if len(buckets.usage[index]) > 1:
+                buckets.contributed(index)
+
+    def arm_early(order: Sequence[int]) -> None:
+        arm(order)
+        count_one(order)
+
+    count_one(buckets.flat)  # armed when they were made
+    buckets.arm = arm_early  # type: ignore[method-assign, assignment]
 
 
-def absent_gradients_not_zeroed(replicas: DataParallel) -> None:
+def absent_gradients_not_zeroed(replica: Replica) -> None:
     """What the bucket held in the step before is summed once more."""
-    move = replicas._move_to_bucket
-    replicas._move_to_bucket = lambda parameter: parameter.grad is not None and move(parameter)  # type: ignore[method-assign]
+    parallel: Any = replica.parallel
+    move = parallel._move_to_bucket
+    parallel._move_to_bucket = lambda parameter: parameter.grad is not None and move(parameter)
 
 
-def unsynchronised_start(replicas: DataParallel) -> None:
+def unsynchronised_start(replica: Replica) -> None:
     """Rank 1 begins from values of its own."""
-    if dist.get_rank() == 1:
+    if replica.comm.rank == 1:
         with torch.no_grad():
-            for parameter in replicas._places:
+            for parameter in replica.model.parameters():
                 parameter.mul_(1 + 1e-6)
 
 
@@ -240,7 +271,7 @@ MUTATIONS = (
 )
 def test_every_mutation_turns_the_comparison_red(
     ranks: RankPool,
-    mutations: tuple[Callable[[DataParallel], None], ...],
+    mutations: tuple[Callable[[Replica], None], ...],
     count_mutations: Callable[[str, int, int], None],
 ) -> None:
     wanted = odd_reference(2, True)
@@ -272,10 +303,10 @@ def mixed_gradients() -> tuple[list[tuple[torch.dtype, tuple[str, ...]]], dict[s
     replicas = DataParallel(model, comm)
     torch.stack([((comm.rank + 1) * 2 * p.float()).sum() for p in model.parameters()]).sum().backward()
     replicas.finish()
-    names = {p: name for name, p in model.named_parameters()}
+    buckets = replicas.buckets
     layout = [
-        (replicas.buckets.flat[i].dtype, tuple(names[p] for p in members))
-        for i, members in enumerate(replicas._members)
+        (flat.dtype, tuple(name for name in buckets.gradients if buckets.place(name)[1] == i))
+        for i, flat in buckets.flat.items()
     ]
     assert model.e.grad is not None
     return layout, gradients(model), model.e.grad.stride() == model.e.stride()
@@ -400,7 +431,7 @@ def places_of_gradients() -> list[bool]:
         found += [p.grad is not None and p.grad.untyped_storage().data_ptr() == flat for p in model.parameters()]
         model.zero_grad(set_to_none)
         if not set_to_none:
-            found += [p.grad is replicas._places[p][0] for p in model.parameters()]
+            found += [p.grad is replicas.buckets.gradients[name] for name, p in model.named_parameters()]
     return found
 
 

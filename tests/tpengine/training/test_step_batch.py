@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_tokens, write_tokens
+from tpengine.training.step_batch import BatchReader
 from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")
@@ -40,11 +41,17 @@ def other_tokens(samples: Samples) -> Samples:
     return replace(samples, tokens=tokens)
 
 
+def read_instead(trainer: Trainer, samples: Samples) -> None:
+    """Let this rank read other samples than those that all ranks have agreed on."""
+    ends = trainer.layout.ranks[0], trainer.layout.ranks[-1]
+    trainer.reader = BatchReader(trainer.config, samples, trainer.mesh, ends, trainer.device)
+
+
 def step_on_another_text(config: Config, rank: int) -> tuple[str, bool]:
     """One rank's file differs. Return the error, and whether anything has been updated."""
     trainer = Trainer(config, open_corpus(config), CPU)
     if dist.get_rank() == rank:
-        trainer._reader._samples = other_tokens(trainer._reader._samples)
+        read_instead(trainer, other_tokens(trainer.corpus.train))
     before = digests_of(trainer)
     try:
         trainer.train_step(6)
@@ -78,8 +85,7 @@ def step_on_a_bad_text(config: Config, path: str, bad: int) -> tuple[str, bool]:
     """
     trainer = Trainer(config, open_corpus(config), CPU)
     if dist.get_rank() == bad:
-        text = open_tokens(path).tokens
-        trainer._reader._samples = replace(trainer._reader._samples, tokens=text)
+        read_instead(trainer, replace(trainer.corpus.train, tokens=open_tokens(path).tokens))
         if path.endswith("short"):
             os.truncate(path, 100)
     before = digests_of(trainer)

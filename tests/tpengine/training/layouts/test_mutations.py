@@ -7,7 +7,7 @@ part of the engine does not do what it says; `test_parity.compare` must notice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from support.ranks.rank_pool import RankPool
 from tpengine.data import open_corpus
 from tpengine.layers import IGNORED_LABEL
 from tpengine.layout.parameters import EMBEDDING
+from tpengine.training.step_batch import BatchReader
 from tpengine.training.trainer import Trainer
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:
-    load = trainer._load
-    trainer._load = lambda step: replace(load(step), loss_scale=load(step).loss_scale * factor)  # type: ignore[method-assign]
+    read = trainer.reader.read
+    trainer.reader.read = lambda step: replace(read(step), loss_scale=read(step).loss_scale * factor)  # type: ignore[method-assign]
 
 
 def loss_scaled_by_a_thousandth(trainer: Trainer) -> None:
@@ -54,33 +55,40 @@ def mean_of_micro_batch_means(trainer: Trainer) -> None:
 
 def reduce_dropped(trainer: Trainer) -> None:
     """One bucket is not summed over its ranks."""
-    reduce = trainer.buckets._reduce
+    reduce = trainer.buckets.reduce
     first = min(trainer.buckets.flat)
     done = type("Done", (), {"wait": lambda self: None})()
-    trainer.buckets._reduce = lambda i, flat: done if i == first else reduce(i, flat)
+    trainer.buckets.reduce = lambda i: done if i == first else reduce(i)  # type: ignore[method-assign]
 
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:
-    reduce = trainer.buckets._reduce
+    reduce = trainer.buckets.reduce
     layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
-    trainer.buckets._reduce = lambda i, flat: (
-        dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_tp" else reduce(i, flat)
+    trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
+        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == "dp_tp" else reduce(i)
     )
 
 
 def replicated_kv_not_summed(trainer: Trainer) -> None:
-    reduce = trainer.buckets._reduce
+    reduce = trainer.buckets.reduce
     layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
-    trainer.buckets._reduce = lambda i, flat: (
-        dp.start_all_reduce(flat) if layouts[i].reduce_over == "dp_replica" else reduce(i, flat)
+    trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
+        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == "dp_replica" else reduce(i)
     )
 
 
 def bucket_reduced_before_its_last_contribution(trainer: Trainer) -> None:
-    for index in trainer.buckets._expected:
-        trainer.buckets._expected[index] -= 1
+    """One contribution to each bucket is counted before it is made."""
+    arm, contributed = trainer.buckets.arm, trainer.buckets.contributed
+
+    def arm_early(order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
+        arm(order, on_start)
+        for index in order:
+            contributed(index)
+
+    trainer.buckets.arm = arm_early  # type: ignore[method-assign]
 
 
 def previous_gradient_received(trainer: Trainer) -> None:
@@ -129,8 +137,9 @@ def weights_differ_between_shards(trainer: Trainer) -> None:
 
 
 def data_order_ignores_the_replica(trainer: Trainer) -> None:
-    mesh = trainer.mesh
-    trainer._reader._mesh = replace(mesh, at=replace(mesh.at, dp=0))
+    first = replace(trainer.mesh, at=replace(trainer.mesh.at, dp=0))
+    ends = trainer.layout.ranks[0], trainer.layout.ranks[-1]
+    trainer.reader = BatchReader(trainer.config, trainer.corpus.train, first, ends, trainer.device)
 
 
 def positions_shifted(trainer: Trainer) -> None:

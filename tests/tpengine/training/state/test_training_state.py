@@ -248,8 +248,8 @@ def tied_copy_not_loaded(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def data_starts_again(trainer: Trainer, checkpoint: Checkpoint) -> None:
     restore(trainer, checkpoint)
-    load_batch = trainer._load
-    trainer._load = lambda step: load_batch(step - BEFORE)  # type: ignore[method-assign]
+    read = trainer.reader.read
+    trainer.reader.read = lambda step: read(step - BEFORE)  # type: ignore[method-assign]
 
 
 MUTATIONS = (
