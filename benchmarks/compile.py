@@ -10,6 +10,7 @@ compiles what is not there yet. The tests use results in the lock, and compile a
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -229,24 +230,45 @@ def specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any
 
 def _key(op: str, kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any], target_name: str) -> str:
     """Return the key: the kernel with all functions it calls, arguments, target, compiler, and how results are read."""
-    _forget_lines(kernel)
     of_launch = repr(specialised(kernel, arguments, options))
-    text = (op, kernel.cache_key, of_launch, repr(TARGETS[target_name]), triton.__version__, _source_of_looks())
+    source = source_key(kernel)
+    text = (op, source, of_launch, repr(TARGETS[target_name]), triton.__version__, _source_of_looks())
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+
+
+_SOURCE_KEYS: dict[Callable[..., Any], str] = {}
+
+
+def source_key(kernel: Any) -> str:
+    """Return a hash of a kernel's code and of all it calls; comments, docstrings and places in a file do not matter.
+
+    It is triton's, of sources without comments, and as if nothing had been compiled in this process before: triton's
+    hash of a function contains the constants of those functions it calls whose own hashes were there already.
+    """
+    if kernel.fn not in _SOURCE_KEYS:
+        ours = [vars(module) for name, module in sys.modules.items() if name.startswith("tpkernels")]
+        for function in [value for names in (*ours, kernel.fn.__globals__) for value in names.values()]:
+            if isinstance(function, triton.JITFunction):
+                function._unsafe_update_src(_code(function.src))
+                function.used_global_vals, function.starting_line_number = {}, 0
+        _SOURCE_KEYS[kernel.fn] = kernel.cache_key
+    return _SOURCE_KEYS[kernel.fn]
+
+
+@functools.cache
+def _code(source: str) -> str:
+    """Return a function's source without comments and docstring."""
+    tree = ast.parse(source)
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    if ast.get_docstring(function) is not None:
+        function.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
 @functools.cache
 def _source_of_looks() -> str:
     return "".join(inspect.getsource(look) for look in (_look_at, _nvidia_resources, _amd_resources))
-
-
-def _forget_lines(kernel: Any) -> None:
-    """Make triton's key of a kernel independent of the number of lines above it."""
-    if kernel.hash is None:
-        for module in [module for name, module in sys.modules.items() if name.startswith(("tpkernels", "test_"))]:
-            for function in vars(module).values():
-                if isinstance(function, triton.JITFunction):
-                    function.starting_line_number = 0
 
 
 def describe(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from tpkernels.launch import jit, observed, run, tl
 
 from benchmarks import compile as benchmark
 from benchmarks import launches
-from benchmarks.compile import TARGETS, Compiled, compile_all, read_lock, specialised
+from benchmarks.compile import TARGETS, Compiled, compile_all, read_lock, source_key, specialised
 from benchmarks.launches import LAUNCHES
 from benchmarks.run import main
 
@@ -264,6 +264,38 @@ def test_another_number_of_tokens_compiles_nothing(op: str, monkeypatch: pytest.
             LAUNCHES[op]()
         variants.append(seen)
     assert variants[0] and all(seen == variants[0] for seen in variants)
+
+
+ONE = tl.constexpr(1)
+
+
+@jit
+def _plus_one(x: tl.tensor) -> tl.tensor:
+    return x + ONE
+
+
+@jit
+def _counting_kernel(p_x: tl.tensor) -> None:
+    """Add one."""
+    tl.store(p_x, _plus_one(tl.load(p_x)))  # in place
+
+
+def test_a_key_is_that_of_the_code_whatever_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own key holds the constants of a function's callees only if they had been hashed before it."""
+    kept = _counting_kernel._src
+
+    def key_of(source: str, one: int) -> str:
+        monkeypatch.setattr(benchmark, "_SOURCE_KEYS", {})
+        monkeypatch.setitem(globals(), "ONE", tl.constexpr(one))
+        _counting_kernel._unsafe_update_src(source)
+        return source_key(_counting_kernel)
+
+    key = key_of(kept, one=1)
+    assert _plus_one.cache_key
+    assert key_of(kept, one=1) == key
+    assert key_of(kept.replace("Add one", "Count").replace("# in place", "# here"), one=1) == key
+    assert key_of(kept.replace("p_x, _plus", "p_x + 0, _plus"), one=1) != key
+    assert key_of(kept, one=2) != key
 
 
 def test_what_counts_as_a_fault() -> None:
