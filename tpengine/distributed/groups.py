@@ -87,12 +87,10 @@ class Communicators:
         through_memory = {"tp": self.tp.arena, "pp": mailbox, "dp": self.dp.arena}
         used = [axis for axis, found in through_memory.items() if found is not None]
         others = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
-        # Sums over two axes at once, of norm weights and tied embeddings, have memory of their own.
-        arenas = {comm.arena for comm in (self.tp, self.dp, self.dp_tp, self.dp_replica, self.ends) if comm.arena}
-        num_bytes = sum(arena.memory.num_bytes for arena in arenas) + (mailbox.memory.num_bytes if mailbox else 0)
         parts = []
         if used:
-            parts.append(f"{', '.join(used)} through {num_bytes / 1e6:.1f} MB of shared memory per rank")
+            size = f"{self._host_bytes(mailbox) / 1e6:.1f} MB"
+            parts.append(f"{', '.join(used)} through {size} of shared memory per rank")
         kernels = self.tp.device_arena
         if kernels is not None and self.tp.may_use_kernels():
             size = f"{kernels.memory.num_bytes / 1e6:.1f} MB"
@@ -100,6 +98,16 @@ class Communicators:
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
         return "; ".join(parts) or "none, one process"
+
+    def arena_bytes(self, mailbox: Mailbox | None) -> int:
+        """Return the bytes that this rank has for exchanging tensors with others: arenas and mailbox."""
+        kernels = self.tp.device_arena
+        return self._host_bytes(mailbox) + (kernels.memory.num_bytes if kernels is not None else 0)
+
+    def _host_bytes(self, mailbox: Mailbox | None) -> int:
+        # Sums over two axes at once, of norm weights and tied embeddings, have memory of their own.
+        arenas = {comm.arena for comm in (self.tp, self.dp, self.dp_tp, self.dp_replica, self.ends) if comm.arena}
+        return sum(arena.memory.num_bytes for arena in arenas) + (mailbox.memory.num_bytes if mailbox else 0)
 
     def connect(self, device: torch.device) -> None:
         """Exchange one number over every group, in the same order on all ranks.

@@ -52,6 +52,27 @@ class BucketProfile:
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """What a rank of one stage held, in bytes.
+
+    Args:
+        kinds: by the plan, before it ran: weights, gradients, moments and so on, as a run's first lines name them.
+        peak: the same, the most of everything at once; `action` is what runs then.
+        arenas: memory through which this rank exchanges tensors with others, which the plan does not count.
+        measured_peak: the most that one of the stage's ranks has held since its start.
+        measured_as: what that counts: on a GPU what torch has allocated, on a CPU the process's resident set, with
+            torch's own libraries.
+    """
+
+    kinds: Mapping[str, int]
+    peak: int
+    action: str
+    arenas: int
+    measured_peak: int
+    measured_as: str
+
+
+@dataclass(frozen=True)
 class CostProfile:
     """What the actions of a step cost: medians over steps and ranks; if ranks differ, those of the slowest rank.
 
@@ -66,6 +87,7 @@ class CostProfile:
         ties, clip, step: seconds of a TIE_REDUCE, of CLIP and of STEP, without waiting for other ranks.
         plan_seconds: from the beginning of the plan to its end.
         outside_seconds: the rest of a step: reading the batch, ending the step together with all ranks.
+        memory: by stage; empty where the profile was written before there was such a field.
     """
 
     schedule: str
@@ -81,6 +103,7 @@ class CostProfile:
     step: float
     plan_seconds: float
     outside_seconds: float
+    memory: tuple[StageMemory, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +129,18 @@ class CostProfile:
                 for index, bucket in self.buckets.items()
             ],
             "seconds": seconds,
+            "memory": [
+                {
+                    "stage": stage,
+                    "bytes": dict(held.kinds),
+                    "peak_bytes": held.peak,
+                    "action": held.action,
+                    "arena_bytes": held.arenas,
+                    "measured_peak_bytes": held.measured_peak,
+                    "measured_as": held.measured_as,
+                }
+                for stage, held in enumerate(self.memory)
+            ],
         }
         return json.dumps(content, indent=1).encode() + b"\n"
 
@@ -180,6 +215,7 @@ def _parse(content: Any) -> CostProfile:
         boundary=boundary,
         buckets=buckets,
         **{name: _number(seconds, name) for name in _SECONDS},
+        memory=tuple(_memory(content, len(ranks))),
     )
 
 
@@ -208,6 +244,28 @@ def _bucket(item: Any) -> tuple[int, BucketProfile]:
     if not chunks or not all(type(chunk) is int and chunk >= 0 for chunk in chunks):
         raise _Wrong(f"a bucket has chunks: got {chunks!r}")
     return _count(item, "index"), BucketProfile(tuple(chunks), _number(item, "seconds"), _count(item, "bytes"))
+
+
+def _memory(content: dict[str, Any], num_stages: int) -> list[StageMemory]:
+    """Parse what each stage held; profiles of earlier versions do not say."""
+    if "memory" not in content:
+        return []
+    found = _each(content, "memory", _stage_memory)
+    if [stage for stage, _ in found] != list(range(num_stages)) and found:
+        raise _Wrong(f"memory is by stage, of all {num_stages}")
+    return [held for _, held in found]
+
+
+def _stage_memory(item: Any) -> tuple[int, StageMemory]:
+    kinds = _field(item, "bytes", dict)
+    return _count(item, "stage"), StageMemory(
+        {name: _count(kinds, name) for name in kinds},
+        _count(item, "peak_bytes"),
+        _name(item, "action"),
+        _count(item, "arena_bytes"),
+        _count(item, "measured_peak_bytes"),
+        _name(item, "measured_as"),
+    )
 
 
 def _boundary(content: Any) -> TensorSpec | None:

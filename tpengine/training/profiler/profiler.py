@@ -2,7 +2,8 @@
 
     trace.json      every rank's timeline, for ui.perfetto.dev
     timeline.svg    one pipeline in the step of median length, above the simulator's prediction from the measured costs
-    profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them
+    profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them; and what each
+                    stage holds, by the plan and measured
 
 Of several pipelines (replicas, tensor-parallel ranks) the one that computes longest is drawn and described. The others
 wait for it in their reductions, which would look like slow communication.
@@ -13,9 +14,11 @@ has been taken. They travel as JSON in a tensor: nothing that another rank sends
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tpengine.config import profiled_steps
@@ -25,6 +28,7 @@ from tpengine.distributed.messages import gather_bytes
 from tpengine.files import keep_copy_aside
 from tpengine.layout.step_plan import gradient_bytes
 from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
+from tpengine.observe.metrics import peak_memory_bytes
 from tpengine.observe.record_costs import MeasuredStep, profile_of
 from tpengine.observe.records import (
     RankRecord,
@@ -38,7 +42,9 @@ from tpengine.pipeline.executor import Trace
 from tpengine.plan import Timeline
 from tpengine.simulate import StepFigures, simulate
 from tpengine.simulate.draw import Picture, draw_svg, write_beside
+from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.costs import costs_for
+from tpengine.simulate.profiles.file import StageMemory
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
 from tpengine.training.trainer import Trainer
 
@@ -62,6 +68,8 @@ class Profiler:
         self._wanted = profiled_steps(trainer.config)
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
+        # By rank: arenas, and the most held so far.
+        self._held: list[tuple[int, int]] = []
         if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
             text = trainer.config.train.profile_steps
             say(f"nothing is profiled: of the steps {text} none is left, the run goes on at step {first_step}")
@@ -85,6 +93,7 @@ class Profiler:
         self._trainer.executor.trace = None
         self._trainer.activity.begin("gathering what was recorded")
         records = self._gather(trace)
+        self._held = self._gather_held()
         if records:
             shape = Shape.of(self._trainer.config.parallel)
             firsts = range(shape.dp * shape.tp)
@@ -103,7 +112,7 @@ class Profiler:
         if not steps or self._run_dir is None:
             return
         plan = self._trainer.plan
-        profile = profile_of(plan, steps, self._bucket_bytes())
+        profile = replace(profile_of(plan, steps, self._bucket_bytes()), memory=self._memory())
         # Choose the step of median length, and its pipeline that computes longest.
         drawn = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         ends = [computed_until(pipeline) for pipeline in drawn.pipelines]
@@ -134,6 +143,24 @@ class Profiler:
             decode_record(of_rank, lists[shape.coordinates(rank).pp], self._offsets[rank])
             for rank, of_rank in enumerate(gather_bytes(encoded))
         ]
+
+    def _gather_held(self) -> list[tuple[int, int]]:
+        """Return by rank, on rank 0, the bytes of its arenas and the most that it has held; collective."""
+        trainer = self._trainer
+        mine = trainer.comms.arena_bytes(trainer.mailbox), peak_memory_bytes(trainer.device)
+        return [tuple(json.loads(of_rank)) for of_rank in gather_bytes(json.dumps(mine).encode())]
+
+    def _memory(self) -> tuple[StageMemory, ...]:
+        """Return what each stage holds: by the plan, and of its ranks the most."""
+        trainer = self._trainer
+        shape = Shape.of(trainer.config.parallel)
+        stages = []
+        for stage, planned in enumerate(memory_of(trainer.config, trainer.layout, trainer.plan)):
+            held = [of_rank for rank, of_rank in enumerate(self._held) if shape.coordinates(rank).pp == stage]
+            arenas, measured = (max(values) for values in zip(*held, strict=True))
+            measured_as = "allocated by torch" if trainer.device.type == "cuda" else "resident set of the process"
+            stages.append(StageMemory(planned.kinds(), planned.peak, planned.action, arenas, measured, measured_as))
+        return tuple(stages)
 
     def _bucket_bytes(self) -> dict[int, int]:
         item = gradient_bytes(self._trainer.config.train.dtype)

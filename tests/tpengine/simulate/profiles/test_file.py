@@ -15,7 +15,13 @@ from tpengine.plan import Chunk, Kind, Plan, TensorSpec, lower, make_schedule, v
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import spec_bytes
 from tpengine.simulate.profiles.costs import LayerFit, costs_for, plan_for
-from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile, read_profile
+from tpengine.simulate.profiles.file import (
+    BucketProfile,
+    ChunkProfile,
+    CostProfile,
+    StageMemory,
+    read_profile,
+)
 
 CountMutations = Callable[[str, int, int], None]
 BOUNDARY = TensorSpec((64, 32), "float32")
@@ -131,6 +137,10 @@ def example(**changes: Any) -> CostProfile:
         "step": 0.02,
         "plan_seconds": 3.0,
         "outside_seconds": 0.1,
+        "memory": (
+            StageMemory({"weights": 10, "receive slots": 4}, 12, "0B3", 3, 40, "resident set of the process"),
+            StageMemory({"weights": 11}, 11, "1F0", 3, 39, "resident set of the process"),
+        ),
     }
     return CostProfile(**{**fields, **changes})
 
@@ -176,6 +186,13 @@ def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
     for profile in (example(), profiled("zbv", 2, 4)):
         (tmp_path / "profile.json").write_bytes(profile.to_json())
         assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_a_file_of_before_there_was_memory_is_read(tmp_path: Path) -> None:
+    content = json.loads(example().to_json())
+    del content["memory"]
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    assert read_profile(tmp_path / "profile.json") == example(memory=())
 
 
 def message_of(path: Path) -> str:
@@ -243,8 +260,11 @@ def test_every_damage_to_a_file_is_noticed(tmp_path: Path, count_mutations: Coun
             killed += 1
         else:
             survivors.append((place, value))
-    # Legal others: any name of a schedule, no bucket, no boundary's dims.
-    legal = [(("schedule",), "x"), (("buckets",), []), (("boundary", "shape"), [])]
+    # Legal others: any name of a schedule or an action, no bucket, no boundary's dims, no memory.
+    legal = [(("schedule",), "x"), (("buckets",), []), (("boundary", "shape"), []), (("memory",), [])]
+    for stage in range(2):
+        legal += [(("memory", stage, name), "x") for name in ("action", "measured_as")]
+        legal += [(("memory", stage, "bytes"), {})]
     assert survivors == [mutation for mutation in survivors if mutation in legal], survivors
     count_mutations("profiles", killed, killed + len(survivors) - len(legal))
     assert killed > 300

@@ -34,6 +34,7 @@ from tpengine.observe.records import RankRecord, decode_record, encode_record, m
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
+from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.file import read_profile
 from tpengine.training.profiler.clocks import clock_of
 from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks
@@ -214,6 +215,11 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
         bucket.index: 8 * layout.buckets[bucket.index].layout.numel for bucket in plan.buckets
     }
     assert (profile.num_microbatches, profile.boundary) == (4, plan.chunks[0].output)
+    # Beside what was measured stands what the run's first lines say.
+    for held, said_first in zip(profile.memory, memory_of(config, layout, plan), strict=True):
+        assert (held.kinds, held.peak, held.action) == (said_first.kinds(), said_first.peak, said_first.action)
+        assert held.measured_as == "resident set of the process"
+        assert held.measured_peak > held.peak and held.measured_peak > held.arenas > 0
 
 
 def test_ranks_that_share_cores_are_said_to() -> None:
