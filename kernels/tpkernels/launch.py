@@ -1,4 +1,4 @@
-"""Launching Triton kernels: compiled on a GPU, interpreted on a CPU, or only looked at.
+"""Launching Triton kernels: compiled on a GPU, interpreted on a CPU, or only observed.
 
 Triton decides when it is imported, by TRITON_INTERPRET=1, whether kernels are interpreted; every operator then takes
 its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host path. Where there is no triton (it
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 try:
     import triton
-except ImportError:  # no Linux: operators have their host paths
+except ImportError:  # not on Linux: operators use their host paths
     triton = None
 
 # What kernels are written in. Each module that has kernels must hold it as a global: the interpreter looks there.
@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
     @property
     def shared_memory_bytes(self) -> int:
-        """The most shared memory a program may have."""
+        """Return the most shared memory that a program may have."""
         if self.backend == "hip":
             return 64 << 10
         return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(int(self.arch), 227) << 10
@@ -64,14 +64,14 @@ _observers: list[tuple[Target, Observer]] = []
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`triton.jit` with its options; without triton the function as it is, which nothing then launches."""
+    """Apply `triton.jit` with its options; without triton return the function as it is, which nothing then launches."""
     if function is None:
         return functools.partial(jit, **options)
     return function if triton is None else triton.jit(function, **options)
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether operators on x take their Triton kernels: on a GPU, and on a CPU where they are interpreted.
+    """Return whether operators on x use their Triton kernels: on a GPU, and on a CPU where they are interpreted.
 
     Raises:
         RuntimeError: x is on a GPU and there is no triton.
@@ -84,7 +84,7 @@ def by_triton(x: Tensor) -> bool:
 
 
 def target_of(x: Tensor) -> Target:
-    """What kernels on x are compiled for; sm_90 where they are interpreted."""
+    """Return what kernels on x are compiled for; sm_90 where they are interpreted."""
     if _observers:
         return _observers[-1][0]
     return _target(x.device.index if x.device.index is not None else 0) if x.is_cuda else Target("cuda", 90)
@@ -103,9 +103,9 @@ _PROCESSORS = MappingProxyType({80: 108, 90: 132, 100: 148, "gfx942": 304})
 
 
 def num_processors(x: Tensor) -> int:
-    """How many programs a persistent kernel on x has: one for each of the GPU's processors.
+    """Return the number of programs of a persistent kernel on x: one for each of the GPU's processors.
 
-    Interpreted it is 4, so that a program has several tiles there too.
+    In the interpreter it is 4, so that a program has several tiles there too.
     """
     if _observers:
         return _PROCESSORS.get(_observers[-1][0].arch, 132)
@@ -120,7 +120,7 @@ def _device_processors(device: int) -> int:
 def run(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 1, **constants: Any
 ) -> None:
-    """Launch a kernel on the device of its first tensor; on the current one, if it is given none.
+    """Launch a kernel on the device of its first tensor argument, or on the current device if there is none.
 
     Args:
         kernel: what `jit` made.
@@ -140,9 +140,9 @@ def run(
 
 
 def as_operator(x: Tensor) -> bool:
-    """Whether a Function's own call must go through the registered operator: traced, or on tensors without memory.
+    """Return whether a Function's own call must go through the registered operator: traced, or without memory.
 
-    Such an operator says what comes out; a kernel would read addresses that are none.
+    The registered operator only returns outputs of the right shape. A kernel would read addresses that do not exist.
     """
     has_memory = type(x) in (Tensor, Parameter) and (not x.is_meta or bool(_observers))
     return torch.compiler.is_compiling() or not has_memory
@@ -163,27 +163,27 @@ def observed(target: Target, observer: Observer) -> Iterator[None]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, and 1 at least."""
+    """Return the smallest power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def signed(word: int, num_bits: int) -> int:
-    """The signed integer of the same bits: what an argument of that width holds without being widened."""
+    """Return the signed integer with the same bits, which an argument of num_bits holds without being widened."""
     return word - (1 << num_bits) if word >> (num_bits - 1) else word
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype statistics and sums are kept in: float32, or float64 for float64."""
+    """Return the dtype of statistics and sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp in place, for host paths. On AMD's processors exp2 takes a third of exp's time, which is MKL's there."""
+    """Compute exp in place, for host paths, by exp2: on AMD's processors MKL's exp takes three times as long."""
     return x.mul_(LOG2_E).exp2_()
 
 
@@ -193,18 +193,19 @@ if tl is not None:
 
 @jit
 def widened(b: tl.tensor) -> tl.tensor:
-    """A loaded block in the dtype to compute in: float32, or float64 as it is.
+    """Return a loaded block in the dtype to compute in: float32, or float64 as it is.
 
-    Before anything else is done with a block: interpreted, bfloat16 is right in this conversion only.
+    Call it before any other operation on a block: the interpreter handles bfloat16 correctly in this conversion only.
     """
     return b if b.dtype == tl.float64 else b.to(tl.float32)
 
 
 @jit
 def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """total + a @ b, sums in float32; float32 operands are not cut to tf32, so NVIDIA's matrix units do not take them.
+    """Return total + a @ b, with sums in float32.
 
-    Interpreted, bfloat16 operands are multiplied as float32, which is exact: tl.dot would multiply their bits.
+    float32 operands are not rounded to tf32, so they do not use NVIDIA's matrix units. The interpreter converts
+    bfloat16 operands to float32, which is exact: its tl.dot would multiply their bits as integers.
     """
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)

@@ -40,27 +40,28 @@ def activation_reference(y: Tensor, kind: str, gated: bool) -> Tensor:
 
 @jit
 def activated(b: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """act(b) of a block in float32 or float64, for a matmul's epilogue too; KIND is silu, gelu or gelu_tanh.
+    """Return act(b) of a block in float32 or float64; KIND is silu, gelu or gelu_tanh.
 
-    Any finite b is right: far above 0 it gives b, far below 0 it gives -0.
+    A matmul's epilogue calls it too. It is right for every finite b: far above 0 it gives b, far below 0 it gives -0.
     """
     return b * _share(b, KIND)[0]
 
 
 @jit
 def activation_slope(b: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """act'(b), as `activated`; what the two share is computed once where both are called."""
+    """Return act'(b), with the arguments of `activated`; where both are called, their common part is computed once."""
     share, change = _share(b, KIND)
     slope = b * change
     if KIND == "gelu_tanh":
-        # In this order 0 stays 0, however large b is.
+        # Multiply in this order: where slope is 0 the product stays 0, however large b is. b * b alone may be infinite,
+        # and 0 * infinity is NaN.
         slope = 1.5957691216057308 * (slope + 0.134145 * slope * b * b)
     return share + slope
 
 
 @jit
 def _share(b: tl.tensor, KIND: tl.constexpr) -> Any:
-    """(act(b) / b, from 0 to 1, and its slope); of gelu_tanh the slope is that by the sigmoid's argument."""
+    """Return (act(b) / b, which is from 0 to 1, and its derivative by b; for gelu_tanh by the sigmoid's argument)."""
     if KIND == "gelu":
         share = 0.5 * (1 + tl.erf(0.7071067811865476 * b))
         change = 0.3989422804014327 * tl.exp(-0.5 * b * b)  # 1 / sqrt(2 pi)
@@ -71,7 +72,8 @@ def _share(b: tl.tensor, KIND: tl.constexpr) -> Any:
             argument = 1.5957691216057308 * (b + 0.044715 * b * b * b)
         else:
             tl.static_assert(KIND == "silu", "KIND is silu, gelu or gelu_tanh")
-        # The sigmoid by an exponential that cannot overflow; 1 - share would leave few digits of a small change.
+        # exp of -|argument| cannot overflow. The derivative is e * r * r: share * (1 - share) would lose most digits
+        # where it is small.
         e = tl.exp(-tl.abs(argument))
         r = 1 / (1 + e)
         share = tl.where(argument < 0, e * r, r)
@@ -91,7 +93,7 @@ def _activation_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """BLOCK_ROWS rows of BLOCK_COLUMNS of the num_columns of h a program, neighbours in a row one after another."""
+    """Compute BLOCK_ROWS rows of BLOCK_COLUMNS columns of h per program; consecutive programs are adjacent in a row."""
     num_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     i_program = tl.program_id(0)
     o_row = (i_program // num_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -122,7 +124,7 @@ def _activation_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """As _activation_kernel; of gate and up, a program writes the same columns."""
+    """Compute a block of dy per program, cut as in _activation_kernel: the same columns of dgate and of dup."""
     num_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     i_program = tl.program_id(0)
     o_row = (i_program // num_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

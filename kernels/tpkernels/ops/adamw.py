@@ -73,13 +73,13 @@ def adamw_reference(
 
 @jit
 def _root(b: tl.tensor) -> tl.tensor:
-    """The square root, rounded correctly: tl.sqrt of float32 is not."""
+    """Return the square root, rounded correctly. tl.sqrt is not correctly rounded in float32."""
     return tl.sqrt(b) if b.dtype == tl.float64 else tl.sqrt_rn(b)
 
 
 @jit
 def _divided(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """a / b, rounded correctly: `/` of float32 is not."""
+    """Return a / b, rounded correctly. In float32, `/` is not correctly rounded."""
     return a / b if a.dtype == tl.float64 else tl.div_rn(a, b)
 
 
@@ -100,8 +100,9 @@ def _adamw_kernel(
     eps: tl.float64,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK elements a program; p_parameter may be None."""
-    # Numbers of the masters' dtype, by tl.full: interpreted they are Python's, which other conversions make float32.
+    """Update BLOCK elements per program; p_parameter may be None."""
+    # Round the step's numbers to the masters' dtype. Only tl.full works in the interpreter: there the numbers are
+    # Python floats, and every other conversion makes them float32.
     dtype: tl.constexpr = p_master.dtype.element_ty
     decay = tl.full([], decay, dtype)
     new_of_first = tl.full([], new_of_first, dtype)
@@ -120,7 +121,8 @@ def _adamw_kernel(
     b_second = tl.load(p_exp_avg_sq + o_element, mask=m_inside, other=0.0)
     # [BLOCK]
     b_master = tl.load(p_master + o_element, mask=m_inside, other=0.0)
-    # As torch: beta1 in float32 would be wrong by as much as a step's rounding, and always to one side.
+    # torch computes it in this form too. beta1 rounded to float32 would add an error as large as the rounding of a
+    # step, and always of the same sign.
     b_first += new_of_first * (b_grad - b_first)
     b_second = beta2 * b_second + new_of_second * b_grad * b_grad
     b_master = decay * b_master - _divided(step_size * b_first, _divided(_root(b_second), root_of_correction) + eps)

@@ -34,7 +34,10 @@ def _dropout_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ) -> None:
-    """y[num_rows, num_columns], contiguous, of x without gaps in its rows; the first SKIPPED words go unused."""
+    """Write y[num_rows, num_columns], contiguous, from x, whose rows have no gaps.
+
+    The first SKIPPED words of a row are not used: they belong to columns before x's first.
+    """
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     # [BLOCK_ROWS, BLOCK_GROUPS]

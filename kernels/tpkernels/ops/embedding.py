@@ -60,7 +60,7 @@ def _embedding_kernel(
     stride_weight: tl.int64,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """BLOCK_COLUMNS columns of one token a program."""
+    """Copy BLOCK_COLUMNS columns of one token's row per program; zeros if the table does not have the row."""
     i_token = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     m_column = o_column < num_columns
@@ -89,10 +89,11 @@ def _add_segments_kernel(
     UNROLLED: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """BLOCK_COLUMNS columns of what begins at one place of the sorted order: of a segment within one piece.
+    """Add the part of a segment that begins at one place of the sorted order: BLOCK_COLUMNS columns per program.
 
-    On the first level p_tokens has each place's token, x is the gradient. On the others it is None, and x what the
-    level before left in p_next_x.
+    The part ends where its piece ends. A program ends at once if no part begins at its place. On the first level
+    p_tokens holds the token of each place, and x is the gradient. On later levels p_tokens is None, and x is what the
+    previous level left in p_next_x.
     """
     i_place = tl.program_id(0).to(tl.int64)
     i_piece = i_place // PIECE
@@ -110,7 +111,8 @@ def _add_segments_kernel(
         end = i_place + tl.sum(((b_rows == i_row) & (o_place >= i_place)).to(tl.int32), axis=0)
         i_row_behind = tl.load(p_rows + end, mask=end < num_places, other=-1)
         whole = (i_row_before != i_row) & (i_row_behind != i_row)
-        # After the first level, what lies in the two places of one piece was whole before.
+        # After the first level, a segment that lies within the two places of one earlier piece was whole in that
+        # piece: the level before has already added it to the table.
         done = whole & (i_place // 2 == (end - 1) // 2) & (p_tokens is None)
         if not done:
             o_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -123,7 +125,7 @@ def _add_segments_kernel(
                     if p_tokens is not None:
                         i_from = tl.load(p_tokens + i_from, mask=m_from, other=0)
                     else:
-                        # Where both places of a piece have one row, only the first has a sum.
+                        # If both places of an earlier piece have the same row, only the first holds a sum.
                         i_row_beside = tl.load(p_rows + i_from - 1, mask=m_from & (i_from % 2 == 1), other=-1)
                         m_from = m_from & (i_row_beside != i_row)
                     # [BLOCK_COLUMNS]

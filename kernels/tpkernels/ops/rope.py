@@ -66,7 +66,7 @@ def _rope_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> None:
-    """BLOCK_TOKENS tokens of NUM_HEADS_PER_PROGRAM heads a program; p_positions may be None."""
+    """Rotate BLOCK_TOKENS tokens of NUM_HEADS_PER_PROGRAM heads per program; p_positions may be None."""
     o_token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     o_pair = tl.arange(0, BLOCK_HALF)
     m_token, m_pair = o_token < num_tokens, o_pair < HALF
@@ -77,7 +77,7 @@ def _rope_kernel(
         o_position = tl.load(p_positions + o_token, mask=m_token, other=0).to(tl.int64)
     m_known = (o_position >= 0) & (o_position < num_positions)
     m_table = m_known[:, None] & m_pair[None, :]
-    # NaN is seen; whatever lies beside the tables would not be.
+    # A position outside the tables gives NaN, which is noticed; the memory beside the tables would not be.
     # [BLOCK_TOKENS, BLOCK_HALF]
     b_cos = tl.load(p_cos + o_position[:, None] * stride_cos + o_pair[None, :], mask=m_table, other=float("nan"))
     # [BLOCK_TOKENS, BLOCK_HALF]
@@ -90,7 +90,8 @@ def _rope_kernel(
         o_x = o_token[:, None] * stride_token + i_head.to(tl.int64) * stride_head
         o_y = (o_token[:, None] * num_heads + i_head) * (2 * HALF)
         if INTERLEAVED:
-            # Neighbours are loaded together and parted in registers: every other element would waste half of a load.
+            # Load both elements of a pair together, and split them in registers. Loading every other element would
+            # waste half of each load.
             o_element = tl.arange(0, 2 * BLOCK_HALF)
             m_whole = m_row[:, None] & (o_element < 2 * HALF)[None, :]
             # [BLOCK_TOKENS, 2 * BLOCK_HALF]

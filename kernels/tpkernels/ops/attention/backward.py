@@ -59,7 +59,11 @@ def _rotate_kernel(
     IS_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """y, contiguous [B, rows, num_heads, HEAD], is x rotated; x are keys, or queries, which end where the keys do."""
+    """Rotate x, keys or queries, into y, contiguous [B, rows, num_heads, HEAD].
+
+    The arguments named after queries describe x, those named after keys the other side. The last query of a document
+    has the position of its last key.
+    """
     i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_block, first, length, _, other_length = document_of(
         tl.program_id(0), p_starts, p_other_starts, num_documents, query_length, key_length, BLOCK
@@ -88,7 +92,7 @@ def _delta_kernel(
     BLOCK_HEAD: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
 ) -> None:
-    """delta [B, num_heads, num_queries] = sum(dy * y), y contiguous [B, num_queries, num_heads, HEAD]."""
+    """Compute delta [B, num_heads, num_queries] = sum(dy * y); y is contiguous [B, num_queries, num_heads, HEAD]."""
     o_query = tl.program_id(0).to(tl.int64) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     o_head = tl.arange(0, BLOCK_HEAD)

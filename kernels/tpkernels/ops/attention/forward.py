@@ -62,7 +62,10 @@ def _attend(
     MASKED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> Any:
-    """Let queries see the keys from begin to end; MASKED: not all of them see all."""
+    """Add the keys from begin to end to a block of queries: return its new (b_y, b_max, b_sum).
+
+    MASKED says that some of the queries do not see some of these keys.
+    """
     o_head = tl.arange(0, 2 * HALF)
     for i_key in tl.range(begin, end, BLOCK_KEYS):
         o_key = i_key + tl.arange(0, BLOCK_KEYS)
@@ -74,7 +77,7 @@ def _attend(
             m_see = visible(o_query[:, None], o_key[None, :], query_length, key_length, window, CAUSAL, WINDOWED)
             b_s = tl.where(m_see, b_s, float("-inf"))
         largest = tl.maximum(b_max, tl.max(b_s, axis=1))
-        # A row that has seen no key yet would subtract infinity from infinity.
+        # In a row that has seen no key yet, -inf - -inf would be NaN: shift by 0 instead.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         b_p = tl.exp2(b_s - shift[:, None])
         shrink = tl.exp2(b_max - shift)
@@ -137,8 +140,11 @@ def _attention_kernel(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """A block of queries of one head: y [B, num_queries, num_heads, HEAD], lse [B, num_heads, num_queries]."""
-    # The last blocks of a causal document have most to do, and start first.
+    """Compute y and lse of one block of queries of one head per program.
+
+    y is [B, num_queries, num_heads, HEAD], and lse is [B, num_heads, num_queries].
+    """
+    # The last blocks of a causal document have the most work, so they start first.
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_block, first_query, query_length, first_key, key_length = document_of(
@@ -152,7 +158,7 @@ def _attention_kernel(
     p_q += i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
     p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
     p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
-    # Tables begin at a document's first key: its queries are the last of as many positions.
+    # Positions count from the document's first key; the last query has the position of the last key.
     o_position = o_query + (key_length - query_length)
     q_low, q_high = load_halves(p_q, o_query, m_query, stride_q, p_cos, p_sin, o_position, HEAD, HALF, INTERLEAVED)
 
@@ -163,7 +169,8 @@ def _attention_kernel(
     begin, full_begin, full_end, end = key_range(
         i_block * BLOCK_QUERIES, query_length, key_length, window, CAUSAL, WINDOWED, BLOCK_QUERIES, BLOCK_KEYS
     )
-    # Keys that some queries see, that all see, that some see.
+    # Three ranges of keys: those that only some queries see, those that all see, again those that only some see. The
+    # first is empty without a window. Only the middle one needs no mask.
     for PART in tl.static_range(0 if WINDOWED else 1, 3):
         if PART == 0:
             part_begin, part_end = begin, full_begin

@@ -51,7 +51,10 @@ def _add_key_gradients(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> Any:
-    """Add what the queries from begin to end give to a block of keys; tiles are [keys, queries]."""
+    """Add the contributions of the queries from begin to end to the dk and dv of a block of keys.
+
+    Tiles are [keys, queries]. MASKED says that some of the queries do not see some of the keys.
+    """
     o_key = i_key + tl.arange(0, BLOCK_KEYS)
     o_head = tl.arange(0, 2 * HALF)
     for i_query in tl.range(begin, end, BLOCK_QUERIES):
@@ -64,7 +67,7 @@ def _add_key_gradients(
         lse = tl.load(p_lse + o_query, mask=m_query, other=0.0) * 1.4426950408889634
         if MASKED:
             m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
-            # A query that sees no key has lse = -inf, and is seen by none.
+            # A query that sees no key has lse = -inf. It is masked here, but -inf - -inf would still be NaN.
             b_p = tl.where(m_see, tl.exp2(b_s - tl.where(lse == float("-inf"), 0.0, lse)[None, :]), 0.0)
         else:
             b_p = tl.exp2(b_s - lse[None, :])
@@ -148,7 +151,10 @@ def key_gradient_kernel(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """dk and dv of a block of keys of one KV head, from the query heads of one of its group's NUM_SLOTS parts."""
+    """Compute dk and dv of one block of keys of one KV head per program.
+
+    A group's query heads are divided into NUM_SLOTS parts, each with a copy of dk and dv; a program adds one part.
+    """
     i_group, i_slot = (tl.program_id(1) // NUM_SLOTS).to(tl.int64), (tl.program_id(1) % NUM_SLOTS).to(tl.int64)
     i_batch = tl.program_id(2).to(tl.int64)
     i_block, first_key, key_length, first_query, query_length = document_of(

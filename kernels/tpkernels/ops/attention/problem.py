@@ -29,7 +29,7 @@ class Options(NamedTuple):
     """What attention depends on besides its tensors, in a form that an operator's schema can hold.
 
     Attributes:
-        causal: whether a query sees later keys.
+        causal: if True, a query does not see later keys.
         window: how many keys back a query sees, its own included; 0 for all.
         scale: of the scores.
         interleaved: how rotary embedding pairs columns.

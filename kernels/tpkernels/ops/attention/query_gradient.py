@@ -50,7 +50,10 @@ def _add_query_gradients(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> Any:
-    """Add what the keys from begin to end give to a block of queries."""
+    """Add the contributions of the keys from begin to end to the dq of a block of queries.
+
+    MASKED says that some of the queries do not see some of the keys.
+    """
     o_head = tl.arange(0, 2 * HALF)
     for i_key in tl.range(begin, end, BLOCK_KEYS):
         o_key = i_key + tl.arange(0, BLOCK_KEYS)
@@ -130,7 +133,7 @@ def query_gradient_kernel(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """dq of a block of queries of one head."""
+    """Compute dq of one block of queries of one head per program."""
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_block, first_query, query_length, first_key, key_length = document_of(

@@ -1,4 +1,4 @@
-"""Tiles of attention: where a program's document is, what a tile loads and stores, what it sees, what it drops.
+"""Tiles of attention: find a program's document, load and store tiles, mask what queries do not see, drop.
 
 A head's E columns are held as two halves, which is how rotary embedding pairs them: a tile is rotated on load and its
 gradient rotated back before it is stored, and q @ k.T is the sum of the halves' products. Strides decide which columns
@@ -25,11 +25,12 @@ def document_of(
     other_length: tl.int32,
     BLOCK: tl.constexpr,
 ) -> Any:
-    """Where program i_block's rows are: (block in its document, first row, rows, first row and rows on the other side).
+    """Return where the rows of program i_block are.
 
-    Before a packed document are start // BLOCK + its number blocks, never fewer than the documents there need, so that
-    a program finds its document by halving and nobody must count blocks on the host. Without p_starts, whole sequences
-    of `length`.
+    That is (block within the document, first row, number of rows, first row on the other side, number of rows there),
+    where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
+    start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document by binary
+    search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
     """
     first = 0
     other_first = 0
@@ -62,7 +63,7 @@ def load_halves(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> Any:
-    """Two halves [rows, HALF] of the rows of one head, rotated to their positions if there are tables."""
+    """Load rows of one head as two halves [rows, HALF], rotated to their positions if there are tables."""
     o_half = tl.arange(0, HALF)
     m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
@@ -99,7 +100,7 @@ def store_halves(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> None:
-    """The inverse of `load_halves`: rotated back, and stored."""
+    """Rotate two halves back if there are tables, and store them: the inverse of `load_halves`."""
     o_half = tl.arange(0, HALF)
     m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
@@ -128,7 +129,7 @@ def visible(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tl.tensor:
-    """Which keys a query sees; o_query and o_key broadcast against each other."""
+    """Return the mask of the keys that each query sees; o_query and o_key broadcast against each other."""
     last = o_query + (key_length - query_length)
     m_see = (o_key < key_length) & (o_query < query_length)
     if CAUSAL:
@@ -151,7 +152,10 @@ def kept(
     THRESHOLD: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Dropout's mask [rows, BLOCK_KEYS] of the keys from i_key on, a multiple of 4; as dropout.keep_at."""
+    """Return dropout's mask [rows, BLOCK_KEYS] of the keys from i_key on, equal to that of dropout.keep_at.
+
+    A Philox call draws the words of four keys, so i_key must be a multiple of 4.
+    """
     o_group = i_key // 4 + tl.arange(0, BLOCK_KEYS // 4)
     index = row[:, None] * groups_per_row + o_group[None, :]
     word0, word1, word2, word3 = tl.philox(seed, index.to(tl.uint32), (index >> 32).to(tl.uint32), counter2, counter3)
@@ -170,10 +174,10 @@ def key_range(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> Any:
-    """(begin, full_begin, full_end, end) of the keys that a block of queries sees.
+    """Return (begin, full_begin, full_end, end) of the keys that a block of queries sees.
 
-    Blocks of keys between full_begin and full_end are seen by every query of the block, those outside begin and end by
-    none; all but end are multiples of BLOCK_KEYS.
+    Every query of the block sees all keys from full_begin to full_end. No query sees a key before begin, or one from
+    end on. Each of the first three numbers is a multiple of BLOCK_KEYS, or equal to end.
     """
     offset = key_length - query_length
     last_query = tl.minimum(first_query + BLOCK_QUERIES, query_length) - 1
@@ -190,7 +194,7 @@ def key_range(
         if not CAUSAL:
             end = tl.minimum(end, tl.maximum(last_query + offset + window, 0))
             full_end = tl.minimum(full_end, tl.maximum(first_query + offset + window, 0) // BLOCK_KEYS * BLOCK_KEYS)
-    # Rows beyond the document's last query are no reason to look at keys one by one: what they give is not stored.
+    # Rows beyond the document's last query were not counted: their results are not stored, so they need no mask.
     full_begin = tl.maximum(full_begin, begin)
     full_end = tl.maximum(full_end, full_begin)
     return begin, tl.minimum(full_begin, end), tl.minimum(full_end, end), end
@@ -207,7 +211,7 @@ def query_range(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> Any:
-    """(begin, full_begin, full_end, end) of the queries that see a block of keys; as `key_range`."""
+    """Return (begin, full_begin, full_end, end) of the queries that see a block of keys; as `key_range`."""
     offset = key_length - query_length
     last_key = tl.minimum(first_key + BLOCK_KEYS, key_length) - 1
     begin = 0

@@ -26,13 +26,13 @@ def _partials_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """BLOCK_ROWS rows a program, BLOCK_COLUMNS columns at a time."""
+    """Reduce BLOCK_ROWS rows per program to four numbers each, BLOCK_COLUMNS columns at a time."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_row = o_row < num_rows
     p_row = p_logits + o_row * stride_logits
     row_max = tl.full([BLOCK_ROWS], float("-inf"), p_partials.dtype.element_ty)
     row_sum = tl.zeros([BLOCK_ROWS], p_partials.dtype.element_ty)
-    # Added up across the columns once, behind the loop.
+    # Kept per column, and summed over the columns once, after the loop.
     b_logit_sum = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], p_partials.dtype.element_ty)
     for first in range(0, num_columns, BLOCK_COLUMNS):
         o_column = first + tl.arange(0, BLOCK_COLUMNS)
@@ -41,7 +41,7 @@ def _partials_kernel(
         b_z = widened(tl.load(p_row[:, None] + o_column[None, :], mask=m_inside, other=float("-inf")))
         b_logit_sum += tl.where(m_inside, b_z, 0.0)
         largest = tl.maximum(row_max, tl.max(b_z, axis=1))
-        # While a row has had -inf alone, -inf - -inf would be NaN.
+        # Where a row has so far held only -inf, -inf - -inf would be NaN: shift by 0 instead.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         row_sum = row_sum * tl.exp(row_max - shift) + tl.sum(tl.exp(b_z - shift[:, None]), axis=1)
         row_max = largest
@@ -76,7 +76,11 @@ def _gradient_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """One block of the logits a program; from num_columns to all_columns is padding. ON_*: what softmax ought to be."""
+    """Overwrite one block of the logits per program with its gradient; padding gets 0.
+
+    Columns num_columns to all_columns are padding. ON_TARGET and ON_OTHERS are the target probabilities of the label's
+    column and of every other column; label smoothing makes them differ from 1 and 0.
+    """
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     m_row = o_row < num_rows
@@ -85,7 +89,7 @@ def _gradient_kernel(
     row_max = tl.load(p_max + o_row, mask=m_row, other=0.0)
     exp_sum = tl.load(p_exp_sum + o_row, mask=m_row, other=1.0)
     slope = tl.load(p_slopes + o_row, mask=m_row, other=0.0)
-    # As the loss of a label that is nowhere.
+    # A label outside the vocabulary makes the loss NaN, and so its gradient too.
     slope = tl.where((label == IGNORED) | ((label >= 0) & (label < vocab_size)), slope, float("nan"))
     m_counts = (label != IGNORED)[:, None] & (o_column < num_columns)[None, :]
     p_block = p_logits + o_row[:, None] * stride_logits + o_column[None, :]
@@ -96,7 +100,7 @@ def _gradient_kernel(
     b_dz = tl.where(m_target, b_p - ON_TARGET, b_p - ON_OTHERS)
     if Z_LOSS != 0:
         b_dz += b_p * (2 * Z_LOSS * (row_max + tl.log(exp_sum)))[:, None]
-    # Chosen, not multiplied: an ignored row may hold anything.
+    # Select with tl.where instead of multiplying by 0: an ignored row may hold NaN or infinity.
     b_dz = tl.where(m_counts, b_dz * slope[:, None], 0.0)
     m_inside = m_row[:, None] & (o_column < all_columns)[None, :]
     tl.store(p_block, b_dz.to(p_logits.dtype.element_ty), mask=m_inside)

@@ -24,7 +24,7 @@ def finish(
     ACCUMULATE: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Store acc, whose first element is C[row, column], plus what there is of bias, residual and what C holds.
+    """Add bias, residual and the old C to acc, as far as they are given, and store it from C[row, column] on.
 
     Args:
         p_bias: [num_columns], or None.

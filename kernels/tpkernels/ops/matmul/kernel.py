@@ -55,10 +55,11 @@ def matmul_kernel(
     PARTS: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ) -> None:
-    """Every num_programs-th tile of C a program; a and b as tiles.multiply, p_bias and p_residual may be None.
+    """Compute every num_programs-th tile of C per program.
 
-    M_BY_16 and so on: the size is a multiple of 16, and the masks of a dim without gaps hold for 16 bytes at once.
-    Stated only where that matters: elsewhere another number of tokens must not compile another kernel.
+    a and b are as in tiles.multiply; p_bias and p_residual may be None. M_BY_16, N_BY_16 and K_BY_16 state that a size
+    is a multiple of 16: in a dim without gaps one mask then holds for 16 bytes, and loads take as many at once. The
+    launcher states it only where that matters: elsewhere, another number of tokens must not compile another kernel.
     """
     if M_BY_16:
         num_rows = num_rows // 16 * 16

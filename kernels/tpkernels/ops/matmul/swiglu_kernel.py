@@ -39,7 +39,7 @@ def _multiply_pair(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """(gate, up) plus their products over all of K; of columns beyond num_columns they hold anything."""
+    """Return (gate, up) plus their products over all of K; columns from num_columns on hold arbitrary values."""
     o_m = row + tl.arange(0, BLOCK_M)
     o_n = column + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < num_rows, o_n < num_columns
@@ -78,7 +78,7 @@ def _finish_pair(
     num_columns: tl.tensor,
     PARTS: tl.constexpr,
 ) -> None:
-    """Store h, and gate and up into y if there is one, some columns after the others."""
+    """Store h, and also gate and up if p_y is not None; in PARTS parts of the columns, one after another."""
     M: tl.constexpr = gate.shape[0]
     N: tl.constexpr = gate.shape[1]
     if PARTS > 1:
@@ -120,7 +120,10 @@ def matmul_swiglu_kernel(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Every num_programs-th tile of h a program; x and weight by rows, p_y may be None; N_BY_16 as matmul_kernel."""
+    """Compute every num_programs-th tile of h per program.
+
+    The rows of x and weight have no gaps; p_y may be None. N_BY_16 and K_BY_16 are as in matmul_kernel.
+    """
     if N_BY_16:
         num_columns = num_columns // 16 * 16
     if K_BY_16:

@@ -46,8 +46,10 @@ def may_be_described(matrix: Tensor, target: Target) -> bool:
 
 @jit
 def place(i_tile: tl.tensor, num_m: tl.tensor, num_n: tl.tensor, GROUP_M: tl.constexpr) -> tl.tensor:
-    """Row and column of a tile, in an order that goes down GROUP_M tiles before it goes right: neighbours in time then
-    share operands in L2.
+    """Return the row and the column of a tile, counted in tiles.
+
+    The order goes down GROUP_M tiles before it goes right: tiles that are computed at the same time share operands in
+    L2.
     """
     tiles_per_group = GROUP_M * num_n
     first_m = i_tile // tiles_per_group * GROUP_M
@@ -76,7 +78,10 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """acc + A[row:, :depth] @ B[:depth, column:]; what lies beyond end_row and end_column is 0, or another's rows.
+    """Return acc + A[row:, :depth] @ B[:depth, column:] for one tile.
+
+    The tile's rows from end_row on, and columns from end_column on, are not to be stored. There pointers load zeros,
+    and TMA loads whatever the matrix holds.
 
     Args:
         a, b: pointers to row 0 and column 0, or descriptors.

@@ -32,7 +32,7 @@ def _norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """BLOCK_ROWS rows a program; p_residual with p_total, and p_bias, may be None."""
+    """Normalise BLOCK_ROWS rows per program; p_bias, and p_residual together with p_total, may be None."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_column = tl.arange(0, BLOCK_COLUMNS)
     m_row, m_column = o_row < num_rows, o_column < num_columns
@@ -46,7 +46,7 @@ def _norm_kernel(
         b_residual = tl.load(
             p_residual + o_row[:, None] * stride_residual + o_column[None, :], mask=m_inside, other=0.0
         )
-        # Normalised is what is stored: backward has nothing else.
+        # Normalise the rounded sum, as it is stored: backward reads only the stored one.
         b_sum = (b_total + widened(b_residual)).to(b_x.dtype)
         tl.store(p_total + o_dense, b_sum, mask=m_inside)
         b_total = widened(b_sum)
@@ -88,10 +88,11 @@ def _norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """rows_per_program rows of one chunk a program, BLOCK_ROWS at a time; p_dw and p_db get a row a program.
+    """Write dx of rows_per_program rows of one chunk per program, and one row of p_dw and of p_db.
 
-    Of wide rows a program has one of NUM_SPLITS blocks of columns; it reads the others for the rows' means alone, while
-    the programs beside it have them. p_dtotal, the gradient that total has from elsewhere, and p_db may be None.
+    A program takes BLOCK_ROWS rows at a time. Wide rows are divided into NUM_SPLITS blocks of columns, and each block
+    belongs to a program of its own. That program also reads the other blocks, but only for the rows' means. p_db may be
+    None, and so may p_dtotal, the gradient that reaches total from its other use.
     """
     i_split = tl.program_id(0) % NUM_SPLITS
     i_program = (tl.program_id(0) // NUM_SPLITS).to(tl.int64)
@@ -106,7 +107,7 @@ def _norm_backward_kernel(
         rstd = tl.load(p_rstd + o_row, mask=m_row, other=0.0)
         sum_gh = tl.zeros_like(rstd)
         sum_g = tl.zeros_like(rstd)
-        for i in tl.static_range(1, NUM_SPLITS + 1):  # ends with the program's own block
+        for i in tl.static_range(1, NUM_SPLITS + 1):  # the last is the program's own block, used below
             o_column = (i_split + i) % NUM_SPLITS * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
             m_column = o_column < num_columns
             m_inside = m_row[:, None] & m_column[None, :]
@@ -114,7 +115,7 @@ def _norm_backward_kernel(
             b_total = tl.load(p_total + o_row[:, None] * stride_total + o_column[None, :], mask=m_inside, other=0.0)
             # [BLOCK_ROWS, BLOCK_COLUMNS]
             b_dy = tl.load(p_dy + o_row[:, None] * stride_dy + o_column[None, :], mask=m_inside, other=0.0)
-            # Read again for every row: held, it would take the registers that wide rows need.
+            # Load the weight again for every block of rows. Kept, it would take registers that wide rows need.
             # [BLOCK_COLUMNS]
             b_weight = tl.load(p_weight + o_column, mask=m_column, other=0.0)
             b_h, b_dy = widened(b_total), widened(b_dy)
@@ -155,7 +156,7 @@ def _sum_parts_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """sum[chunk, num_columns] of parts[chunk, num_parts, num_columns], in an order that num_parts alone decides."""
+    """Sum parts[chunk, num_parts, num_columns] over num_parts, in an order that depends only on num_parts."""
     o_column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     m_column = o_column < num_columns
     i_chunk = tl.program_id(1).to(tl.int64)
