@@ -54,7 +54,7 @@ def copy_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """Copy rows row to row + BLOCK_ROWS, but none from end_row on; no gaps between rows."""
+    """Copy rows row to row + BLOCK_ROWS, but none from end_row on; rows have no gaps between them."""
     o_row = row + tl.arange(0, BLOCK_ROWS)
     for i_column in range(0, num_columns, BLOCK_COLUMNS):
         o_column = i_column + tl.arange(0, BLOCK_COLUMNS)
@@ -96,7 +96,10 @@ def publish_kernel(
 
 @jit
 def rows_at(address: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Rows at an address; without being told that it is a multiple of 16 the compiler moves an element at a time."""
+    """Return a pointer to rows at an address.
+
+    If ALIGNED, the address is a multiple of 16. The compiler must be told, or it moves one element at a time.
+    """
     p_rows = address.to(tl.int64).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         p_rows = tl.multiple_of(p_rows, 16)
@@ -137,17 +140,20 @@ def gather_matmul_kernel(
     PUSH_ROWS: tl.constexpr,
     PUSH_COLUMNS: tl.constexpr,
 ) -> None:
-    """Rows first to first + piece of every shard, times b.
+    """Multiply rows first to first + piece of every shard by b, each tile once its rows have arrived.
 
     Args:
         p_y: [num_tokens, num_columns], without gaps.
-        own, others: addresses of this rank's rows of the piece, and of the other ranks', shards shard_stride apart; no
-            gaps between rows. Addresses, since they change during the launch (signals_kernel.control_at).
-        ALIGNED: all rows begin at multiples of 16 bytes.
-        most: rows of every shard but the last ones.
-        block_offset: of this generation's data in each rank's memory, in bytes.
-        split_rows: rows under one flag, a multiple of BLOCK_M.
-        HOW: the others' rows come: "pull" by the copy engine, "push" by these launches; or they are "there".
+        own: the address of this rank's rows of the piece.
+        others: the address after which the other ranks' rows lie, those of rank s at s * shard_stride elements. Both
+            are addresses, not tensors, because what lies there changes during the launch (signals_kernel.control_at).
+            There are no gaps between rows.
+        ALIGNED: whether all rows begin at multiples of 16 bytes.
+        most: the rows of a full shard; the last shards may have fewer.
+        block_offset: where this generation's data begins in each rank's memory, in bytes.
+        split_rows: the rows under one flag, a multiple of BLOCK_M.
+        HOW: how the other ranks' rows come: "pull" by the copy engine, "push" by these launches; or they are already
+            "there".
     """
     PUSH: tl.constexpr = HOW == "push"
     p_control = control_at(control)

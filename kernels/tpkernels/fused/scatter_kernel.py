@@ -77,17 +77,19 @@ def matmul_scatter_kernel(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Rows first to first + piece of every owner's, into slot `rank` of the owner's block at block_offset bytes.
+    """Compute rows first to first + piece of every owner's shard, and store them into the owner's block.
+
+    The block begins at block_offset bytes of the owner's memory; this rank's slot in it is slot `rank`.
 
     Args:
-        a, b, other_a, other_b: operands of one product or, if TWO_TERMS, two; each a parameter of its own, since triton
-            launches no descriptors in tuples.
-        A_BY_ROWS, B_BY_ROWS, TMA_A, TMA_B: of each product.
+        a, b, other_a, other_b: the operands of one product or, if TWO_TERMS, of two. Each is a parameter of its own,
+            because triton cannot launch descriptors in tuples.
+        A_BY_ROWS, B_BY_ROWS, TMA_A, TMA_B: tuples with one value for each product.
     """
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)
     rank = rank_of(p_control)
-    # At least one tile for each owner, since every peer is notified, also of no rows and of rows of no columns.
+    # Every owner has at least one tile, because every peer must be notified, even without rows or columns.
     num_m = max(tl.cdiv(piece, BLOCK_M), 1)
     num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
     tiles_per_owner = num_m * num_n
@@ -175,7 +177,10 @@ def _added(
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """The balanced tree's sum of slots FIRST to FIRST + COUNT (tree.py): the left half is the larger power of two."""
+    """Return the sum of slots FIRST to FIRST + COUNT in the balanced tree of tree.py.
+
+    The left subtree has the largest power of two of slots that is less than COUNT.
+    """
     if COUNT == 1:
         return tl.load(p_slots + FIRST * slot_elements + o_x, mask=m_x, other=0.0).to(tl.float32)
     else:
@@ -196,7 +201,10 @@ def sum_slots_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """y[rows, num_columns] = sum of the slots + bias. Every rank has filled its own: wait_kernel comes first."""
+    """Compute y[rows, num_columns] = sum of the slots + bias.
+
+    wait_kernel runs before it on the stream, so every rank has filled its slot.
+    """
     p_control = control_at(control)
     p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
     num_elements = tl.cast(num_rows, tl.int64) * num_columns
