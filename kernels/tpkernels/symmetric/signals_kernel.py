@@ -85,43 +85,44 @@ if tl is not None:
 
 @jit
 def _nothing() -> None:
-    """A GPU's scheduler takes nothing from those who poll."""
+    """Do nothing: a GPU has no scheduler to which a polling program could yield."""
 
 
 def _yield_core() -> None:
-    """Leave the core to the peer that is waited for."""
+    """Yield the core to the peer that this rank waits for."""
     time.sleep(0)
 
 
 _rest: Any = _yield_core if INTERPRETED else _nothing
 
 
-# Interpreted, the time of a poll depends on the load of the machine, so there a limit is in ticks of the host's clock.
+# In the interpreter a poll takes longer on a busy machine, so there a limit counts ticks of the host's clock.
 TICKS_PER_SECOND = 20_000
 
 
 def _ticks() -> int:
-    """The host's clock, for interpreted waits.
+    """Return the host's clock in ticks, for interpreted waits.
 
-    Always of 64 bits: the interpreter keeps the type of a wait's first look, and 32 bits end after a day and a quarter.
+    The result never fits into 32 bits. The interpreter keeps the integer type of the first value of a wait, and 32 bits
+    would overflow after a day and a quarter.
     """
     return 2**40 + time.monotonic_ns() * TICKS_PER_SECOND // 10**9
 
 
 @jit
 def _no_ticks() -> int:
-    """A GPU's waits count polls."""
+    """Return 0: waits on a GPU count polls instead of ticks."""
     return 0
 
 
 def _ticks_since(polls: int, start: int) -> int:
-    """Ticks since a wait began."""
+    """Return the ticks since a wait began."""
     return _now() - start
 
 
 @jit
 def _one_more(polls: tl.tensor, start: tl.constexpr) -> tl.tensor:
-    """Polls with this one."""
+    """Return the number of polls, including this one."""
     return polls + 1
 
 
@@ -131,93 +132,100 @@ _counted: Any = _ticks_since if INTERPRETED else _one_more
 
 @jit
 def control_at(address: tl.tensor) -> tl.tensor:
-    """The control area at an address, which is what kernels are given instead of a tensor: the interpreter copies each
-    tensor argument's whole memory back onto itself after a launch, and would undo what peers wrote meanwhile.
+    """Return a pointer to the control area at an address.
+
+    Kernels get an address instead of a tensor. After a launch the interpreter copies the whole memory of every tensor
+    argument back onto itself, which would undo what peers have written meanwhile.
     """
     return address.to(tl.pointer_type(tl.int32))
 
 
 @jit
 def block_of(p_control: tl.tensor, rank: tl.tensor, offset_bytes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Elements of a rank's memory from offset_bytes on, a multiple of 16."""
+    """Return a pointer to the elements of a rank's memory from offset_bytes on, a multiple of 16."""
     p_block = (memory_of(p_control, rank) + offset_bytes).to(tl.pointer_type(DTYPE))
-    # Otherwise the compiler moves an element at a time.
+    # Without this the compiler moves one element at a time.
     return tl.multiple_of(p_block, 16)
 
 
 @jit
 def rank_of(p_control: tl.tensor) -> tl.tensor:
-    """This rank's place in the group."""
+    """Return this rank's number in the group."""
     return tl.load(p_control + _RANK_WORD)
 
 
 @jit
 def newest_epoch(p_control: tl.tensor) -> tl.tensor:
-    """The epoch of the newest call that has begun (whose first launch is over)."""
+    """Return the epoch of the newest call that has begun, which means that its first launch has ended."""
     return tl.load(p_control + _EPOCH_WORD)
 
 
 @jit
 def epoch_of(p_control: tl.tensor, generation: tl.tensor) -> tl.tensor:
-    """The epoch of a generation's newest call, which need not be the newest: a gather may be under way beside it."""
+    """Return the epoch of a generation's newest call.
+
+    The group's newest call may be of the other generation, because a gather may run beside one other call.
+    """
     return tl.load(p_control + _EPOCH_OF_WORD + generation)
 
 
 @jit
 def memory_of(p_control: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """Address of a rank's symmetric memory, int64."""
+    """Return the address of a rank's symmetric memory, int64."""
     p_table = (p_control + _TABLE * _LINE).to(tl.pointer_type(tl.int64))
     return tl.load(p_table + rank)
 
 
 @jit
 def control_of(p_control: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """A rank's control area."""
+    """Return a pointer to a rank's control area."""
     return memory_of(p_control, rank).to(tl.pointer_type(tl.int32))
 
 
-# Sums below start with the tensor: interpreted, constexpr + tensor is a constexpr, which no store accepts.
+# The sums below begin with the tensor: in the interpreter constexpr + tensor is a constexpr, which no store accepts.
 @jit
 def arrived_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
-    """The line at which a rank waits for a split of what `source` sends."""
+    """Return the line of the flag for a split of what `source` sends to this rank."""
     return source * _MAX_SPLITS + split + _ARRIVED
 
 
 @jit
 def fetched_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
-    """The line that a rank's own copy engine raises behind a split of `source`'s block. Not the line of what `source`
-    sends itself: it may be a call ahead, and its flag would be set back.
+    """Return the line of the flag that this rank's copy engine raises after it has fetched a split of `source`'s block.
+
+    It is not arrived_line: `source` may be one call ahead and have raised that flag, which the copy would set back.
     """
     return source * _MAX_SPLITS + split + _FETCHED
 
 
 @jit
 def published_line(source: tl.tensor) -> tl.tensor:
-    """The line at which a rank waits until it may read `source`'s block."""
+    """Return the line of the flag that lets this rank read `source`'s block."""
     return source + _PUBLISHED
 
 
 @jit
 def notify(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
-    """Let `peer` know, at its `line`, that what this program's threads wrote before is there (pattern 1)."""
+    """Raise the flag at `line` of `peer`, after everything that this program's threads wrote before (pattern 1)."""
     p_flag = control_of(p_control, peer) + line * _LINE
     tl.store(p_flag + 1 + (epoch & 1), call)
-    # After the number of the call too: it is one thread's store, and the flag may be another's.
+    # The barrier also follows the store of the call's number: one thread stores it, and another may raise the flag.
     tl.debug_barrier()
     tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")
 
 
 @jit
 def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
-    """Wait until `peer` has notified this rank at `line` of a call no older than `epoch`, or the group is poisoned.
+    """Wait until `peer` has raised this rank's flag at `line` to `epoch` or later, or until the group is poisoned.
 
-    Bounded by a number of polls (interpreted by time); then, and if the peer's call of this epoch has another number,
-    the group is poisoned.
+    The wait ends after a limited number of polls (in the interpreter, a limited time), and then poisons the group. It
+    also poisons the group if the peer's call of this epoch has another number.
     """
     seen = wait_for_copy(p_control, peer, line, epoch, call)
-    # A peer may be one call ahead, hence a number for each parity.
+    # A peer may be one call ahead, so each parity of the epoch has a number of its own.
     p_number = p_control + line * _LINE + 1 + (epoch & 1)
-    # Not a plain load: threads that saw different numbers, of a peer that runs on after poison, would part here.
+    # This is not a plain load, in which each thread reads for itself. A peer that runs on after poison may change the
+    # number meanwhile, so threads could read different numbers and take different branches below.
     number = tl.atomic_add(p_number, 0, sem="acquire", scope="sys")
     if (seen - epoch >= 0) & (number != call):
         give_up(p_control, _MISMATCH, peer, line, epoch, seen, call)
@@ -227,19 +235,21 @@ def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tenso
 def wait_for_copy(
     p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor
 ) -> tl.tensor:
-    """Wait until this rank's copy engine has raised `line` after what it fetched from `peer`; return the epoch seen.
+    """Wait until this rank's copy engine has raised `line` after it fetched from `peer`; return the epoch seen.
 
-    The engine raises a flag by copying the epoch, which says nothing of the call: who waited for `peer` before the
-    copy has compared that.
+    The engine raises a flag by copying the epoch, without the call's number. The number was compared earlier, by the
+    program that waited for `peer` before the copy.
     """
     p_flag = p_control + line * _LINE
     seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
     if seen - epoch < 0:
-        # A peer that publishes in this call does not send, and the reverse: either shows that its call is another one.
+        # In one call a peer either publishes or sends. If this rank waits for one of the two and the peer did the other
+        # in this epoch, the peer's call is a different one.
         other_line = peer + _PUBLISHED if line < _FETCHED else peer * _MAX_SPLITS + _ARRIVED
         is_exchange = (line < _FETCHED) | ((line >= _PUBLISHED) & (line < _HELLO))
         limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
-        # Copies wait for peers one after another: whoever waits for the peer itself is to give up, and name it.
+        # The copy engine waits for peers one after another, so a wait for its flag gets a longer limit. The wait for
+        # the peer itself then gives up first, and names the right peer.
         limit = limit * _MAX_WORLD if (line >= _FETCHED) & (line < _PUBLISHED) else limit
         polls = limit - limit
         start = _now()
@@ -253,7 +263,7 @@ def wait_for_copy(
             poison = tl.atomic_add(p_control + _POISON * _LINE, 0, sem="acquire", scope="sys")
             polls = _counted(polls, start)
         if poison != 0:
-            # Not this wait's own words: they could reach a rank before those of the one that gave up first.
+            # Report only. This wait's own words could reach a rank before those of the wait that gave up first.
             report(p_control)
         elif differs:
             give_up(p_control, _MISMATCH, peer, line, epoch, seen, call)
@@ -272,7 +282,7 @@ def give_up(
     seen: tl.tensor,
     call: tl.tensor,
 ) -> None:
-    """Poison every rank's area, if nobody has yet, and tell this rank's host (pattern 5)."""
+    """Poison the control area of every rank that is not yet poisoned, and tell this rank's host (pattern 5)."""
     waiter = rank_of(p_control)
     for rank in range(tl.load(p_control + _WORLD_WORD)):
         p_peer = control_of(p_control, rank)
@@ -286,7 +296,8 @@ def give_up(
             tl.store(p_poison + 6, call)
             tl.debug_barrier()
             tl.atomic_xchg(p_poison, reason, sem="release", scope="sys")
-    # Another rank may have this rank's lock and be writing still, or have died of it: not to be told would be worse.
+    # Another rank may hold this rank's lock. Wait until it has written its words. It may also have died while it held
+    # the lock: after the limit write the reason alone, because the host must learn of the poison in any case.
     p_own = p_control + _POISON * _LINE
     limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
     polls = limit - limit
@@ -300,7 +311,7 @@ def give_up(
 
 @jit
 def report(p_control: tl.tensor) -> None:
-    """Copy the poison line, if there is poison, to where this rank's host looks."""
+    """Copy the poison line, if the group is poisoned, to the record that this rank's host reads."""
     p_poison = p_control + _POISON * _LINE
     reason = tl.atomic_add(p_poison, 0, sem="acquire", scope="sys")
     if reason != 0:
@@ -314,7 +325,7 @@ def report(p_control: tl.tensor) -> None:
 
 @jit
 def barrier(p_control: tl.tensor, epoch: tl.tensor, call: tl.tensor, is_first: tl.tensor) -> None:
-    """Wait until every rank has come here in call `epoch`; of a rank's programs the first says that it has."""
+    """Wait until every rank has reached this barrier in call `epoch`; only a rank's first program notifies."""
     rank = rank_of(p_control)
     world = tl.load(p_control + _WORLD_WORD)
     if is_first:
@@ -327,7 +338,7 @@ def barrier(p_control: tl.tensor, epoch: tl.tensor, call: tl.tensor, is_first: t
 
 @jit
 def meet(p_control: tl.tensor, call: tl.tensor) -> None:
-    """A call of its own, of one program, in which nothing moves: afterwards every rank has ended all calls before."""
+    """Make a call that moves no data, with one program: when it returns, every rank has ended all earlier calls."""
     report(p_control)
     epoch = newest_epoch(p_control) + 1
     barrier(p_control, epoch, call, True)
@@ -336,10 +347,10 @@ def meet(p_control: tl.tensor, call: tl.tensor) -> None:
 
 @jit
 def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.tensor:
-    """Begin a call on a generation that nobody reads any more (pattern 3); return its epoch.
+    """Begin a call, and return its epoch; afterwards no rank reads this generation any more (pattern 3).
 
-    Every program of a call's first launch does; one of them must `end_launch`. A rank that only learns here that the
-    group is poisoned tells its host.
+    Every program of a call's first launch calls it, and one of them must call `end_launch`. It also tells the host, in
+    case this rank learns only here that the group is poisoned.
     """
     report(p_control)
     epoch = newest_epoch(p_control) + 1
@@ -350,10 +361,11 @@ def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.te
 
 @jit
 def claim(p_control: tl.tensor) -> tl.tensor:
-    """Draw the next number of this launch: 0, 1, 2, ...; what this program stored before is seen by who draws later.
+    """Draw the next number of this launch: 0, 1, 2, ...; a program that draws later sees what this one stored before.
 
-    At one place of a kernel: of two, one before a loop and one at its end, AMD's compiler makes a loop of two entries,
-    around which the other threads of a wave run without the one that draws, and read the number that they had.
+    A kernel must call it in one place only. If it is called before a loop and again at the loop's end, AMD's compiler
+    builds a loop with two entries. The other threads of a wave then run round it without the thread that draws, and
+    read the previous number.
     """
     tl.debug_barrier()
     return tl.atomic_add(p_control + _CLAIMS * _LINE, 1, sem="acq_rel", scope="gpu")
@@ -361,15 +373,16 @@ def claim(p_control: tl.tensor) -> tl.tensor:
 
 @jit
 def is_last_claim(item: tl.tensor, num_items: tl.tensor) -> tl.tensor:
-    """Whether a number that a program drew is the last of its launch: all others have ended what they drew."""
+    """Return whether a program drew the last number of its launch: all other programs have ended their items."""
     return item == num_items + tl.num_programs(0) - 1
 
 
 @jit
 def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor) -> None:
-    """Say that call `epoch` has begun, and set the claims back; for the program that drew the last number.
+    """Record that call `epoch` has begun, and reset the claims; called by the program that drew the last number.
 
-    A peer that gave up and ran on has poisoned the group before it raised the flags that this launch has seen.
+    It tells the host of poison first. A peer may have given up, run on and raised flags that this launch has seen, but
+    it poisoned the group before it raised them.
     """
     report(p_control)
     tl.store(p_control + _EPOCH_WORD, epoch)
@@ -380,7 +393,7 @@ def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor) ->
 
 @jit
 def count_done(p_control: tl.tensor, peer: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
-    """Count one more tile that is stored at `peer`; return whether it was the last of `num_tiles` (pattern 2)."""
+    """Count one more tile that was stored at `peer`, and return whether it was the last of `num_tiles` (pattern 2)."""
     p_done = p_control + (peer + _DONE) * _LINE
     tl.debug_barrier()
     is_last = tl.atomic_add(p_done, 1, sem="acq_rel", scope="sys") == num_tiles - 1

@@ -15,7 +15,7 @@ from tpkernels.symmetric.signals_kernel import arrived_line, control_at, epoch_o
 
 
 class ControlArea(Protocol):
-    """Where signals are: `control` at `address`, of `world` ranks."""
+    """A control area of signals between `world` ranks: the tensor `control`, and its address for kernels."""
 
     @property
     def address(self) -> int: ...
@@ -37,15 +37,17 @@ def wait_kernel(
     call: tl.int32,
     SENT: tl.constexpr,
 ) -> None:
-    """Wait for `count` ranks from `first` on in the newest call of a generation: until their blocks may be read, or if
-    SENT until what they send has arrived.
+    """Wait for `count` ranks from `first` on, in the newest call of a generation.
+
+    Wait until their blocks may be read or, if SENT, until what they send has arrived.
     """
     p_control = control_at(control)
     epoch = epoch_of(p_control, generation)
     for i in range(count):
         peer = (first + i) % world
         wait(p_control, peer, arrived_line(peer, 0) if SENT else published_line(peer), epoch, call)
-    # A peer that gave up and ran on has poisoned the group before it raised these flags.
+    # A peer may have given up, run on and raised these flags with garbage. It poisoned the group before that, so the
+    # host is told here.
     report(p_control)
 
 
