@@ -44,15 +44,17 @@ class Work:
 
 
 def matmul_work(m: int, n: int, k: int, item_bytes: int) -> Work:
-    """C[m, n] = A[m, k] @ B[k, n]: 2*m*n*k operations; A and B read, C written once."""
+    """Return the work of C[m, n] = A[m, k] @ B[k, n]: 2*m*n*k operations; A and B are read and C is written once."""
     return Work(flops=2 * m * n * k, memory_bytes=item_bytes * (m * k + k * n + m * n))
 
 
 def norm_work(rows: int, columns: int, item_bytes: int, *, residual: bool = False, centered: bool = False) -> Work:
-    """RMSNorm of x[rows, columns]; LayerNorm with a bias if `centered`; of x + residual if `residual`.
+    """Return the work of RMSNorm of x[rows, columns]; if `centered` of LayerNorm with a bias.
 
-    Operations an element: square, sum, two products; + 1 for the residual; + 3 for mean, difference, bias.
-    Bytes: x and y, with a residual that and the sum; weight, and bias; a float32 statistic or two a row.
+    If `residual`, x + residual is normalised.
+    Operations per element: square, sum, two products; + 1 for the residual; + 3 for mean, difference, bias.
+    Bytes: x and y, with a residual also the residual and the sum; weight, and bias; one or two float32 statistics per
+    row.
     """
     tensors, vectors = 4 if residual else 2, 2 if centered else 1
     return Work(
@@ -64,10 +66,13 @@ def norm_work(rows: int, columns: int, item_bytes: int, *, residual: bool = Fals
 def norm_backward_work(
     rows: int, columns: int, item_bytes: int, *, residual: bool = False, centered: bool = False
 ) -> Work:
-    """Gradients of `norm_work`'s x and weight, and bias if `centered`; `residual`: the sum has a gradient of its own.
+    """Return the work of the gradients of `norm_work`'s x and weight, and of the bias if `centered`.
 
-    Operations an element: 9 for h = x*rstd, g = dy*w, the mean of g*h, dx and dw; + 1; + 4 for mean, mean of g, db.
-    Bytes: x, dy and dx, with a residual the sum's gradient; weight and its gradient, bias's; a statistic or two a row.
+    If `residual`, x + residual has a gradient of its own, which is added.
+    Operations per element: 9 for h = x*rstd, g = dy*w, the mean of g*h, dx and dw; + 1 for the residual; + 4 for mean,
+    mean of g, db.
+    Bytes: x, dy and dx, with a residual the sum's gradient; weight and its gradient, the bias's gradient; one or two
+    statistics per row.
     """
     tensors, vectors = 4 if residual else 3, 3 if centered else 2
     return Work(
@@ -77,7 +82,7 @@ def norm_backward_work(
 
 
 def rope_work(tokens: int, heads: int, head_size: int, item_bytes: int) -> Work:
-    """Rotary embedding of x[tokens, heads, head_size], forward or backward: 6 operations a pair.
+    """Return the work of rotary embedding of x[tokens, heads, head_size], forward or backward: 6 operations per pair.
 
     Bytes: x and y; a float32 cosine and sine for each token and pair.
     """
@@ -86,24 +91,28 @@ def rope_work(tokens: int, heads: int, head_size: int, item_bytes: int) -> Work:
 
 
 def activation_work(tokens: int, features: int, item_bytes: int, *, gated: bool) -> Work:
-    """h[tokens, features] of y[tokens, features], or if `gated` of y[tokens, 2 * features].
+    """Return the work of h[tokens, features] from y[tokens, features], or if `gated` from y[tokens, 2 * features].
 
-    Operations an element of h: 4, as of y / (1 + exp(-y)); + 1 for the product with the other half.
+    Operations per element of h: 4, as for y / (1 + exp(-y)); + 1 for the product with the other half.
     """
     elements = tokens * features
     return Work(flops=(4 + gated) * elements, memory_bytes=item_bytes * (2 + gated) * elements)
 
 
 def activation_backward_work(tokens: int, features: int, item_bytes: int, *, gated: bool) -> Work:
-    """dy of dh and y. Operations: the activation's 4, 4 for its slope, 1 for dy; + 2 for the other half's gradient."""
+    """Return the work of dy from dh and y.
+
+    Operations per element: the activation's 4, 4 for its slope, 1 for dy; + 2 for the other half's gradient.
+    """
     elements = tokens * features
     return Work(flops=(9 + 2 * gated) * elements, memory_bytes=item_bytes * (3 + 2 * gated) * elements)
 
 
 def cross_entropy_work(tokens: int, vocabulary: int, item_bytes: int) -> Work:
-    """losses[tokens] of logits[tokens, vocabulary]: maximum, difference, exponential, sum.
+    """Return the work of losses[tokens] from logits[tokens, vocabulary].
 
-    Bytes: logits and labels read; a float32 loss and log-sum-exp a token written.
+    Operations per logit: maximum, difference, exponential, sum.
+    Bytes: logits and labels read; a float32 loss and log-sum-exp written per token.
     """
     return Work(
         flops=4 * tokens * vocabulary,
@@ -112,8 +121,9 @@ def cross_entropy_work(tokens: int, vocabulary: int, item_bytes: int) -> Work:
 
 
 def cross_entropy_gradient_work(tokens: int, vocabulary: int, item_bytes: int) -> Work:
-    """The logits' gradient, in their place or beside them: difference, exponential, product.
+    """Return the work of the logits' gradient, in place or not.
 
+    Operations per logit: difference, exponential, product.
     Bytes: logits read, as many written; labels, log-sum-exp and the losses' slopes read.
     """
     return Work(
@@ -123,27 +133,31 @@ def cross_entropy_gradient_work(tokens: int, vocabulary: int, item_bytes: int) -
 
 
 def linear_cross_entropy_work(tokens: int, hidden: int, vocabulary: int, item_bytes: int) -> Work:
-    """The loss of x[tokens, hidden] @ weight[vocabulary, hidden].T. Bytes: x, weight and labels; no logits."""
+    """Return the work of the loss of x[tokens, hidden] @ weight[vocabulary, hidden].T.
+
+    Bytes: x, weight and labels; no logits.
+    """
     memory = item_bytes * (tokens + vocabulary) * hidden + _INDEX_BYTES * tokens
     return Work(flops=(2 * hidden + 4) * tokens * vocabulary, memory_bytes=memory)
 
 
 def linear_cross_entropy_backward_work(tokens: int, hidden: int, vocabulary: int, item_bytes: int) -> Work:
-    """dx and dweight: two products and the logits' gradient. Bytes: x and weight read, as many written; labels.
+    """Return the work of dx and dweight: two products and the logits' gradient.
 
-    The logits that are not kept are an implementation's to compute again, or its forward pass's to use; no work here.
+    Bytes: x and weight read, as many written; labels. An implementation does not keep the logits: it computes them
+    again, or takes the gradient in its forward pass. That is not counted here.
     """
     memory = 2 * item_bytes * (tokens + vocabulary) * hidden + _INDEX_BYTES * tokens
     return Work(flops=(4 * hidden + 3) * tokens * vocabulary, memory_bytes=memory)
 
 
 def embedding_work(tokens: int, hidden: int, item_bytes: int) -> Work:
-    """y[tokens, hidden], rows of a table: each read and written, and its number read."""
+    """Return the work of y[tokens, hidden], rows of a table: each is read and written, and its number read."""
     return Work(memory_bytes=(2 * item_bytes * hidden + _INDEX_BYTES) * tokens)
 
 
 def embedding_backward_work(tokens: int, vocabulary: int, hidden: int, item_bytes: int) -> Work:
-    """The table's dense gradient: dy is added up; dy and the rows' numbers are read, all rows written."""
+    """Return the work of a table's dense gradient: dy is added up; dy and the rows' numbers read, all rows written."""
     return Work(
         flops=tokens * hidden,
         memory_bytes=item_bytes * (tokens + vocabulary) * hidden + _INDEX_BYTES * tokens,
@@ -151,28 +165,29 @@ def embedding_backward_work(tokens: int, vocabulary: int, hidden: int, item_byte
 
 
 def adamw_work(elements: int, grad_item_bytes: int, parameter_item_bytes: int = 0) -> Work:
-    """One AdamW step: float32 master and two moments read and written, the gradient read, a parameter written.
+    """Return the work of an AdamW step: master and two moments read and written, gradient read, parameter written.
 
-    Operations an element: 3 and 4 for the moments, 3 for the denominator, 3 for the step, 1 for the decay.
+    Masters and moments are float32.
+    Operations per element: 3 and 4 for the moments, 3 for the denominator, 3 for the step, 1 for the decay.
 
     Args:
-        parameter_item_bytes: of the copy in another dtype; 0 where there is none.
+        parameter_item_bytes: of the copy in another dtype; 0 if there is no copy.
     """
     item_bytes = 6 * _FLOAT_BYTES + grad_item_bytes + parameter_item_bytes
     return Work(flops=14 * elements, memory_bytes=item_bytes * elements)
 
 
 def visible_pairs(lengths: Sequence[int], window: int | None = None) -> int:
-    """Pairs of a query and a key that causal attention computes.
+    """Return the number of pairs of a query and a key that causal attention computes.
 
     Args:
         lengths: tokens of each sequence or packed document.
-        window: keys that a query sees at most, its own among them; None for all before it.
+        window: the most keys that a query sees, including its own; None for all keys up to its own.
     """
     total = 0
     for length in lengths:
         full = length if window is None else min(window, length)
-        # Queries 1 to `full` see as many keys as their number says, the others `full`.
+        # Query number i sees i keys, up to `full`.
         total += full * (full + 1) // 2 + (length - full) * full
     return total
 
@@ -188,7 +203,7 @@ def attention_work(
     causal_half: bool,
     pairs: int | None = None,
 ) -> Work:
-    """Self-attention forward: q @ k.T and p @ v over `heads` query heads.
+    """Return the work of self-attention forward: q @ k.T and p @ v over `heads` query heads.
 
     Args:
         causal_half: count only the half of the scores at or below the diagonal (the work a causal kernel does);
@@ -212,10 +227,10 @@ def attention_backward_work(
     causal_half: bool,
     pairs: int | None = None,
 ) -> Work:
-    """Gradients of q, k and v: five products where forward has two, hence 2.5 times its operations.
+    """Return the work of the gradients of q, k and v: five products, so 2.5 times the forward's operations.
 
-    The scores are among the five, the convention of every published figure since no kernel keeps them.
-    Bytes: q, k, v, y, dy and a float32 log-sum-exp a query and head read; dq, dk, dv written.
+    Computing the scores again is one of the five, as in every published figure, because no kernel keeps them.
+    Bytes: q, k, v, y, dy and a float32 log-sum-exp per query and head read; dq, dk, dv written.
     Arguments as attention_work.
     """
     forward = attention_work(batch, seq, heads, kv_heads, head_size, item_bytes, causal_half=causal_half, pairs=pairs)
@@ -224,19 +239,19 @@ def attention_backward_work(
 
 
 def all_gather_work(shard_bytes: int, world: int) -> Work:
-    """Each rank ends with all `world` shards: a ring sends (world - 1) shards a rank."""
+    """Return the work per rank of gathering all `world` shards: in a ring a rank sends world - 1 shards."""
     sent = (world - 1) * shard_bytes
     return Work(memory_bytes=2 * world * shard_bytes if world > 1 else 0, link_bytes=sent)
 
 
 def reduce_scatter_work(full_bytes: int, world: int) -> Work:
-    """Each rank ends with the sum of its slice: a ring sends (world - 1) / world of the tensor a rank."""
+    """Return the work per rank of summing its slice: in a ring a rank sends (world - 1) / world of the tensor."""
     sent = (world - 1) * (full_bytes // world)
     return Work(memory_bytes=2 * full_bytes if world > 1 else 0, link_bytes=sent)
 
 
 def all_reduce_work(full_bytes: int, world: int) -> Work:
-    """A reduce-scatter followed by an all-gather."""
+    """Return the work per rank of a reduce-scatter followed by an all-gather."""
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
 
 
@@ -248,7 +263,7 @@ class Rates:
         flops_per_s: of a large matmul in bfloat16.
         memory_bytes_per_s: read and written in its own memory.
         link_bytes_per_s: received from, or sent to, all other ranks together by the copy engines.
-        launch_seconds: what one more kernel or copy in a stream costs, from the end of one to the begin of the next.
+        launch_seconds: what one more kernel or copy in a stream costs, from the end of one to the start of the next.
         signal_seconds: from a rank's release of a flag until another rank has seen it.
     """
 
@@ -259,7 +274,7 @@ class Rates:
     signal_seconds: float
 
 
-# Of the peak: a large matmul on an H100 makes about 650 of 989 TFLOP/s at the clocks it can hold.
+# Share of the peak: a large matmul on an H100 attains about 650 of 989 TFLOP/s at the clocks that it can hold.
 _FLOPS_SHARE = 0.66
 # A reduction in Triton attains 82 to 88 % of an H100's.
 _MEMORY_SHARE = 0.85
@@ -268,7 +283,7 @@ _LINK_SHARE = 0.82
 
 
 def _attained(flops_per_s: float, memory_bytes_per_s: float, link_bytes_per_s: float) -> Rates:
-    """Rates from published peaks. The shares were read of H100s, and are assumed of the others."""
+    """Return rates from published peaks. The shares are those of H100s, and are assumed for the others."""
     return Rates(
         flops_per_s=_FLOPS_SHARE * flops_per_s,
         memory_bytes_per_s=_MEMORY_SHARE * memory_bytes_per_s,
@@ -297,35 +312,35 @@ RATES: Mapping[str, Rates] = MappingProxyType(
     }
 )
 
-# A fused matmul against the fastest one there is: Triton's make 0.81 to 1.01 of cuBLAS on an H100.
+# A fused matmul compared with the fastest one: Triton's attain 0.81 to 1.01 of cuBLAS's speed on an H100.
 _FUSED_FLOPS_SHARE = 0.95
-# Stores by a kernel against copy engines.
+# Stores by a kernel compared with copy engines.
 _PUSH_LINK_SHARE = 0.8
-# Behind each copy its flag is raised by another one.
+# After each copy, another copy raises its flag.
 _COPIES_PER_SPLIT = 2
 
 
 def matmul_seconds(matmul: Work, rates: Rates) -> float:
-    """Its operations or its bytes in memory, whichever take longer."""
+    """Return the time of a matmul: of its operations or of its bytes in memory, whichever is longer."""
     return max(matmul.flops / rates.flops_per_s, matmul.memory_bytes / rates.memory_bytes_per_s)
 
 
 def link_seconds(exchange: Work, rates: Rates) -> float:
-    """Its bytes on links."""
+    """Return the time of an exchange's bytes on links."""
     return exchange.link_bytes / rates.link_bytes_per_s
 
 
 def plain_seconds(matmul: Work, exchange: Work, world: int, rates: Rates) -> float:
-    """A matmul before or after a collective, of `world` ranks: nothing overlaps.
+    """Return the time of a matmul before or after a collective of `world` ranks: nothing overlaps.
 
-    2 launches + (world - 1) signals, one a step of the ring + links + matmul
+    2 launches + (world - 1) signals, one per step of the ring + links + matmul
     """
     overhead = 2 * rates.launch_seconds + (world - 1) * rates.signal_seconds
     return overhead + link_seconds(exchange, rates) + matmul_seconds(matmul, rates)
 
 
 def fused_gather_seconds(matmul: Work, gather: Work, world: int, num_splits: int, rates: Rates) -> float:
-    """A matmul that computes each split of the others' shards when the copy engines have fetched it.
+    """Return the time of a matmul that computes each split of other shards as soon as the copy engines have fetched it.
 
         2 launches + a signal + publishing + max(g, c + g * (world - 1) / world, n * c + g / world / num_splits)
 
@@ -337,25 +352,26 @@ def fused_gather_seconds(matmul: Work, gather: Work, world: int, num_splits: int
     Args:
         matmul: of all ranks' rows.
         gather: all_gather_work.
-        num_splits: flags a shard.
+        num_splits: flags per shard.
     """
     if world == 1:
         return plain_seconds(matmul, gather, 1, rates)
     g = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
     num_copies = (world - 1) * num_splits
     c = link_seconds(gather, rates) / num_copies + _COPIES_PER_SPLIT * rates.launch_seconds
-    # A rank sends each of the others its shard, and first copies it to where they may read it.
+    # Publishing copies this rank's shard to where the others may read it. link_bytes counts it world - 1 times.
     publishing = 2 * gather.link_bytes / (world - 1) / rates.memory_bytes_per_s
     overlapped = max(g, c + g * (world - 1) / world, num_copies * c + g / (world * num_splits))
     return 2 * rates.launch_seconds + rates.signal_seconds + publishing + overlapped
 
 
 def push_gather_seconds(matmul: Work, gather: Work, rates: Rates) -> float:
-    """A matmul whose first programs store the shard into the other ranks' memory, in the same launch.
+    """Return the time of a matmul whose first programs store the shard into the other ranks' memory.
 
         a launch + a signal + links / 0.8 + matmul
 
-    Nothing overlaps, since all ranks push first; what it saves is launches, copies and steps of a ring: for few bytes.
+    Nothing overlaps, since all ranks push first. It saves launches, copies and steps of a ring, which matters for few
+    bytes.
     """
     overhead = rates.launch_seconds + rates.signal_seconds
     return (
@@ -364,13 +380,13 @@ def push_gather_seconds(matmul: Work, gather: Work, rates: Rates) -> float:
 
 
 def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates) -> float:
-    """A matmul whose tiles leave for their owners as they are computed, and the sum of what has arrived.
+    """Return the time of a matmul whose tiles are sent to their owners as they are computed, and of the sum.
 
         2 launches + a signal + max(g, g / world + links, g * (world - 1) / world + links / (world - 1)) + summing
 
-    with g the matmul. An owner's rows leave while the next owner's are computed, this rank's own, which need not
-    leave, last. Then the time is the largest of: the matmul alone; the first owner's rows, then all links; all rows
-    that leave, then the links of the last. Summing reads a partial result of every rank, and writes the sum.
+    with g the matmul. An owner's rows are sent while the next owner's are computed. This rank's own rows, which are not
+    sent, come last. Then the time is the largest of: the matmul alone; the first owner's rows, then all links; all rows
+    that are sent, then the links of the last. Summing reads a partial result of every rank, and writes the sum.
 
     Args:
         matmul: of all ranks' rows.
@@ -386,14 +402,14 @@ def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates)
 
 
 def rates_of(device_name: str) -> Rates | None:
-    """Rates of a GPU by the name that its driver gives.
+    """Return the rates of a GPU, found by the name that its driver gives.
 
     Args:
         device_name: as torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3".
 
     Returns:
-        Those of the model in RATES that the name contains as a word; None if it contains none, or names a card of
-        that model on PCIe, or with a bridge to one other, whose links are not those of the table.
+        Those of the model in RATES that the name contains as a word. None if it contains no such word. None also for
+        cards on PCIe or with a bridge to one other card, whose links are not those of the table.
     """
     words = re.findall(r"[A-Za-z0-9]+", device_name.upper())
     if "PCIE" in words or "NVL" in words:

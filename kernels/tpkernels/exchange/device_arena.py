@@ -207,7 +207,7 @@ class DeviceArena:
 
     @property
     def generation(self) -> int:
-        """The generation of the newest call."""
+        """Return the generation of the newest call."""
         return self._generation
 
     def offset_of(self, generation: int) -> int:
@@ -222,7 +222,7 @@ class DeviceArena:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a generation for the data of one sending rank."""
+        """Return the bytes of a generation that hold the data of one sending rank."""
         return self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     def begin(

@@ -27,7 +27,7 @@ _NAME = "all_gather_matmul"
 def all_gather_matmul_reference(
     shards: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The specification: from all ranks' shards and one rank's weights, that rank's outputs."""
+    """Return one rank's outputs, from all ranks' shards and that rank's weights: the specification."""
     full = torch.cat(list(shards))
     outputs = [full @ weight.T for weight in weights]
     return [y + bias for y, bias in zip(outputs, biases, strict=True)] if biases else outputs

@@ -87,7 +87,7 @@ def gather_matmul(
 def _gather_on_host(
     x: Tensor, matrices: Sequence[Matrix], comm: Communicator, num_tokens: int, operation: str, keep: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """`gather_matmul` over an arena or collectives, without biases."""
+    """Run `gather_matmul` over an arena or collectives, without biases."""
     arena = comm.arena_for(x)
     if arena is None or comm.size == 1:
         full = comm.all_gather_rows(x, num_tokens)

@@ -264,7 +264,7 @@ def launch_gather_matmul(
     call: int,
     how: str,
 ) -> None:
-    """Rows first to first + piece of every shard, times a matrix; arguments as gather_matmul_kernel's.
+    """Multiply rows first to first + piece of every shard by a matrix; arguments as gather_matmul_kernel's.
 
     Args:
         x: this rank's rows of the piece, without gaps.

@@ -25,7 +25,7 @@ _NAME = "matmul_all_reduce"
 
 
 def matmul_all_reduce_reference(xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The specification: from all ranks' x and w, the output of every rank."""
+    """Return the output of every rank, from all ranks' x and w: the specification."""
     total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
     assert isinstance(total, Tensor), "there is at least one rank"
     return total if bias is None else total + bias

@@ -29,7 +29,7 @@ _NAME = "matmul_reduce_scatter"
 def matmul_reduce_scatter_reference(
     xs: Sequence[Tensor], weights: Sequence[Tensor], rank: int, bias: Tensor | None = None
 ) -> Tensor:
-    """The specification: from all ranks' x and w, the output of `rank`."""
+    """Return the output of `rank`, from all ranks' x and w: the specification."""
     total = sum(x @ w.T for x, w in zip(xs, weights, strict=True))
     assert isinstance(total, Tensor), "there is at least one rank"
     y = total[shard_rows(len(total), len(xs), rank)]

@@ -133,7 +133,7 @@ def _decided(
 
 
 def rows_that_fit(room_bytes: int, row_bytes: int) -> int:
-    """How many rows have room; a row has, as `decide` has found."""
+    """Return how many rows fit into the room; `decide` has already checked that one row does."""
     rows = room_bytes // max(row_bytes, 1)
     assert rows, "decide comes first"
     return rows

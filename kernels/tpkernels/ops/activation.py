@@ -32,7 +32,7 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_reference(y: Tensor, kind: str, gated: bool) -> Tensor:
-    """The specification, in y's dtype; kind is silu, gelu or gelu_tanh."""
+    """Return h computed in y's dtype: the specification. kind is silu, gelu or gelu_tanh."""
     gate, up = y.chunk(2, dim=-1) if gated else (y, None)
     activated = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_approximate(kind))
     return activated if up is None else activated * up
@@ -239,12 +239,12 @@ def _activated_on_host(gate: Tensor, kind: str) -> Tensor:
 
 
 def activation_forward(y: Tensor, kind: str, gated: bool) -> Tensor:
-    """`activation_op` without torch's dispatcher, for callers inside a Function of their own."""
+    """Run `activation_op` without torch's dispatcher, for callers inside a Function of their own."""
     return (launch_activation if by_triton(y) else _on_host)(y, kind, gated)
 
 
 def activation_backward(dh: Tensor, y: Tensor, kind: str, gated: bool) -> Tensor:
-    """`activation_backward_op` without torch's dispatcher."""
+    """Run `activation_backward_op` without torch's dispatcher."""
     return (launch_activation_backward if by_triton(y) else _backward_on_host)(dh, y, kind, gated)
 
 

@@ -63,7 +63,7 @@ def adamw_reference(
     eps: float,
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification, in master's dtype: returns the next (master, exp_avg, exp_avg_sq)."""
+    """Return the next (master, exp_avg, exp_avg_sq), computed in master's dtype: the specification."""
     grad = grad.to(master.dtype)
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad

@@ -145,7 +145,7 @@ def _scale_kept(x: Tensor, keep: Tensor, rate: float) -> Tensor:
 
 
 def dropout_reference(x: Tensor, stream: DropoutStream, first_row: int, first_column: int, row_length: int) -> Tensor:
-    """The specification: takes a block of a global matrix, returns the block after dropout."""
+    """Return a block of a global matrix after dropout: the specification."""
     rows = torch.arange(first_row, first_row + x.shape[0], device=x.device)
     return _scale_kept(x, keep_at(stream, rows, first_column, x.shape[1], row_length), stream.rate)
 

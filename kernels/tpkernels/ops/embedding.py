@@ -39,13 +39,13 @@ _MOST_ROWS = 2**31 - 2
 
 
 def embedding_reference(rows: Tensor, weight: Tensor) -> Tensor:
-    """The specification, in weight's dtype, for a table with at least one row."""
+    """Return y in weight's dtype, for a table with at least one row: the specification."""
     inside = (rows >= 0) & (rows < len(weight))
     return torch.where(inside[..., None], F.embedding(rows.clamp(0, len(weight) - 1), weight), 0)
 
 
 def embedding_backward_reference(buffer: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
-    """The specification of what embedding_backward_ leaves in the buffer, in the buffer's dtype."""
+    """Return what embedding_backward_ leaves in the buffer, in the buffer's dtype: the specification."""
     inside = (rows >= 0) & (rows < len(buffer))
     return buffer.index_add(0, rows[inside], dy[inside].to(buffer.dtype))
 

@@ -35,7 +35,7 @@ _INTEGERS = (torch.int32, torch.int64)
 def rope_reference(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> Tensor:
-    """The specification, in x's dtype."""
+    """Return y computed in x's dtype: the specification."""
     if positions is None:
         positions = torch.arange(x.shape[0], device=x.device) % cos.shape[0]
     cos, sin = (table[positions].to(x.dtype)[:, None] for table in (cos, sin))

@@ -56,7 +56,7 @@ def _rotated(t: Tensor, tables: Tables, position: Tensor, interleaved: bool, bac
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options) -> Tensor:
-    """The specification, in q's dtype with every score in memory: returns y [B, S, H, E]."""
+    """Return y [B, S, H, E], computed in q's dtype with every score in memory: the specification."""
     queries, keys = (_Places.of(starts, t.shape[1], q.device) for starts, t in zip(sides, (q, k), strict=True))
     see = _visible(queries, keys, options.causal, options.window)
     q = _rotated(q, tables, _query_positions(queries, keys, sides), options.interleaved)

@@ -55,7 +55,7 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The specification, in x's dtype; the loss in the accumulation dtype."""
+    """Return the loss in the accumulation dtype, computed in x's dtype: the specification."""
     losses = cross_entropy_reference((x @ weight.T)[:, :vocab_size], labels, label_smoothing, z_loss)
     return (losses * token_weights).sum()
 

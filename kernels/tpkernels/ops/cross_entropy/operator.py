@@ -64,7 +64,7 @@ class CombinedPartials(NamedTuple):
 def cross_entropy_reference(
     logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """The specification, in logits' dtype; losses[T] in the accumulation dtype."""
+    """Return losses[T] in the accumulation dtype, computed in logits' dtype: the specification."""
     losses = F.cross_entropy(
         logits, labels, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
     )

@@ -30,7 +30,7 @@ from tpkernels.ops.matmul.kernel import KERNEL_DTYPES, launch_matmul
 
 
 def matmul_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """The specification, in a's dtype."""
+    """Return c computed in a's dtype: the specification."""
     c = a @ b
     c = c if bias is None else c + bias
     return c if residual is None else c + residual
@@ -51,7 +51,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def matmul_forward(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, fixed: bool) -> Tensor:
-    """`matmul_op` without torch's dispatcher, for callers inside a Function of their own."""
+    """Run `matmul_op` without torch's dispatcher, for callers inside a Function of their own."""
     if has_kernel(a):
         return launch_matmul(a, b, bias=bias, residual=residual, fixed=fixed)
     return _on_host(a, b, bias, residual)

@@ -33,12 +33,12 @@ from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
 
 
 def matmul_swiglu_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """The specification, in x's dtype."""
+    """Return h computed in x's dtype: the specification."""
     return activation_reference(x @ weight.T, "silu", gated=True)
 
 
 def matmul_swiglu_forward(x: Tensor, weight: Tensor, keeps_y: bool, fixed: bool) -> tuple[Tensor, Tensor]:
-    """`matmul_swiglu_op` without torch's dispatcher, for callers inside a Function of their own."""
+    """Run `matmul_swiglu_op` without torch's dispatcher, for callers inside a Function of their own."""
     if has_kernel(x):
         return launch_matmul_swiglu(x, weight, keeps_y, fixed=fixed)
     y = product(x, weight.T)

@@ -40,7 +40,7 @@ _MOST_COLUMNS = 16384
 def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in x's dtype: returns (y, total)."""
+    """Return (y, total) computed in x's dtype: the specification."""
     total = x if residual is None else x + residual
     if centered:
         return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
