@@ -45,7 +45,7 @@ def philox_4x32(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor
     Returns:
         Four int64 tensors of the same shape, each a uniformly distributed 32-bit word.
 
-    Cost: 10 rounds of 2 multiplications of 32 by 32 bits an element.
+    Cost: 10 rounds of 2 multiplications of 32 by 32 bits per element.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -104,7 +104,7 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
 
     Args and errors: as `random_words`.
 
-    Numerics: one rounding an element, hence equal bits on every device. |z| <= 4.9, excess kurtosis -0.15.
+    Numerics: one rounding per element, hence equal bits on every device. |z| <= 4.9, excess kurtosis -0.15.
     """
     words = random_words(seed, name, index)
     total = sum(((word & 0xFFFF) + (word >> 16) for word in words), start=torch.zeros_like(index))

@@ -59,7 +59,7 @@ def test_attention_counts_both_products() -> None:
 
 
 def test_norm_reads_and_writes_each_row_once() -> None:
-    """6 elements of 2 bytes, 2 rows of 3: x and y, w; a statistic a row."""
+    """6 elements of 2 bytes, 2 rows of 3: x and y, w; one statistic per row."""
     assert norm_work(2, 3, 2) == Work(flops=24, memory_bytes=2 * (6 + 6 + 3) + 4 * 2)
     assert norm_work(2, 3, 2, residual=True) == Work(flops=30, memory_bytes=2 * (4 * 6 + 3) + 4 * 2)
     assert norm_work(2, 3, 2, centered=True) == Work(flops=42, memory_bytes=2 * (2 * 6 + 2 * 3) + 4 * 2 * 2)
@@ -72,7 +72,7 @@ def test_norm_backward_reads_two_rows_and_writes_one() -> None:
 
 
 def test_rope_turns_every_pair_once() -> None:
-    """5 tokens of 3 heads of 4 elements: 30 pairs, 4 products and 2 sums each; 2 cosines and 2 sines a token."""
+    """5 tokens of 3 heads of 4 elements: 30 pairs, 4 products and 2 sums each; 2 cosines and 2 sines per token."""
     assert rope_work(5, 3, 4, 2) == Work(flops=30 * 6, memory_bytes=2 * 60 * 2 + 5 * 4 * 4)
 
 
@@ -128,7 +128,7 @@ def test_attention_backward_has_five_products_for_forwards_two() -> None:
         forward = attention_work(2, 8, 4, 2, 16, 2, causal_half=causal_half)
         backward = attention_backward_work(2, 8, 4, 2, 16, 2, causal_half=causal_half)
         assert 2 * backward.flops == 5 * forward.flops
-    # q, y, dy, dq of 4 heads; k, v, dk, dv of 2; a float32 a query and head.
+    # q, y, dy, dq of 4 heads; k, v, dk, dv of 2; one float32 per query and head.
     assert backward.memory_bytes == 2 * (4 * 1024 + 4 * 512) + 4 * 64
 
 

@@ -41,7 +41,7 @@ from benchmarks.compile import TARGETS
 README = (ROOT / "kernels/tpkernels/fused/README.md").read_text()
 EXAMPLE = ROOT / "tpengine/examples/swap.py"
 ARENA_BYTES = 1 << 18
-# (rows a rank, columns a rank): nothing, one tile, several; the next call after nothing overwrites the one before.
+# (rows per rank, columns per rank): nothing, one tile, several; the next call after nothing overwrites the one before.
 SIZES = ((1, 1), (7, 5), (5, 1024), (0, 3))
 # A rank's pause before each of its tiles, in which the others run ahead as far as the signals let them.
 PAUSE_SECONDS = 2e-2

@@ -115,7 +115,7 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
         legal = [number for number in _divisors(world_size) if in_all % number == 0]
         nearest = min(legal, key=lambda number: abs(number - dp))
         raise ValueError(
-            f"the micro-batches of a step must divide over the replicas: the run has {in_all} a step, dp {dp}: use "
+            f"the micro-batches of a step must divide over the replicas: the run has {in_all} per step, dp {dp}: use "
             f"--parallel.dp {nearest}, or, in fast mode without dropout, another --train.micro-batch-size and "
             "--train.num-micro-batches of the same product with dp"
         )

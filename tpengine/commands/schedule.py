@@ -203,7 +203,7 @@ def _predicted(timeline: Timeline, profile: CostProfile) -> str:
     step, was = timeline.makespan + profile.outside_seconds, profile.plan_seconds + profile.outside_seconds
     return (
         f"{timeline.makespan:.4g} s, of a step {step:.4g} s; profiled: {profile.schedule}, "
-        f"{counted(profile.num_microbatches, 'micro-batch')}, {was:.4g} s a step"
+        f"{counted(profile.num_microbatches, 'micro-batch')}, {was:.4g} s per step"
     )
 
 

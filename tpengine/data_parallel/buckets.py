@@ -43,8 +43,8 @@ class GradientBuckets:
         dtype, device: of the buffers; None takes each bucket's from its members, which must agree.
         in_tree: sum in a balanced tree of ranks, whatever the transport.
         before_sum: called with the bucket's index when all contributions are there, before they are summed.
-        count_usage: each buffer ends in one more element a parameter, for its owner to say who used it: a count that
-            is summed along with the gradients.
+        count_usage: each buffer ends in one more element per parameter. There a rank says whether it used the
+            parameter, and the count is summed along with the gradients.
         padded_to: by bucket index, elements of a buffer that is to be longer than its gradients.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The gradients of a step: where micro-batches add them, in which order they are summed, and what the optimizer reads.
 
-    FastGradients    one buffer a parameter; micro-batches one after the other, then the ranks
-    ExactGradients   one buffer a parameter and shard; blocks of micro-batches in a balanced tree, then the
+    FastGradients    one buffer per parameter; micro-batches one after the other, then the ranks
+    ExactGradients   one buffer per parameter and shard; blocks of micro-batches in a balanced tree, then the
                      replicas, then the shards that have the same weights: the same order in every layout
 
 Both accumulate through sinks into flat buckets whose reductions start inside the backward pass that fills them.

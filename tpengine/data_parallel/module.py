@@ -5,9 +5,9 @@ and its optimizer stay the user's own. `.grad` itself becomes a view of the buck
 back and a second backward accumulates in place.
 
 The decision a reader will question: which parameters took part is not found by walking the graph. A parameter's hook
-either fires or does not; `finish` reduces what is still missing, and each bucket carries a count of users a parameter,
-summed along with the gradients, which tells "zero" from "unused by all" without a second collective. The price: from
-the first bucket with a parameter unused on this rank, reductions start in `finish` and overlap with nothing.
+either fires or does not; `finish` reduces what is still missing. Each bucket carries a count of users per parameter,
+which is summed along with the gradients and tells "zero" from "unused by all" without a second collective. The price:
+from the first bucket with a parameter unused on this rank, reductions start in `finish` and overlap with nothing.
 
 What is deliberately elsewhere: counting and order (buckets), transport (collectives). torch's
 `nn.parallel.DistributedDataParallel` offers the same, tuned for NCCL and with more knobs (communication hooks, buffers
@@ -73,9 +73,9 @@ class DataParallel:
         what must last. Between backward and `finish` gradients must not be touched; clip after `finish`.
     BatchNorm: statistics are each replica's own, of its own part of the batch, as are all buffers after construction.
     Activation checkpointing: with use_reentrant=False; the reentrant kind runs a backward inside backward.
-    Cost: one all-reduce a bucket and step, of its bytes and one element more a parameter. Memory: the buckets, of the
-        gradients' size, also while `.grad` is None; autograd's own gradients are copied and let go of one by one. On
-        CUDA the host waits for the counts only of buckets with a parameter unused on this rank.
+    Cost: one all-reduce per bucket and step, of its bytes and one element more per parameter. Memory: the buckets, of
+        the gradients' size, also while `.grad` is None; autograd's own gradients are copied and let go of one by one.
+        On CUDA the host waits for the counts only of buckets with a parameter unused on this rank.
     Order: buckets are in the reverse order of registration, which is about the order in which backward completes them;
         they are reduced in that order on every rank, each as soon as it and all before it are complete. The
         constructor and `finish` are collective.
@@ -168,7 +168,7 @@ class DataParallel:
 
     @torch.no_grad()
     def _accumulated(self, parameter: Tensor) -> None:
-        """Autograd's hook, once a backward and parameter: its gradient is complete."""
+        """Count a complete gradient; autograd's hook, which runs once per backward and parameter."""
         assert isinstance(parameter, Parameter)
         # Another number in each backward pass; torch.utils.checkpoint tells passes apart by it too.
         backward: int = torch._C._current_graph_task_id()

@@ -1,6 +1,6 @@
 """What a rank holds from step to step, in bytes: weights, gradients, masters and moments. Torch-free.
 
-For w bytes a weight, a bytes an element of promote_types(dtype, float32), and d replicas, per weight:
+With w bytes per weight, a bytes per element of promote_types(dtype, float32), and d replicas, a weight takes:
 
     zero 0    w + a + 2a + m              m = a below float32, where there is a master copy, else 0
     zero 1    w + a + (2a + m) / d

@@ -50,7 +50,7 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _STAGE_OF_SLICED_GRADIENTS = 2
 
-# A lookup moves D elements a token; counted as this many flops an element it still never outweighs a layer.
+# A lookup moves D elements per token. Counted as this many flops per element it still never outweighs a layer.
 _EMBEDDING_FLOPS_PER_ELEMENT = 2
 
 
@@ -197,7 +197,7 @@ def chunk_gradients(
         ranks, layers: pipeline rank and layer range of each chunk.
 
     Returns:
-        One entry a chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
+        One entry per chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
         both uses to one buffer, an entry of both for that buffer.
     """
     model, tp, exact = config.model, config.parallel.tp, config.train.reduction == "exact"

@@ -233,7 +233,7 @@ def test_resets_that_fail_one_after_the_other(ranks: RankPool) -> None:
 
 
 def call_of(operation: str, columns: int, dtype: torch.dtype = torch.float32) -> Callable[[Communicator], Any]:
-    """A plain exchange of 2 rows a rank."""
+    """Exchange 2 rows per rank, without a matmul."""
     if operation == "all_gather":
         return lambda comm: comm.all_gather(torch.ones(2, columns, dtype=dtype))
     if operation == "reduce_scatter":

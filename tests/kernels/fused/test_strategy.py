@@ -84,7 +84,7 @@ def test_larger_sizes_never_take_less_time(
 def test_what_is_worth_fusing_stays_so_with_more_tokens(
     op: Operation, tiles: int, more: int, columns: int, inner: int, world: int, rates: Rates
 ) -> None:
-    """In whole tiles a shard: a tile that is begun for one row more costs a fused matmul one on each rank."""
+    """Shards are whole tiles: one more row would begin another tile, which costs a fused matmul one on each rank."""
     rows = 1024 + 64 * world * tiles
     rows -= rows % (64 * world)
     if choose(op, rows, columns, inner, world, 2, rates) == "fused":

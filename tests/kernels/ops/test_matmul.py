@@ -30,7 +30,7 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad, wgrad_
 # M, N, K. Rows of the fourth begin at multiples of 16 bytes, as TMA wants them; the last have nothing to multiply.
 SIZES = [(1, 1, 1), (63, 65, 100), (257, 100, 63), (100, 72, 136), (65, 1, 257), (0, 5, 3), (5, 0, 3), (5, 3, 0)]
 PART = [(63, 65, 100), (5, 3, 0)]
-# Of 32 rows and columns: several tiles a program, groups that the last does not fill.
+# Of 32 rows and columns: several tiles per program, groups that the last does not fill.
 SMALL_TILES = MatmulConfig(32, 32, 32, 2, 4, 2)
 TARGETS = [Target("cuda", 80), Target("cuda", 86), Target("cuda", 90), Target("cuda", 100), Target("cuda", 120)]
 TARGETS += [Target("hip", "gfx942")]

@@ -253,7 +253,7 @@ def test_what_is_read_after_a_wait_was_written_before_the_flag(interpreters: Ran
 
 @all_worlds(by_default=2)
 def test_fifty_calls_back_to_back(interpreters: RankPool, world: int) -> None:
-    """In two generations and without a barrier; one program a rank suffices."""
+    """In two generations and without a barrier; one program per rank suffices."""
     interpreters.run(run_exchanges, world, 0, 50, 1, 1, 0.0)
 
 

@@ -1,6 +1,6 @@
 """What tests of exact mode share: a small configuration, its training on one rank, the bits of what comes of it.
 
-The bits are one SHA-256 a shard of weights, summed gradients and optimizer state, under the shard's place in the
+The bits are one SHA-256 per shard of weights, summed gradients and optimizer state, under the shard's place in the
 parameter table of the shards, which no layout changes.
 """
 

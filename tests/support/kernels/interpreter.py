@@ -1,4 +1,4 @@
-"""Triton's interpreter, made cheaper: it patches the language once a launch, not for every function a kernel calls.
+"""Triton's interpreter, made cheaper: patch the language once per launch, not for every function called.
 
 A launch replaces triton.language's functions by such as compute at once, and puts them back at its end. A call of a
 function inside the kernel replaces them again, all 200, by ones that do the same, which was 40 % of the time of a

@@ -90,7 +90,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_way_out() -> None:
     saved = saved_run(1, 1, 1, num_micro_batches=4)
     wanted = without_layout(saved)
     wanted = replace(wanted, parallel=replace(wanted.parallel, tp=1, pp=1))
-    with pytest.raises(ValueError, match=r"the run has 4 a step, dp 3: use --parallel.dp 1"):
+    with pytest.raises(ValueError, match=r"the run has 4 per step, dp 3: use --parallel.dp 1"):
         continued_config(saved, wanted, 3)
 
 

@@ -22,7 +22,7 @@ class Recorder:
         self.waited: list[int] = []
 
     def of(self, *indices: int) -> dict[int, Any]:
-        """Communicators, one a bucket."""
+        """Return communicators, one per bucket."""
         return {index: SimpleNamespace(start_all_reduce=partial(self._start, index)) for index in indices}
 
     def _start(self, index: int, flat: Tensor) -> SimpleNamespace:

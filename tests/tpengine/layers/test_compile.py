@@ -1,6 +1,7 @@
 """Rung: gloo ranks. torch.compile of a block: the same values and gradients as without, communication included.
 
-A whole block takes ten seconds a rank to compile: by default its MLP is, which has both kinds of communication.
+A whole block takes ten seconds per rank to compile. By default only its MLP is compiled: it has both kinds of
+communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rung: gloo ranks. Weights laid out for their products once a step give the same training, and are never stale.
+"""Rung: gloo ranks. Weights laid out for their products once per step give the same training, and are never stale.
 
 Small models reach this path only where the products' least size is lowered, and some machines' fastest library has no
 such layout; both are overridden here.

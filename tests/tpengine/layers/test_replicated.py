@@ -301,7 +301,7 @@ def test_a_second_derivative_is_refused(ranks: RankPool) -> None:
 
 
 def shared_heads_on_meta(_: int) -> Any:
-    """Layers whose shards several ranks hold, and a norm, on the meta device under a pipeline of one stage a rank."""
+    """Layers whose shards several ranks hold, and a norm, on the meta device under a pipeline of one stage per rank."""
     tp = Communicator(dist.group.WORLD)
     torch.manual_seed(tp.rank)
     with torch.device("meta"):

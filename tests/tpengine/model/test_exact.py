@@ -123,7 +123,7 @@ def test_as_many_shards_and_blocks_as_there_can_be(
         ((1, 1, 2), {"schedule": "zb-h1", "recompute": "block"}),
         # Attention takes another way, the head has weights of its own, every shard has a KV head.
         ((1, 2, 1), {"dropout": 0.0, "tied": False, "kv_heads": 4}),
-        # 2 blocks of 3 micro-batches, one a replica.
+        # 2 blocks of 3 micro-batches, one per replica.
         ((2, 1, 1), {"micro_batches": 6, "kv_heads": 1, "steps": 1}),
     ],
     ids=["zb-h1", "plain model", "blocks of 3"],
@@ -276,7 +276,7 @@ def test_exact_is_close_to_fast(ranks: RankPool) -> None:
 
 
 def one_shard_each(outcome: parity.Outcome) -> list[parity.Outcome]:
-    """One outcome a shard, under its parameter's name, of one that names shards as `weight[3]`."""
+    """Split an outcome that names shards as `weight[3]` into one per shard, under the parameter's name."""
     numbers, shards = outcome
     return [(numbers, {name.split("[")[0]: shard}) for name, shard in shards.items()]
 

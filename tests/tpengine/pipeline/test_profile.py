@@ -42,7 +42,7 @@ def flops_of(module: nn.Module, sample: Tensor) -> float:
 
 
 def test_products_are_counted_whichever_operator_makes_them() -> None:
-    """Forward, and backward for input and weight: 2 flops each a weight and row; of attention, 2 products and 5."""
+    """Forward, and backward for input and weight: 2 flops each per weight and row; of attention, 2 products and 5."""
     assert flops_of(nn.Linear(8, 12), torch.randn(5, 8)) == 6 * 5 * 8 * 12
     assert flops_of(nn.Linear(8, 12).requires_grad_(False), torch.randn(5, 8)) == 4 * 5 * 8 * 12
     assert flops_of(SwiGLU(8, 12, ALONE), torch.randn(6, 8)) == 6 * 6 * 3 * 8 * 12

@@ -130,7 +130,7 @@ def compare(outcomes: list[tuple[list[float], Shards, Any]], reference: tuple[li
         assert (seen[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
 
 
-# Either model, a schedule of one chunk a rank and one of several; the others are slow.
+# Either model, a schedule of one chunk per rank and one of several; the others are slow.
 BY_DEFAULT = [("1f1b", "mlp", 2), ("1f1b", "conv", 3), ("interleaved", "conv", 2)]
 
 

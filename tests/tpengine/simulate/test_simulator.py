@@ -112,7 +112,7 @@ def test_gpipe_of_two_stages_pays_a_transfer_each_way(
 def test_gpipe_of_two_stages_on_a_slow_link(
     num_microbatches: int, f: float, b: float, occupied: float, latency: float
 ) -> None:
-    """The link carries one tensor after another; latency is paid once each way, not once a tensor."""
+    """The link carries one tensor after another; latency is paid once per direction, not once per tensor."""
     costs = replace(costs_of(f, b), latency=latency, bytes_per_time=100 / occupied)
     timeline = simulate(gpipe_of_two(num_microbatches), costs)
     assert timeline.makespan == 2 * (f + b) + 2 * num_microbatches * occupied + 2 * latency

@@ -209,7 +209,7 @@ def start_node(environ: dict[str, str], arguments: list[str], drill: str) -> sub
 def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Two torchruns on the loopback stand for two nodes; one dies with its ranks, whoever of them is rank 0.
 
-    The other goes on alone from the newest checkpoint, with twice as many micro-batches a replica. In exact mode the
+    The other goes on alone from the newest checkpoint, with twice as many micro-batches per replica. In exact mode the
     losses are those of one process that nobody disturbed, bit by bit.
     """
     sizes = [*SMALL, "--train.reduction", "exact", "--train.steps", "12", "--parallel.tp", "1", "--parallel.pp", "2"]

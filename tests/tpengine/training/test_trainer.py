@@ -203,7 +203,7 @@ def losses(config: Config, steps: int) -> list[float]:
     [("bfloat16", 1, 2), *(pytest.param(dtype, 2, 2, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
 )
 def test_narrow_dtypes_follow_float64(ranks: RankPool, dtype: str, tp: int, pp: int) -> None:
-    """Eight steps stay within a few roundings of the dtype a step; masters keep bfloat16 learning."""
+    """Eight steps stay within a few roundings of the dtype per step; masters keep bfloat16 learning."""
     config = config_of(1, tp, pp, tied=True, kv_heads=1)
     wide = ranks.run(losses, tp * pp, config, 8)[0]
     narrow = ranks.run(losses, tp * pp, replace(config, train=replace(config.train, dtype=dtype)), 8)[0]  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ def test_default_chunk_is_an_eighth_but_128(num_tokens: int, chunk: int) -> None
 
 
 def check_work_that_nobody_wants(device: str) -> None:
-    """Matmuls: one a chunk without gradients, one more for each that is wanted; all give the same loss."""
+    """One matmul per chunk without gradients, one more for each gradient that is wanted; the loss is the same."""
     x, weight, labels, _ = operands(30, 8, 20, torch.float32, device, 0).values()
     calls, losses = [], []
     for wants_dx, wants_dw, enabled in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1), (1, 1, 0)):

@@ -45,7 +45,7 @@ def schedule_of(ranks: tuple[int, ...], *lists: str) -> Schedule:
 
 
 def lower_plainly(schedule: Schedule, buckets: Sequence[Bucket] = ()) -> Plan:
-    """Lower over a model of one layer a chunk, without ties."""
+    """Lower over a model of one layer per chunk, without ties."""
     last = len(schedule.ranks) - 1
     chunks = [
         Chunk(rank, (chunk, chunk + 1), BOUNDARY if chunk else None, BOUNDARY if chunk < last else None)

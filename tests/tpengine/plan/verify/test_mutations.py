@@ -129,7 +129,7 @@ def refusal_of(plan: Plan) -> str | None:
 
 
 # Without buckets it is the ties alone that look at the last backward. By default whole and split backwards, without
-# buckets and with them; and a sample of several chunks a rank, below.
+# buckets and with them; and a sample of several chunks per rank, below.
 @pytest.mark.parametrize(
     ("name", "has_buckets"),
     [

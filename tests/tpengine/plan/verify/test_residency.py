@@ -218,6 +218,6 @@ def test_bytes_held_at_every_place() -> None:
     assert str(caught.value) == (
         "bytes held stay within the limit: rank 0 holds 114 bytes in 0B0[r0 f0], 1 more than 113 (rank 0, action 7)"
     )
-    # What replicas have whole all the time, or reduce once a step, is in the resident bytes.
+    # Tensors that replicas hold whole all the time, or reduce once per step, are counted as resident bytes.
     whole = sharded("1f1b", 2, 1, Residency.USE, Weights.UPDATED, Reduced.STEP)
     assert not any(held_bytes(whole, 0, {0: 10.0}, {0: 4.0}))

@@ -283,7 +283,7 @@ def test_a_run_that_stops_early_writes_what_it_has(ranks: RankPool, tmp_path: Pa
 
 
 def test_what_cannot_be_written_is_said_and_ends_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """On standard error, one line a file; the figures are said all the same."""
+    """Standard error gets one line per file; the figures are printed all the same."""
     run_dir = tmp_path / "gone"
     run_dir.mkdir()
     (said, errors), _ = ranks.run(heard_run, 2, config_for("1f1b", dp=1), str(run_dir))
