@@ -30,14 +30,12 @@ class Block(nn.Module):
     Args:
         parts: what makes its layers.
         dropouts: where it drops; None drops nowhere.
-        recompute: what backward computes again: BLOCK keeps x alone, ATTENTION what lies behind attention.
+        attention_again: backward computes norm, attention and its dropout again; only x and the output are kept.
     """
 
-    def __init__(
-        self, parts: Parts, dropouts: LayerDropouts | None = None, recompute: Recompute = Recompute.NONE
-    ) -> None:
+    def __init__(self, parts: Parts, dropouts: LayerDropouts | None = None, attention_again: bool = False) -> None:
         super().__init__()
-        self.tp, self.dropouts, self.recompute = parts.tp, dropouts, recompute
+        self.tp, self.dropouts, self.attention_again = parts.tp, dropouts, attention_again
         self.input_layernorm = parts.norm()
         self.self_attn = parts.attention(dropouts.attention if dropouts else None)
         self.post_attention_layernorm = parts.norm()
@@ -45,20 +43,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens."""
-        if self.recompute is Recompute.BLOCK:
-            return _computed_again(self._whole, x, seq)
-        return self._whole(x, seq)
-
-    def _attended(self, x: Tensor, seq: int) -> Tensor:
-        attended: Tensor = self.self_attn(self.input_layernorm(x), seq)
-        if self.dropouts is not None:
-            attended = self.dropouts.attention_residual(attended, self.tp.rank * x.shape[0], 0, x.shape[1])
-        return attended
-
-    def _whole(self, x: Tensor, seq: int) -> Tensor:
         first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
-        again = self.recompute is Recompute.ATTENTION
-        attended = _computed_again(self._attended, x, seq) if again else self._attended(x, seq)
+
+        def attend(x: Tensor) -> Tensor:
+            y: Tensor = self.self_attn(self.input_layernorm(x), seq)
+            return y if self.dropouts is None else self.dropouts.attention_residual(y, first_row, 0, dim)
+
+        attended = computed_again(attend, x) if self.attention_again else attend(x)
         normed, x = self.post_attention_layernorm.add(attended, x)
         processed: Tensor = self.mlp(normed)
         if self.dropouts is not None:
@@ -66,12 +57,12 @@ class Block(nn.Module):
         return x + processed
 
 
-def _computed_again(forward: Callable[[Tensor, int], Tensor], x: Tensor, seq: int) -> Tensor:
-    """forward(x, seq), of which only x is kept: backward runs it once more, on every tp rank alike.
+def computed_again(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
 
-    Dropout is a function of the micro-batch, not of a generator's state, so there is none to bring back.
+    Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore.
     """
-    y: Tensor = checkpoint(forward, x, seq, use_reentrant=False, preserve_rng_state=False)
+    y: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
@@ -87,7 +78,7 @@ class Transformer(nn.Module):
         parts: what makes its layers; holds the sizes and the tp ranks.
         chunks: half-open ranges of layers, in model order; default one of all.
         seed: of dropout.
-        recompute: what backward computes again inside a chunk.
+        recompute: what backward computes again inside a chunk: BLOCK whole blocks, ATTENTION norm and attention.
 
     Attributes:
         pieces: what this rank holds of each parameter of the table, by the piece's name.
@@ -106,7 +97,7 @@ class Transformer(nn.Module):
         recompute: Recompute = Recompute.NONE,
     ) -> None:
         super().__init__()
-        self.parts, self.model = parts, parts.model
+        self.parts, self.model, self.recompute = parts, parts.model, recompute
         model = self.model
         self.chunks = tuple(chunks or [(0, model.num_layers)])
         self.position = Position()
@@ -115,9 +106,10 @@ class Transformer(nn.Module):
         if self.is_first or (self.is_last and model.tie_embeddings):
             self.embed_tokens = parts.embedding(vocab)
         drops = model.residual_dropout or model.attention_dropout or model.mlp_dropout
+        again = recompute is Recompute.ATTENTION
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None, recompute)
+                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None, again)
                 for first, last in self.chunks
                 for i in range(first, last)
             }
@@ -142,7 +134,8 @@ class Transformer(nn.Module):
         if first == 0:
             x = self.embed_tokens(x)
         for i in range(first, last):
-            x = self.layers[str(i)](x, seq)
+            block = self.layers[str(i)]
+            x = computed_again(block, x, seq) if self.recompute is Recompute.BLOCK else block(x, seq)
         if last == self.model.num_layers:
             x = self.lm_head(self.norm(x))
         return x
