@@ -7,6 +7,7 @@ A file is one worker's. The dearest files come first, so that at the end no work
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from support.kernels.rungs import Rung
 from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 from support.slices import Slice
+
+# A shell that starts the tests in the background ignores interrupts, and so would all programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A stalled core is no failure, and a failure is the same on every run.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
