@@ -6,6 +6,7 @@ A file is one worker's. The dearest files come first, so that at the end no work
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -27,6 +28,9 @@ from support.kernels.rungs import Rung
 from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 from support.slices import Slice
+
+# Collection makes millions of objects, and all of them stay: looking for garbage among them takes a fifth of its time.
+gc.disable()
 
 # A shell that starts the tests in the background ignores interrupts, and so would all programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +77,7 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compilers(compile_cache: Path) -> Iterator[RankPool]:
     """Ranks that compile, and never launch: see compiled.py."""
     pytest.importorskip("triton")
-    pool = RankPool({CACHE_VARIABLE: str(compile_cache)})
+    pool = RankPool(late={CACHE_VARIABLE: str(compile_cache)})
     yield pool
     pool.close()
 
@@ -127,6 +131,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.slice is not None:
         items[:], others = config.option.slice.cut(items)
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

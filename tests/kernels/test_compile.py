@@ -40,8 +40,8 @@ from benchmarks.run import main
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
-# Of what is noted: about two kernels a commit.
-NUM_PARTS = 500
+# Of what is noted: about one kernel per commit.
+NUM_PARTS = 1000
 CompileFor = Callable[[str], list[Compiled]]
 
 

@@ -81,7 +81,7 @@ def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
     ranks.run(check_with_opcheck, world, grad)

@@ -249,7 +249,7 @@ def test_a_cpu_needs_no_triton() -> None:
     program = """
         import sys
         sys.modules["triton"] = None
-        import torch, tpkernels.ops.attention.host
+        import torch, tpkernels.ops.attention.host, tpkernels.random
         from tpkernels.ops.dropout import DropoutStream, dropout
         dropout(torch.ones(2, 3), DropoutStream(rate=0.5, seed=0, site="x", step=0, microbatch=0))
     """

@@ -40,7 +40,24 @@ MODULES = (
     "tpengine.checkpoint.run_directory",
     "tpengine.checkpoint.resume",
 )
-WORKER = "a worker"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that is told what to do.
+
+    Attributes:
+        variables: what it adds to its environment; nothing that has been imported looks at them.
+    """
+
+    variables: Mapping[str, str]
+
+    def serve(self, connection: Connection) -> None:
+        """Do what is asked for through the connection, until that is closed."""
+        from support.ranks.rank_pool import work
+
+        os.environ.update(self.variables)
+        work(connection)
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class Program:
     output: str
     errors: str
 
-    def guard(self, connection: Connection) -> None:
+    def serve(self, connection: Connection) -> None:
         """Run it in a child; tell its process id, and its exit code when it has ended. It ends with the connection."""
         pid = os.fork()
         if not pid:
@@ -126,8 +143,8 @@ class Preloaded:
         # Tensors that a task takes or returns are shared memory, which only processes with this key may ask for.
         self._orders.send_bytes(bytes(multiprocessing.current_process().authkey))
 
-    def fork(self, order: Program | str) -> tuple[int, Connection]:
-        """A process of its own for an order, a program or WORKER: its id, and the connection to it."""
+    def fork(self, order: Program | Worker) -> tuple[int, Connection]:
+        """A process of its own for an order: its id, and the connection to it."""
         if self._process.poll() is not None:
             self._start()
         ours, theirs = multiprocessing.Pipe()
@@ -150,9 +167,7 @@ def _preloaded(environment: tuple[tuple[str, str], ...], turn: int) -> Preloaded
 
 def main(number: int, modules: Sequence[str]) -> None:
     """Fork by order, until the session is over. Children leave this function to end as processes do."""
-    from support.ranks.rank_pool import work
-
-    for name in modules:
+    for name in (*modules, "support.ranks.rank_pool"):
         importlib.import_module(name)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -169,7 +184,7 @@ def main(number: int, modules: Sequence[str]) -> None:
         pid = os.fork()
         if not pid:
             orders.close()
-            work(connection) if order == WORKER else order.guard(connection)
+            order.serve(connection)
             return
         # Whoever else held it would keep it open when the process has died.
         connection.close()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from support.kernels.interpreter import patch_language_once
-from support.ranks.preloaded import WORKER, preloaded
+from support.ranks.preloaded import Worker, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress
 from tpengine.distributed.loopback import loopback_variables
 
@@ -90,11 +90,14 @@ class RankPool:
     """Runs functions on `world` ranks, each in a process of its own.
 
     Args:
-        environment: variables that the processes start with, besides this one's.
+        environment: variables that the processes start with, besides this one's; for each set of them torch is
+            imported anew.
+        late: variables that are set when everything has been imported.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, late: Mapping[str, str] | None = None) -> None:
         self._environment = environment_of_ranks(**(environment or {}))
+        self._order = Worker(dict(late or {}))
         self._workers: list[tuple[int, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_tasks = 0
@@ -153,7 +156,7 @@ class RankPool:
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
-            self._workers.append(preloaded(self._environment, rank=len(self._workers)).fork(WORKER))
+            self._workers.append(preloaded(self._environment, rank=len(self._workers)).fork(self._order))
 
     def close(self) -> None:
         """End all workers; the next `run` starts new ones."""
