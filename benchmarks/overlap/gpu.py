@@ -44,9 +44,9 @@ from benchmarks.overlap.ways import PUSH, Fused, Own, Reference, Serial, Way
 
 _MODELS = {model.name: model for model in MODELS}
 _TOKENS = (512, 4096, 16384)
-_TABLE_COLUMNS = 124
+TABLE_COLUMNS = 124
 _WARMUP_ROUNDS = 5
-_BARS = {
+BARS = {
     "matmul": ("torch.mm", "kernel"),
     "own": ("own",),
     "serial": ("serial_torch", "serial_kernel"),
@@ -74,7 +74,7 @@ def measure_on_gpu(
     gpu = torch.cuda.get_device_name()
     ranks = VirtualRanks(num_ranks, torch.device("cuda", torch.cuda.current_device()))
     clock, out = RanksClock(ranks), out or _results(gpu)
-    console = Console(width=max(Console().width, _TABLE_COLUMNS))
+    console = Console(width=max(Console().width, TABLE_COLUMNS))
     exit_code = 0
     for model in chosen:
         for num_tokens in tokens or _TOKENS:
@@ -134,7 +134,7 @@ def measured_rows(
         fields: dict[str, Any] = {"ranks": which_ranks, "virtual_ranks": ranks.world}
         fields |= {"processors_per_rank": ranks.processors, "dtype": str(dtype).removeprefix("torch.")}
         fields |= {"model": model.name, "tokens": tokens, "hidden": model.hidden, "ffn_per_rank": model.ffn}
-        bars = {bar: names for bar, names in _BARS.items() if set(names) <= comparison.samples.keys()}
+        bars = {bar: names for bar, names in BARS.items() if set(names) <= comparison.samples.keys()}
         fields |= overlap_fields(comparison, bars) | {"work_flops": case.flops}
         if comparison.passed:
             fields["matmul_flops_per_second"] = case.flops / fields["matmul_median_seconds"]

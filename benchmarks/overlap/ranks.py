@@ -37,7 +37,7 @@ FEWEST_RANKS, MOST_RANKS = 2, 8
 
 _FLUSH_BYTES = 256 << 20
 # 60 ms on an H200.
-_MOST_FLUSHES = 1000
+MOST_FLUSHES = 1000
 _MOST_TRIES = 4
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _PAGE_BYTES = 4096
@@ -138,14 +138,14 @@ class RanksClock:
             AssertionError: the flushes never last as long as the host needs.
         """
         for _ in range(_MOST_TRIES):
-            num_flushes = self._num_flushes.get(name, _MOST_FLUSHES)
+            num_flushes = self._num_flushes.get(name, MOST_FLUSHES)
             seconds, result, host_seconds, in_time = self._once(call, num_flushes)
             if in_time:
                 if name is not None and name not in self._num_flushes:
                     each = max(self._flush_seconds(), 1e-6)
-                    self._num_flushes[name] = min(1 + math.ceil(1.5 * host_seconds / each), _MOST_FLUSHES)
+                    self._num_flushes[name] = min(1 + math.ceil(1.5 * host_seconds / each), MOST_FLUSHES)
                 return seconds, result
-            self._num_flushes[name] = min(2 * num_flushes, _MOST_FLUSHES)
+            self._num_flushes[name] = min(2 * num_flushes, MOST_FLUSHES)
         raise AssertionError(f"the host takes {host_seconds * 1e3:.0f} ms to launch what is timed, longer than flushes")
 
     def _once(self, call: Callable[[], T], num_flushes: int) -> tuple[float, T, float, bool]:

@@ -192,7 +192,7 @@ def _by_backend() -> dict[str, Contestant]:
 
     found = {name: Contestant(functools.partial(by_backend, backend=one)) for name, one in _BACKENDS.items()}
     flash = found["sdpa_flash"].function
-    found["sdpa_flash_deterministic"] = Contestant(flash, context=_deterministic, directions=("backward", "both"))
+    found["sdpa_flash_deterministic"] = Contestant(flash, context=deterministic, directions=("backward", "both"))
     return found
 
 
@@ -244,7 +244,7 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Callable[[], Tensor])
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Use deterministic algorithms, without filling new tensors, which would be timed too."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory

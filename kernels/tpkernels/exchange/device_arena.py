@@ -98,6 +98,7 @@ class DeviceArena:
         timeout_seconds: as given.
         clock: measures the waits of this host; a test may set a clock of its own.
         newest_call: number of the newest call.
+        generation: that of the newest call; a test may set it.
         processors: how many processors of the GPU the arena's kernels use; None for all. Ranks that share a GPU divide
             them.
         split_bytes: the least that a copy engine fetches at a time; a flag is raised after each split.
@@ -124,7 +125,7 @@ class DeviceArena:
         self.rank, self.world = memory.rank, memory.world
         assert self.world <= MAX_WORLD, f"{self.world} ranks, lines for {MAX_WORLD}"
         self._record, self._members = record, members
-        self._generation = 0
+        self.generation = 0
         self.calls_since_gather: int | None = None
         self._calls: dict[int, str] = {}
         self.newest_call = 0
@@ -205,11 +206,6 @@ class DeviceArena:
         """Return the word that holds the epoch of a generation's newest call."""
         return self.word(STATE * LINE_WORDS + EPOCH_OF + generation)
 
-    @property
-    def generation(self) -> int:
-        """Return the generation of the newest call."""
-        return self._generation
-
     def offset_of(self, generation: int) -> int:
         """Return the offset in bytes at which a generation's data begins in each rank's memory."""
         return round_to_pages(CONTROL_BYTES) + generation * self.generation_bytes
@@ -241,10 +237,10 @@ class DeviceArena:
         """
         self.check()
         self.follow()
-        self._generation = (self._generation + 1) % NUM_GENERATIONS
+        self.generation = (self.generation + 1) % NUM_GENERATIONS
         name = str(dtype).removeprefix("torch.")
         what = f"{operation} of {num_rows} x {columns} {name} from row {first}, which {kind}"
-        return self._generation, self.number(what)
+        return self.generation, self.number(what)
 
     def follow(self) -> None:
         """Let what is launched next run after all earlier launches, also if the caller has changed the stream.
@@ -340,13 +336,13 @@ class DeviceArena:
         self._settle(group)
         self.control.zero_()
         self._record.zero_()
-        self._generation, self.calls_since_gather = 0, None
+        self.generation, self.calls_since_gather = 0, None
         self._write_state(0)
         self._settle(group)
 
     def _write_state(self, first_epoch: int) -> None:
         words = torch.zeros(LINE_WORDS, dtype=torch.int32)
-        words[EPOCH], words[GENERATION] = signed(first_epoch & 0xFFFFFFFF, 32), self._generation
+        words[EPOCH], words[GENERATION] = signed(first_epoch & 0xFFFFFFFF, 32), self.generation
         words[RANK], words[WORLD] = self.rank, self.world
         words[EPOCH_OF : EPOCH_OF + NUM_GENERATIONS] = words[EPOCH]
         words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_PER_SECOND), 1), _MOST_POLLS)

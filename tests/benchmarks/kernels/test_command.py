@@ -135,7 +135,7 @@ def test_liger_is_called_as_it_wants(interpreters: RankPool) -> None:
 
 def test_determinism_is_timed_without_filling_memory() -> None:
     settings: Any = torch.utils.deterministic
-    with kernel_attention._deterministic():
+    with kernel_attention.deterministic():
         assert torch.are_deterministic_algorithms_enabled() and not settings.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
 

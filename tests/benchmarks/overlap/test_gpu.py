@@ -132,7 +132,7 @@ def test_a_call_that_was_given_up_is_a_red_check_of_its_case_alone(
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:
-    console = Console(width=overlap_gpu._TABLE_COLUMNS)
+    console = Console(width=overlap_gpu.TABLE_COLUMNS)
     with console.capture() as captured:
         console.print(overlap_table("two co-located ranks", rows))
     return captured.get()
@@ -146,7 +146,7 @@ def comparison_of(**milliseconds: float) -> Comparison:
 
 def test_the_fastest_matmul_and_the_faster_serial_are_the_bars() -> None:
     times = {"torch__mm": 12, "kernel": 10, "own": 11, "serial_torch": 14, "serial_kernel": 16, "fused": 11, "push": 13}
-    fields = overlap_fields(comparison_of(**times), overlap_gpu._BARS)
+    fields = overlap_fields(comparison_of(**times), overlap_gpu.BARS)
     assert (fields["fastest_matmul"], fields["fastest_serial"]) == ("kernel", "serial_torch")
     assert fields["matmul_median_seconds"] == 0.010 and fields["serial_median_seconds"] == 0.014
     assert fields["ect_serial_seconds"] == pytest.approx(0.004)

@@ -124,7 +124,7 @@ def check_same_generation_again(device: str, strategy: str, num_calls: int) -> N
     arena = comm.device_arena
     assert arena is not None
     for case in num_calls * cases((7, 33))[3:4] + num_calls * cases((40,))[:1]:
-        arena._generation = 0  # `begin` takes the other
+        arena.generation = 0  # `begin` takes the other
         wrong = wrong_results(device, comm, [case])
         assert not wrong, "\n".join(wrong)
 

@@ -200,10 +200,10 @@ def check_replays(device: str, strategy: str, many: Sequence[Case], is_odd: bool
     def compute() -> list[list[Tensor]]:
         return [results(case, comm, inputs) for case, inputs in zip(many, everyone, strict=True)]
 
-    before = arena._generation
+    before = arena.generation
     # Captured, it has been computed three times: an odd number of times too.
     replay, got = captured(compute) if device == "cuda" else (lambda: None, compute())
-    assert (arena._generation != before) == is_odd
+    assert (arena.generation != before) == is_odd
     wants = [expected(case, comm.rank, comm.size) for case in many]
     for factor in (2, -1, 3, -2, 1) if device == "cuda" else (2,):
         for inputs, original in zip(everyone, drawn, strict=True):

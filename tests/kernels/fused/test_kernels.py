@@ -198,7 +198,7 @@ def check_same_generation_again() -> None:
     arena = comm.device_arena
     assert arena is not None
     for case in 4 * cases((7, 33))[3:4] + 4 * cases((40,))[:1]:
-        arena._generation = 0  # `begin` takes the other
+        arena.generation = 0  # `begin` takes the other
         wrong = wrong_results(comm, [case])
         assert not wrong, "\n".join(wrong)
 

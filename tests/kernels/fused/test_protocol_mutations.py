@@ -65,7 +65,7 @@ def first_wrong_gather(comm: Communicator) -> str:
 def first_wrong_sum(comm: Communicator) -> str:
     """Three sums in a row in one generation of the arena, as a replayed CUDA graph of one call makes them."""
     for number in (1.0, 2.0, 3.0):
-        arena_of(comm)._generation = 0  # `begin` takes the other
+        arena_of(comm).generation = 0  # `begin` takes the other
         # [T, F/tp] @ [D, F/tp]^T, summed over the ranks
         y = matmul_reduce_scatter(torch.full((2 * comm.size, 3), number), torch.ones(COLUMNS, 3), comm)
         if not torch.equal(y, torch.full((2, COLUMNS), 3 * number * comm.size)):

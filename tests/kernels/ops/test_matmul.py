@@ -137,9 +137,9 @@ def check_configurations(device: str, whole: bool) -> None:
         )
         expected, gated = a @ b, a @ weight.T
         # What float32 compiles with tiles of 128 takes minutes.
-        tables = [configs._FLOAT32] if dtype == torch.float32 else [configs._HOPPER, configs._AMPERE, configs._CDNA]
+        tables = [configs.FLOAT32] if dtype == torch.float32 else [configs.HOPPER, configs.AMPERE, configs.CDNA]
         every = {SMALL_TILES, *(choice.config for table in tables for choice in table.choices)}
-        for config in every if whole else {SMALL_TILES, configs._HOPPER.choices[0].config}:
+        for config in every if whole else {SMALL_TILES, configs.HOPPER.choices[0].config}:
             with unwritten_is_nan():
                 assert torch.equal(launch_matmul(a, b, config=config), expected), config
                 assert torch.equal(launch_matmul(by_columns(a), by_columns(b), config=config), expected), config

@@ -71,7 +71,7 @@ class _Table(NamedTuple):
 
 
 # sm_90's wgmma and sm_100's tcgen05 read their operands from shared memory. Shapes: kraken, triton's tutorials.
-_HOPPER = _Table(
+HOPPER = _Table(
     (
         _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
         _Choice(MatmulConfig(256, 128, 64, 4, 8, 3), 1.0),
@@ -83,7 +83,7 @@ _HOPPER = _Table(
     MatmulConfig(64, 64, 32, 8, 4, 3),
 )
 # mma.sync: operands and sums are all in registers, so 128x256 spills if A is stored by columns.
-_AMPERE = _Table(
+AMPERE = _Table(
     (
         _Choice(MatmulConfig(128, 128, 32, 8, 8, 4), 1.0),
         _Choice(MatmulConfig(64, 128, 32, 8, 4, 4), 0.8),
@@ -93,7 +93,7 @@ _AMPERE = _Table(
     MatmulConfig(64, 64, 32, 8, 4, 3),
 )
 # gfx942: of two stages one is in the 64 kB of shared memory, the other is in registers, being loaded.
-_CDNA = _Table(
+CDNA = _Table(
     (
         _Choice(MatmulConfig(256, 128, 32, 4, 8, 2), 1.0),
         _Choice(MatmulConfig(128, 128, 32, 8, 4, 2), 0.85),
@@ -105,7 +105,7 @@ _CDNA = _Table(
 )
 # NVIDIA has no matrix units for full float32, and each product is one instruction: larger tiles take minutes to
 # compile.
-_FLOAT32 = _Table(
+FLOAT32 = _Table(
     (
         _Choice(MatmulConfig(64, 64, 16, 8, 8, 2), 1.0),
         _Choice(MatmulConfig(32, 32, 16, 8, 4, 2), 0.5),
@@ -197,12 +197,12 @@ def config_of(
 
 def _table(dtype: torch.dtype, target: Target, gated: bool) -> _Table:
     if dtype.itemsize > 2:
-        return _GATED_FLOAT32 if gated else _FLOAT32
+        return _GATED_FLOAT32 if gated else FLOAT32
     if target.backend == "hip":
-        return _GATED_CDNA if gated else _CDNA
+        return _GATED_CDNA if gated else CDNA
     if 90 <= int(target.arch) < 120:
-        return _GATED_HOPPER if gated else _HOPPER
-    return _GATED_AMPERE if gated else _AMPERE
+        return _GATED_HOPPER if gated else HOPPER
+    return _GATED_AMPERE if gated else AMPERE
 
 
 def _nearest_power_of_2(size: int) -> int:
