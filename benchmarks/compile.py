@@ -186,11 +186,12 @@ def write_lock(every: Iterable[Compiled], path: Path = LOCK) -> None:
 def _compile_one(
     op: str, target_name: str, known: Sequence[Compiled] = (), cache: Path | None = None
 ) -> list[Compiled]:
+    """Return what an operator launches, compiled for a target; `known` rows are taken by their key, not compiled."""
     target = TARGETS[target_name]
     known_by_key = {one.key: one for one in known}
     found: dict[tuple[str, str], Compiled] = {}
     with tempfile.TemporaryDirectory() as directory:
-        _pretend(target, cache or Path(directory))
+        pretend(target, cache or Path(directory))
 
         def compile_launch(
             kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
@@ -284,7 +285,7 @@ def _word(name: str, value: Any) -> str:
     return f"{name.removeprefix('p_')}:none" if value is None else ""
 
 
-def _pretend(target: Target, cache: Path) -> None:
+def pretend(target: Target, cache: Path) -> None:
     """Make triton compile for a target that need not be here, from now on in this process."""
 
     class Driver:

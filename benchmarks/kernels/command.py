@@ -52,8 +52,8 @@ from benchmarks.kernels.timing import measure_ceilings
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _RESULTS = ROOT / "benchmarks" / "results"
-_MODELS = {model.name: model for model in MODELS}
-_HOST_MODELS, _HOST_SEQUENCES = (MODELS[0].name,), (512,)
+MODELS_BY_NAME = {model.name: model for model in MODELS}
+HOST_MODELS, _HOST_SEQUENCES = (MODELS[0].name,), (512,)
 _WORKING_TREE, _REVISION = "working_tree", "revision"
 _TABLE_COLUMNS = 136
 
@@ -155,7 +155,7 @@ def _shapes(options: Options, device: str) -> list[Shape]:
     """Return the shapes that are asked for; refuse unknown names."""
     for flag, chosen, known in (
         ("--op", options.op or (), CASES),
-        ("--models", options.models or (), _MODELS),
+        ("--models", options.models or (), MODELS_BY_NAME),
         ("--rivals", options.rivals, RIVALS),
     ):
         for name in chosen:
@@ -164,9 +164,9 @@ def _shapes(options: Options, device: str) -> list[Shape]:
                 raise ValueError(f"{flag} must be of {', '.join(known)}: got {name!r}: use {nearest[0]}")
     on_host = device == "cpu"
     dtype = getattr(torch, options.dtype or ("float32" if on_host else "bfloat16"))
-    models = options.models or (_HOST_MODELS if on_host else tuple(_MODELS))
+    models = options.models or (HOST_MODELS if on_host else tuple(MODELS_BY_NAME))
     seqs = options.seqs or (_HOST_SEQUENCES if on_host else SEQUENCES)
-    return [Shape(_MODELS[model], seq, dtype, device) for model in models for seq in seqs]
+    return [Shape(MODELS_BY_NAME[model], seq, dtype, device) for model in models for seq in seqs]
 
 
 def _contest(options: Options, stack: ExitStack) -> _Contest:

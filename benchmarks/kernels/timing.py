@@ -77,7 +77,7 @@ class CudaClock:
     """Events around a call, after flushes of the cache that last at least as long as the host needs to launch it."""
 
     def __init__(self) -> None:
-        self._buffer = _flush_buffer()
+        self._buffer = flush_buffer()
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._num_flushes = 1
         self._buffer.zero_()
@@ -104,7 +104,8 @@ class CudaClock:
 
 
 @functools.cache
-def _flush_buffer() -> Tensor:
+def flush_buffer() -> Tensor:
+    """Return the GPU memory that is written between samples to empty the cache."""
     return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 

@@ -89,7 +89,7 @@ def main(options: Options) -> int:
     """Run all cases; return 1 if a check was red."""
     # CUDA reads the environment when it starts, and even looking for a GPU starts it.
     prepare_environment()
-    device = _device(options)
+    device = device_of(options)
     if device == "cuda":
         return measure_on_gpu(options.models, options.tokens, options.virtual_ranks, options.rounds, options.out)
     if options.ffn % options.tp:
@@ -107,7 +107,7 @@ def main(options: Options) -> int:
     return exit_code
 
 
-def _device(options: Options) -> str:
+def device_of(options: Options) -> str:
     """Return the device to measure on.
 
     Raises:
@@ -137,8 +137,8 @@ def measure(options: Options) -> list[dict[str, Any]]:
     rows = []
     for name, compute in _cases(operands).items():
         variants = {bar: functools.partial(compute, way) for bar, way in ways.items()}
-        comparison = compare(variants, check=lambda v=variants: _check(v), rounds=options.rounds, warmup=5)  # type: ignore[misc]
-        of_row = {"arena": fused.arena is not None, **sizes, **_fields(comparison)}
+        comparison = compare(variants, check=lambda v=variants: check_variants(v), rounds=options.rounds, warmup=5)  # type: ignore[misc]
+        of_row = {"arena": fused.arena is not None, **sizes, **fields_of(comparison)}
         rows.append(make_row(f"overlap/{name}", threads_per_rank=THREADS_PER_RANK, fields=of_row))
     return rows
 
@@ -253,7 +253,7 @@ def _cases(o: _Operands) -> dict[str, Callable[[_Way], list[Tensor]]]:
     }
 
 
-def _check(variants: Variants) -> None:
+def check_variants(variants: Variants) -> None:
     """Check with tolerance zero: operands are integers. Plain products are one rank's part of the other results."""
     serial = [result.clone() for result in variants["serial"]()]
     for got, want in zip(variants["fused"](), serial, strict=True):
@@ -264,7 +264,8 @@ def _check(variants: Variants) -> None:
             assert torch.equal(got, want), f"{name} and torch.mm differ by up to {(got - want).abs().max().item():g}"
 
 
-def _fields(comparison: Comparison) -> dict[str, Any]:
+def fields_of(comparison: Comparison) -> dict[str, Any]:
+    """Return a row's fields about the comparison."""
     return overlap_fields(comparison, {"matmul": _PLAIN} | {bar: (bar,) for bar in _BARS})
 
 

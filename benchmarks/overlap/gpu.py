@@ -45,7 +45,7 @@ from benchmarks.overlap.ways import PUSH, Fused, Own, Reference, Serial, Way
 _MODELS = {model.name: model for model in MODELS}
 _TOKENS = (512, 4096, 16384)
 TABLE_COLUMNS = 124
-_WARMUP_ROUNDS = 5
+WARMUP_ROUNDS = 5
 BARS = {
     "matmul": ("torch.mm", "kernel"),
     "own": ("own",),
@@ -187,7 +187,7 @@ def _compared(case: Case, o: Operands, clock: Clock, rounds: int) -> Comparison:
         check(case, o, ways, every, clock)
         o.fill(integers=False)
         calls = {name: functools.partial(seconds, name) for name in ways}
-        return Comparison(PASSED, interleave(calls, rounds=rounds, warmup=_WARMUP_ROUNDS))
+        return Comparison(PASSED, interleave(calls, rounds=rounds, warmup=WARMUP_ROUNDS))
     except (AssertionError, PeerError, CallMismatch) as error:
         return Comparison(f"failed: {' '.join(str(error).split())}")
     finally:

@@ -165,7 +165,8 @@ class Own(Way):
             most, slot_elements = cdiv(num_tokens, arena.world), arena.slot_bytes // x.element_size()
             generation, call = arena.begin(operation, "scatters", num_tokens, columns, x.dtype, 0)
             launch_matmul_scatter([(x, matrix)], None, arena, num_tokens, 0, most, slot_elements, generation, call)
-            return [_slot(arena, owner, rank, generation, num_tokens, columns, x.dtype) for owner in range(arena.world)]
+            owners = range(arena.world)
+            return [slot_of(arena, owner, rank, generation, num_tokens, columns, x.dtype) for owner in owners]
 
         return [block for blocks in self.ranks.each(multiply) for block in blocks]
 
@@ -185,7 +186,7 @@ class Serial(Way):
         self._still = still
 
     def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
-        full = self._gathered(rows)
+        full = self.gathered(rows)
         return self.ranks.each(lambda rank: self.product(full[rank], matrices[rank])), full
 
     def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
@@ -197,7 +198,7 @@ class Serial(Way):
                 owner = (rank + i) % self.ranks.world
                 rows = shard_rows(num_tokens, self.ranks.world, owner)
                 dtype = products[rank].dtype
-                slot = _slot(self._still[rank], owner, rank, 0, num_tokens, columns, dtype)
+                slot = slot_of(self._still[rank], owner, rank, 0, num_tokens, columns, dtype)
                 slot.copy_(products[rank][rows], non_blocking=True)
 
         def add_up(rank: int) -> Tensor:
@@ -211,9 +212,10 @@ class Serial(Way):
         return self.ranks.each(add_up)
 
     def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
-        return self.scatter(lefts, matrices, operation), self._gathered(rows)
+        return self.scatter(lefts, matrices, operation), self.gathered(rows)
 
-    def _gathered(self, rows: Rows) -> list[Tensor]:
+    def gathered(self, rows: Rows) -> list[Tensor]:
+        """Return all rows on every rank, copied from their shards."""
         num_tokens, depth = rows.full[0].shape
 
         def copy(rank: int) -> Tensor:
@@ -272,7 +274,7 @@ class Fused(Way):
         return y, full
 
 
-def _slot(
+def slot_of(
     arena: DeviceArena, owner: int, source: int, generation: int, num_tokens: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     """Return where `source` stores the owner's rows."""

@@ -6,11 +6,12 @@ import getpass
 import json
 import math
 import platform
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.harness import rows
 from benchmarks.harness.rows import append, cpu_model, environment, make_row, stored
 
 WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
@@ -41,19 +42,19 @@ def test_the_environment_names_no_host_and_no_user() -> None:
 
 
 def test_results_do_not_make_the_tree_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
+    asked: list[list[str]] = []
 
-    def git(*arguments: str) -> str:
-        asked.append(arguments)
-        return ""
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
-    monkeypatch.setattr(rows, "_git", git)
+    monkeypatch.setattr(subprocess, "run", run)
     assert environment()["dirty"] is False
-    assert any(":!benchmarks/results" in arguments for arguments in asked)
+    assert any(":!benchmarks/results" in command for command in asked)
 
 
 def test_without_git_the_source_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rows, "_ROOT", tmp_path)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
     found = environment()
     assert found["commit"] is None and found["dirty"] is None
 

@@ -63,8 +63,8 @@ QUICK = ("--seqs", "24", "--rounds", "2", "--rivals", "torch")
 
 @pytest.fixture
 def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_MODELS", {TINY.name: TINY})
-    monkeypatch.setattr(kernels, "_HOST_MODELS", (TINY.name,))
+    monkeypatch.setattr(kernels, "MODELS_BY_NAME", {TINY.name: TINY})
+    monkeypatch.setattr(kernels, "HOST_MODELS", (TINY.name,))
     monkeypatch.setattr(kernels, "measure_ceilings", measured_once)
 
 
@@ -412,7 +412,7 @@ def test_the_clock_of_a_gpu_flushes_before_it_records(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(kernel_timing, "_flush_buffer", Buffer)
+    monkeypatch.setattr(kernel_timing, "flush_buffer", Buffer)
     clock = CudaClock()
     times = iter([1.0, 1.025])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))

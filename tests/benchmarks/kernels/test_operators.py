@@ -27,7 +27,7 @@ def comparison_of(*milliseconds: float) -> Comparison:
 
 
 def test_overlap_efficiency_is_the_hidden_part_of_the_communication() -> None:
-    fields = overlap._fields(comparison_of(12, 11, 10, 10.5, 11, 14, 11))
+    fields = overlap.fields_of(comparison_of(12, 11, 10, 10.5, 11, 14, 11))
     assert fields["fastest_matmul"] == "prepared" and fields["matmul_median_seconds"] == pytest.approx(0.010)
     assert fields["overlap_efficiency_ratio"] == pytest.approx(1 - 1 / 4)
     assert fields["overlap_ceiling_ratio"] == pytest.approx(1 - 0.5 / 4)
@@ -36,13 +36,13 @@ def test_overlap_efficiency_is_the_hidden_part_of_the_communication() -> None:
 
 
 def test_no_efficiency_where_communication_costs_nothing() -> None:
-    fields = overlap._fields(comparison_of(12, 11, 10, 10.5, 11, 9.9, 11))
+    fields = overlap.fields_of(comparison_of(12, 11, 10, 10.5, 11, 9.9, 11))
     assert fields["ect_serial_seconds"] < 0
     assert not [name for name in fields if name.startswith("overlap_")]
 
 
 def test_a_red_check_has_no_numbers() -> None:
-    assert overlap._fields(Comparison("failed: rank 1: fused and serial differ")) == {
+    assert overlap.fields_of(Comparison("failed: rank 1: fused and serial differ")) == {
         "check": "failed: rank 1: fused and serial differ"
     }
 
@@ -50,10 +50,10 @@ def test_a_red_check_has_no_numbers() -> None:
 def test_a_wrong_result_is_noticed() -> None:
     right, wrong = [torch.ones(2, 2)], [torch.zeros(2, 2)]
     good = {bar: lambda: right for bar in BARS}
-    overlap._check(good)
+    overlap.check_variants(good)
     for bar in ("fused", "own", "split", "prepared", "host_gemm"):
         with pytest.raises(AssertionError, match=f"{bar} and .* differ by up to 1"):
-            overlap._check(good | {bar: lambda: wrong})
+            overlap.check_variants(good | {bar: lambda: wrong})
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -90,7 +90,7 @@ def rows_with_stand_ins(cases: tuple[str, ...], failing: str) -> list[dict[str, 
             replaced[failing].gather = give_up  # type: ignore[method-assign]
         return ways | replaced
 
-    changes = {"ways_of": stand_ins, "cases_of": chosen, "_WARMUP_ROUNDS": 0}
+    changes = {"ways_of": stand_ins, "cases_of": chosen, "WARMUP_ROUNDS": 0}
     with patch.multiple(overlap_gpu, **changes):
         ranks = ranks_on("cpu", 2)
         return list(measured_rows(TINY, 6, ranks, HostTime(), 2, "virtual, one Some GPU", torch.float32))
@@ -191,7 +191,7 @@ def test_a_gpu_is_taken_unless_sizes_are_the_cpus(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], there_is_a_gpu: bool, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is_a_gpu)
-    assert overlap._device(overlap.Options(**options)) == device
+    assert overlap.device_of(overlap.Options(**options)) == device
 
 
 def test_a_gpu_gets_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

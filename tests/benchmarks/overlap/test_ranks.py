@@ -5,6 +5,7 @@ Only a GPU shows that launches begin together, and that no rank holds what anoth
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,10 @@ def test_every_stream_begins_after_the_flushes_and_the_clock_stops_after_all(mon
 
 def test_a_sample_that_began_without_the_host_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, 2)
-    gpu.clock._num_flushes["bar"] = 3
+    times = itertools.count(1.0, 0.005)  # the host takes 5 ms each time
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    gpu.clock.timed(lambda: None, "bar")  # the first sample measures that 5 flushes suffice
+    gpu.happened.clear()
     lengths: list[int] = []
 
     def call() -> str:
@@ -129,7 +133,7 @@ def test_a_sample_that_began_without_the_host_is_taken_again(monkeypatch: pytest
         return f"call {len(lengths)}"
 
     assert gpu.clock.timed(call, "bar") == (0.002, "call 3")
-    assert lengths == [3, 6, 12]
+    assert lengths == [5, 10, 20]
 
     def late() -> None:
         gpu.started = True

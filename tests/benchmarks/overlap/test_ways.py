@@ -179,14 +179,14 @@ def check_that_errors_are_noticed() -> None:
     nothing = patch("benchmarks.overlap.ways.launch_sum_slots", lambda *_: None)
     unwritten = patch("benchmarks.overlap.ways.launch_matmul_scatter", lambda *_: None)
     elsewhere = patch(
-        "benchmarks.overlap.ways._slot", lambda arena, owner, *_: torch.empty(4, 24)[: 4 - 2 * (owner > 1)]
+        "benchmarks.overlap.ways.slot_of", lambda arena, owner, *_: torch.empty(4, 24)[: 4 - 2 * (owner > 1)]
     )
     breaks: list[tuple[str, str, Callable[[Way], Any]]] = [
         (scatter, "serial_torch", lambda way: nothing),
         (scatter, "serial_kernel", lambda way: elsewhere),
         (scatter, "own", lambda way: unwritten),
         (gather, "own", lambda way: patch("benchmarks.overlap.ways.launch_gather_matmul", lambda *_: None)),
-        (gather, "serial_torch", lambda way: patch.object(way, "_gathered", lambda rows: [x * 2 for x in rows.full])),
+        (gather, "serial_torch", lambda way: patch.object(way, "gathered", lambda rows: [x * 2 for x in rows.full])),
         (gather, "kernel", lambda way: patch.object(way, "product", lambda a, b: a @ b + 1)),
         (backward, "kernel", lambda way: patch.object(way, "wgrad", lambda *_: None)),
     ]
