@@ -32,7 +32,7 @@ from tpkernels.symmetric.signals import PeerError, Signals, control_bytes, words
 NUM_GENERATIONS = 2
 # How long to wait for all shards to come at once. Splitting a matmul costs about as much, to copy its parts into place.
 _SOON_SECONDS = 1e-4
-_OPERATIONS = (
+OPERATIONS = (
     "a refused call",
     "all_gather",
     "reduce_scatter",
@@ -101,7 +101,7 @@ class Arena:
         size = control_bytes(self.world)
         self._data_offset = round_to_pages(size)
         areas = [words_over(memory.bytes_of(rank, 0, size)) for rank in range(self.world)]
-        self.signals = Signals(areas, self.rank, memory.pids, members, name, _OPERATIONS, timeout_seconds)
+        self.signals = Signals(areas, self.rank, memory.pids, members, name, OPERATIONS, timeout_seconds)
         close_to_children(self, f"the arena of group {name}", "signals", "memory")
         self._epoch = first_epoch
         self._ended_by: BaseException | None = None
@@ -154,7 +154,7 @@ class Arena:
         It takes part in the call with an announcement of its own. So the others raise CallMismatch, instead of waiting
         for this rank.
         """
-        self._begin(_REFUSED)
+        self.begin(_REFUSED)
         for peer in self._peers:
             self.signals.notify(peer, self.epoch)
         self._hear_all(_REFUSED)
@@ -192,11 +192,11 @@ class Arena:
         most = -(-num_rows // self.world)
         for first in range(0, max(most, 1), rows_per_piece):
             call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
-            generation = self._begin(call)
+            generation = self.begin(call)
             with self._poison_if_left(operation):
                 # Publish: copy this rank's shard into its arena, and raise its flag for every peer.
                 piece = x[first : first + rows_per_piece]
-                self._block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
+                self.block(self.rank, generation, 0, piece.shape, x.dtype).copy_(piece)
                 for peer in self._peers:
                     self.signals.notify(peer, self.epoch)
                 # Read: the peers' shards as they come, or all of them copied into `into`.
@@ -221,9 +221,9 @@ class Arena:
         call: tuple[int, ...],
     ) -> Iterator[tuple[slice, Tensor]]:
         for peer in self._peers:
-            self._wait(peer, generation, call)
+            self.wait(peer, generation, call)
             rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_per_piece)
-            yield rows, self._block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
+            yield rows, self.block(peer, generation, 0, (rows.stop - rows.start, columns), dtype)
 
     def reduce_scatter(
         self,
@@ -261,14 +261,14 @@ class Arena:
         total = torch.empty(own.stop - own.start, columns, dtype=dtype)
         for first in range(0, max(most, 1), rows_per_piece):
             call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
-            generation = self._begin(call)
+            generation = self.begin(call)
             with self._poison_if_left(operation):
                 # Write: a partial result for each peer, and raise the flag for it.
                 for peer in self._peers:
                     rows = piece_of(shard_rows(num_rows, self.world, peer), first, rows_per_piece)
                     shape = (rows.stop - rows.start, columns)
                     if shape[0]:
-                        partial(rows, self._block(self.rank, generation, peer * slot_bytes, shape, dtype))
+                        partial(rows, self.block(self.rank, generation, peer * slot_bytes, shape, dtype))
                     self.signals.notify(peer, self.epoch)
                 # Compute this rank's own part while the peers write theirs.
                 rows = piece_of(own, first, rows_per_piece)
@@ -278,12 +278,12 @@ class Arena:
                     piece = partial(rows, None if is_whole else piece)
                 # Wait for all peers, then add in the tree's order.
                 for peer in self._peers:
-                    self._wait(peer, generation, call)
+                    self.wait(peer, generation, call)
                 slots = [
-                    self._block(peer, generation, self.rank * slot_bytes, piece.shape, dtype)
+                    self.block(peer, generation, self.rank * slot_bytes, piece.shape, dtype)
                     for peer in range(self.world)
                 ]
-                _add_to_own(slots, self.rank, piece)
+                add_to_own(slots, self.rank, piece)
                 if is_whole:
                     total = piece
         return total
@@ -297,7 +297,7 @@ class Arena:
             )
         return rows
 
-    def _begin(self, call: tuple[int, ...]) -> int:
+    def begin(self, call: tuple[int, ...]) -> int:
         """Begin a call and return its generation, which no rank reads any more."""
         self.signals.raise_if_poisoned()
         self._ended_by = None
@@ -306,7 +306,8 @@ class Arena:
         self.signals.announce(generation, call)
         return generation
 
-    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+    def wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+        """Wait until a peer has published its part of this call; raise CallMismatch if its call is another one."""
         self.signals.wait(peer, self.epoch, call[0])
         theirs = self.signals.announced(peer, generation, len(call))
         if theirs != call:
@@ -339,12 +340,11 @@ class Arena:
         except BaseException as error:
             # After a CallMismatch every rank raises by itself; after a PeerError the group is poisoned already.
             if error is not self._ended_by and not isinstance(error, PeerError):
-                self.signals.fail(_OPERATIONS.index(operation), self.epoch)
+                self.signals.fail(OPERATIONS.index(operation), self.epoch)
             raise
 
-    def _block(
-        self, owner: int, generation: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
+    def block(self, owner: int, generation: int, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a view of a part of a rank's data in one generation."""
         offset = self._data_offset + generation * self.generation_bytes + offset_bytes
         return self.memory.block(owner, offset, shape, dtype)
 
@@ -352,7 +352,7 @@ class Arena:
 def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
     """Return what all ranks must agree on in a call, as int32 words."""
     sizes = (num_rows, columns, first)
-    return (_OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
+    return (OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
 
 
 def _dtype_number(dtype: torch.dtype) -> int:
@@ -369,7 +369,7 @@ def _describe(call: tuple[int, ...]) -> str:
     }
     name = names.get(dtype, "of an unknown dtype")
     what = "gathers rows" if kind == _GATHERS else "scatters sums"
-    return f"{_OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {what}"
+    return f"{OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {what}"
 
 
 def piece_of(rows: slice, first: int, num_rows: int) -> slice:
@@ -377,7 +377,7 @@ def piece_of(rows: slice, first: int, num_rows: int) -> slice:
     return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
 
 
-def _add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
+def add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
     """Write into `own` the tree's sum of the slots, with `own` itself in the place of slots[rank]."""
     tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
 

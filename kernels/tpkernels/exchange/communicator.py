@@ -84,6 +84,7 @@ class Communicator:
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
+        is_gloo: whether the group's backend is gloo, which works on host memory.
         name: registered operators find the communicator by this name, in this process.
         arena: None if collectives are used.
         device_arena: the arena of the fused matmuls' kernels, or None.
@@ -112,7 +113,7 @@ class Communicator:
             check_num_bytes("arena_bytes, or 0 for no arena,", arena_bytes)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self._gloo = group is not None and dist.get_backend(group) == "gloo"
+        self.is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self.arena: Arena | None = None
         self.device_arena: DeviceArena | None = None
         if arena_bytes and self.size > 1:
@@ -332,7 +333,7 @@ class Communicator:
     def broadcast_(self, x: Tensor) -> Tensor:
         """Overwrite the ranks' tensors with that of the group's rank 0. Return x."""
         if self.size > 1:
-            host = x.cpu().contiguous() if self._gloo else x.contiguous()
+            host = x.cpu().contiguous() if self.is_gloo else x.contiguous()
             dist.broadcast(host, group=self.group, group_src=0)
             if host is not x:
                 x.copy_(host)
@@ -365,7 +366,7 @@ class Communicator:
             return self._copied_to(full, own)
         if self.arena is not None and full.device.type == "cpu":
             return self._background.submit(gather_through, self.arena, own, full)
-        if self._gloo and full.is_cuda:
+        if self.is_gloo and full.is_cuda:
             host = torch.empty(full.shape, dtype=full.dtype)
             return Collective(_all_gather_single(host, own.cpu(), group=self.group, async_op=True), (host, full))
         return Collective(_all_gather_single(full, own, group=self.group, async_op=True))
@@ -388,9 +389,9 @@ class Communicator:
             return self._copied_to(out, x)
         if self.arena is not None and x.device.type == "cpu":
             return self._background.submit(reduce_scatter_through, self.arena, x, out)
-        if not self._gloo and not in_tree:
+        if not self.is_gloo and not in_tree:
             return Collective(_reduce_scatter_single(out, x, group=self.group, async_op=True))
-        x = x.cpu() if self._gloo else x
+        x = x.cpu() if self.is_gloo else x
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
         return Parts(work, parts.view(self.size, -1).unbind(), out)
@@ -409,16 +410,16 @@ class Communicator:
     def _start(self, x: Tensor, op: Any) -> Work:
         if self.size == 1:
             return Done()
-        if (self._gloo and x.is_cuda) or not x.is_contiguous():
+        if (self.is_gloo and x.is_cuda) or not x.is_contiguous():
             # A contiguous copy: the collective would also sum what lies between the elements of a strided tensor.
-            host = x.cpu().contiguous() if self._gloo else x.contiguous()
+            host = x.cpu().contiguous() if self.is_gloo else x.contiguous()
             return Collective(dist.all_reduce(host, op, group=self.group, async_op=True), (host, x))
         return Collective(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def _gather_by_collective(self, x: Tensor, num_rows: int) -> Tensor:
         most = -(-num_rows // self.size)
         x = _padded(x, most)
-        if self._gloo:
+        if self.is_gloo:
             full = self._on_host(self._exchange_shards, x)
         else:
             full = x.new_empty(self.size * most, *x.shape[1:])
@@ -426,7 +427,7 @@ class Communicator:
         return full[:num_rows]
 
     def _reduce_scatter_by_collective(self, x: Tensor) -> Tensor:
-        if self._gloo:
+        if self.is_gloo:
             return self._reduce_scatter_by_exchange(x)
         own = shard_rows(len(x), self.size, self.rank)
         most = -(-len(x) // self.size)
@@ -439,7 +440,7 @@ class Communicator:
         """Send each other rank its rows, and add the received ones in a balanced tree."""
         own = shard_rows(len(x), self.size, self.rank)
         x = _padded(x, self.size * -(-len(x) // self.size))
-        part = self._on_host(self._exchange_and_add, x) if self._gloo else self._exchange_and_add(x)
+        part = self._on_host(self._exchange_and_add, x) if self.is_gloo else self._exchange_and_add(x)
         return part[: own.stop - own.start]
 
     def _on_host(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -110,12 +110,15 @@ class HostCopies:
     Args:
         generator: for tests: shuffles the peers and delays each step at random; None: in order, without delay.
         most_seconds: the longest delay.
+
+    Attributes:
+        started: the copies that were started since the last `join`.
     """
 
     def __init__(self, generator: random.Random | None = None, most_seconds: float = 0.0) -> None:
         self._generator, self._most_seconds = generator, most_seconds
         self._thread: ThreadPoolExecutor | None = None
-        self._started: list[Future[None]] = []
+        self.started: list[Future[None]] = []
 
     def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         if self._thread is None:
@@ -123,16 +126,16 @@ class HostCopies:
         ordered = list(fetches)
         if self._generator is not None:
             self._generator.shuffle(ordered)
-        self._started.append(self._thread.submit(self._fetch, arena, ordered, generation, call))
+        self.started.append(self._thread.submit(self._fetch, arena, ordered, generation, call))
 
     def join(self) -> None:
-        for started in self._started:
+        for started in self.started:
             started.result()
-        self._started.clear()
+        self.started.clear()
 
     def reset(self) -> None:
-        wait(self._started)
-        self._started.clear()
+        wait(self.started)
+        self.started.clear()
 
     @torch.no_grad()
     def _fetch(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
@@ -140,7 +143,7 @@ class HostCopies:
             self._pause()
             # Read the epoch as late as a GPU's engine does.
             epoch = int(arena.epoch_of(generation))
-            if fetch.peer != arena.rank and not _has_published(arena, fetch.peer, epoch, call):
+            if fetch.peer != arena.rank and not has_published(arena, fetch.peer, epoch, call):
                 return
             for copy in fetch.copies:
                 self._pause()
@@ -154,7 +157,7 @@ class HostCopies:
             time.sleep(self._generator.uniform(0, self._most_seconds))
 
 
-def _has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool:
+def has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool:
     """Wait as wait_kernels.wait_kernel does; return False if the group is poisoned."""
     line = PUBLISHED + peer
     flag, number = arena.word(line * LINE_WORDS), arena.word(line * LINE_WORDS + 1 + (epoch & 1))

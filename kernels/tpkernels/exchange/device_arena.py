@@ -94,6 +94,7 @@ class DeviceArena:
         rank, world: this rank's place in the group and the number of ranks.
         control: this rank's control area.
         address: address of the control area; every kernel is given it.
+        device: where the control area lies.
         epoch: the word of the control area that holds the newest call's epoch.
         timeout_seconds: as given.
         clock: measures the waits of this host; a test may set a clock of its own.
@@ -132,7 +133,7 @@ class DeviceArena:
         self.processors: int | None = None
         self.split_bytes = _SPLIT_BYTES
         self.control = self.control_of(self.rank)
-        self._device = self.control.device
+        self.device = self.control.device
         self._stream: torch.cuda.Stream | None = None
         self.address = memory.addresses[self.rank]
         self.epoch = self.word(STATE * LINE_WORDS + EPOCH)
@@ -248,9 +249,9 @@ class DeviceArena:
         Launches share counters. While a CUDA graph is captured this does nothing: a graph cannot wait for work outside
         of it, and its calls are on one stream.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
         self._stream = stream

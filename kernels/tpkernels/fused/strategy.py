@@ -92,12 +92,12 @@ def decide(
         ValueError: a row does not fit into the arena; on every rank.
     """
     room = _Room(arena.world, arena.slot_bytes, arena.generation_bytes, arena.split_bytes, arena.rates)
-    return _decided(strategy, operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), room)
+    return decided(strategy, operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), room)
 
 
 # The same few sizes come in every layer.
 @functools.lru_cache(maxsize=1024)
-def _decided(
+def decided(
     strategy: str,
     operation: Operation,
     num_tokens: int,
@@ -107,6 +107,7 @@ def _decided(
     target: Target,
     room: _Room,
 ) -> Decision | None:
+    """Return `decide`'s answer for these sizes, made once for each."""
     row_bytes = (inner if operation == "gather" else sum(widths)) * dtype.itemsize
     fits = row_bytes <= room.slot_bytes
     if strategy == "auto":

@@ -100,7 +100,7 @@ class CudaMemory(CachedBlocks):
         numbers = device_for_numbers(group)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         raise_together(group, problem_here(device), numbers)
-        everyone = [Facts(*facts) for facts in exchange(group, _facts_of(device, num_bytes), numbers)]
+        everyone = [Facts(*facts) for facts in exchange(group, facts_of(device, num_bytes), numbers)]
         problem = refusal(everyone)
         if problem:
             # All ranks have the same facts, so all raise here.
@@ -109,7 +109,7 @@ class CudaMemory(CachedBlocks):
         raise_together(group, peer_problem(indices[rank], indices), numbers)
         part = handle = None
         try:
-            part = _zeros(num_bytes, torch.device("cuda", indices[rank]), world)
+            part = zeros_on(num_bytes, torch.device("cuda", indices[rank]), world)
         except RuntimeError as error:
             problem = f"a GPU's memory of {num_bytes} bytes was refused: {_first_line(error)}: ask for less"
         # No rank continues before every rank's memory exists and is zero.
@@ -118,7 +118,7 @@ class CudaMemory(CachedBlocks):
         if world > 1:
             CudaMemory.num_rendezvous += 1
             try:
-                handle = _rendezvous(part, group)
+                handle = rendezvous(part, group)
                 if handle.buffer_ptrs[rank] != part.data_ptr() or 0 in handle.buffer_ptrs:
                     problem = f"torch {torch.__version__} maps memory elsewhere than it says: use 2.11 to 2.13"
             except RuntimeError as error:
@@ -261,7 +261,8 @@ def problem_here(device: torch.device) -> str:
     return ""
 
 
-def _facts_of(device: torch.device, num_bytes: int) -> Facts:
+def facts_of(device: torch.device, num_bytes: int) -> Facts:
+    """Return what this rank tells the others before they allocate."""
     index = torch.cuda.current_device() if device.index is None else device.index
     name = str(torch.cuda.get_device_properties(index).uuid)
     gpu = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
@@ -324,7 +325,7 @@ def _has_native_atomics(index: int, peer: int) -> bool | None:
     return bool(value.value)
 
 
-def _zeros(num_bytes: int, device: torch.device, world: int) -> Tensor:
+def zeros_on(num_bytes: int, device: torch.device, world: int) -> Tensor:
     """Return memory of this rank that others can map; it is zero when this returns."""
     if world == 1:
         part = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -337,7 +338,8 @@ def _zeros(num_bytes: int, device: torch.device, world: int) -> Tensor:
     return part
 
 
-def _rendezvous(part: Tensor, group: ProcessGroup) -> Any:
+def rendezvous(part: Tensor, group: ProcessGroup) -> Any:
+    """Return torch's handle, by which all ranks of a group can address each other's parts; collective."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(part, group)

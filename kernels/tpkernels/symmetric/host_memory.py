@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 # Where memory without a name is created if the kernel, or a sandbox, refuses memfd_create.
-_TMPFS = "/dev/shm"
+TMPFS = "/dev/shm"
 _ROOT = Path("/")
 
 
@@ -148,9 +148,9 @@ def _open_without_name(what: str) -> int:
     except (OSError, AttributeError):
         pass
     try:
-        return os.open(_TMPFS, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return os.open(TMPFS, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except (OSError, AttributeError) as error:
-        raise MemoryRefused(f"{what} was refused: no memfd and no file in {_TMPFS}: {_reason(error)}") from None
+        raise MemoryRefused(f"{what} was refused: no memfd and no file in {TMPFS}: {_reason(error)}") from None
 
 
 def open_of_peer(pid: int, fd: int) -> int:

@@ -30,7 +30,7 @@ from tpkernels.symmetric.signals import words_refused
 
 # Data begins on its own cache lines, aligned for the widest vector loads.
 ALIGNMENT_BYTES = 64
-_MOST_BLOCKS = 4096
+MOST_BLOCKS = 4096
 _TOKEN_BYTES = 8
 # More than any machine has, and the sum of several such numbers still fits into int64.
 _MOST_BYTES = 1 << 60
@@ -78,7 +78,7 @@ class CachedBlocks:
         key = (owner, offset_bytes, tuple(shape), dtype)
         block = self._blocks.get(key)
         if block is None:
-            if len(self._blocks) >= _MOST_BLOCKS:  # lengths change with every call
+            if len(self._blocks) >= MOST_BLOCKS:  # lengths change with every call
                 self._blocks.clear()
             # A block created in inference mode could not be written outside of it.
             with torch.inference_mode(False):

@@ -139,20 +139,21 @@ def _libatomic() -> ctypes.CDLL | None:
         return None
 
 
-def _stores_are_ordered() -> bool:
+def stores_are_ordered() -> bool:
+    """Return whether this processor makes stores visible in the order of the program."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def words_refused() -> str:
     """Return why this machine cannot signal through shared memory; empty if it can."""
-    if _stores_are_ordered() or _libatomic() is not None:
+    if stores_are_ordered() or _libatomic() is not None:
         return ""
     return f"signals on {platform.machine()} need libatomic, which is not installed"
 
 
 def words_over(memory: memoryview) -> Words:
     """Return the words of `memory`, accessed as this machine needs it."""
-    return OrderedWords(memory) if _stores_are_ordered() else AtomicWords(memory)
+    return OrderedWords(memory) if stores_are_ordered() else AtomicWords(memory)
 
 
 def waits_for_peer(frame: FrameType | None) -> bool:

@@ -272,7 +272,7 @@ def fallback_on_two_hosts() -> str:
 
 def fallback_without_libatomic() -> str:
     with (
-        patch("tpkernels.symmetric.signals._stores_are_ordered", lambda: False),
+        patch("tpkernels.symmetric.signals.stores_are_ordered", lambda: False),
         patch("ctypes.util.find_library", lambda _: None),
     ):
         return fallback(64 * KILOBYTE)
@@ -290,7 +290,7 @@ def test_collectives_where_an_arena_cannot_be(ranks: RankPool, program: Callable
 
 
 def check_atomic_words() -> None:
-    with patch("tpkernels.symmetric.signals._stores_are_ordered", lambda: False):
+    with patch("tpkernels.symmetric.signals.stores_are_ordered", lambda: False):
         comm = hostile_communicator(dist.group.WORLD, 8 * KILOBYTE)
         assert comm.arena is not None
         wrong = [differences(case, comm) for case in cases((1, 65))]
@@ -340,7 +340,7 @@ def test_other_dtypes(ranks: RankPool) -> None:
 
 def check_many_shapes() -> None:
     """More shapes than the memory keeps views of: lengths that change with every call."""
-    with patch("tpkernels.symmetric.memory._MOST_BLOCKS", 10):
+    with patch("tpkernels.symmetric.memory.MOST_BLOCKS", 10):
         comm = hostile_communicator(dist.group.WORLD, 8 * KILOBYTE)
         case, rank, world = Case("matmul_all_reduce", 1), comm.rank, comm.size
         assert inputs_of(case, rank, world).x.shape == (1, 7)

@@ -26,47 +26,47 @@ WORLD = 3
 
 
 class NotifiesBeforeTheData(HostileArena):
-    def _begin(self, call: tuple[int, ...]) -> int:
-        generation = super()._begin(call)
+    def begin(self, call: tuple[int, ...]) -> int:
+        generation = super().begin(call)
         for peer in self._peers:
             self.signals.notify(peer, self.epoch)
         return generation
 
 
 class DoesNotWaitForOnePeer(HostileArena):
-    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+    def wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
         if peer != (self.rank + 1) % self.world:
-            super()._wait(peer, generation, call)
+            super().wait(peer, generation, call)
 
 
 class WaitsForTheEpochBefore(HostileArena):
-    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+    def wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
         self.signals.wait(peer, signals.wrapped(self.epoch - 1), call[0])
 
 
 class SkipsEmptyShards(HostileArena):
     """Does not wait for peers that have nothing to give, and so runs away from them."""
 
-    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
-        if call[0] != arena._OPERATIONS.index("all_gather_matmul") or peer == 0:
-            super()._wait(peer, generation, call)
+    def wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+        if call[0] != arena.OPERATIONS.index("all_gather_matmul") or peer == 0:
+            super().wait(peer, generation, call)
 
 
 class ReadsTheOtherGeneration(HostileArena):
-    def _block(self, owner: int, generation: int, *rest: Any) -> Tensor:
-        return super()._block(owner, generation if owner == self.rank else 1 - generation, *rest)
+    def block(self, owner: int, generation: int, *rest: Any) -> Tensor:
+        return super().block(owner, generation if owner == self.rank else 1 - generation, *rest)
 
 
 class ReadsTheSlotOfAnotherRank(HostileArena):
-    def _block(self, owner: int, generation: int, offset_bytes: int, *rest: Any) -> Tensor:
+    def block(self, owner: int, generation: int, offset_bytes: int, *rest: Any) -> Tensor:
         if owner != self.rank and offset_bytes:
             offset_bytes = offset_bytes // self.rank * (self.rank - 1)
-        return super()._block(owner, generation, offset_bytes, *rest)
+        return super().block(owner, generation, offset_bytes, *rest)
 
 
 class ReadsItsOwnShardForAPeers(HostileArena):
-    def _block(self, owner: int, *rest: Any) -> Tensor:
-        return super()._block(self.rank if owner == WORLD - 1 else owner, *rest)
+    def block(self, owner: int, *rest: Any) -> Tensor:
+        return super().block(self.rank if owner == WORLD - 1 else owner, *rest)
 
 
 def sum_without_the_last_peer(slots: list[Tensor], rank: int, own: Tensor) -> None:
@@ -107,8 +107,8 @@ MUTATIONS: dict[str, type[HostileArena] | tuple[str, Any]] = {
     "the other generation": ReadsTheOtherGeneration,
     "the slot of another rank": ReadsTheSlotOfAnotherRank,
     "own memory for a peer's": ReadsItsOwnShardForAPeers,
-    "a sum without the last peer": ("tpkernels.exchange.arena._add_to_own", sum_without_the_last_peer),
-    "own partial sum twice": ("tpkernels.exchange.arena._add_to_own", sum_with_own_twice),
+    "a sum without the last peer": ("tpkernels.exchange.arena.add_to_own", sum_without_the_last_peer),
+    "own partial sum twice": ("tpkernels.exchange.arena.add_to_own", sum_with_own_twice),
     "own rows of another rank": ("tpkernels.exchange.arena.shard_rows", rows_of_the_next_rank),
     "the first piece again and again": ("tpkernels.exchange.arena.piece_of", first_piece_only),
     "epochs compared without wrapping": (

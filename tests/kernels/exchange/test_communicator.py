@@ -76,8 +76,8 @@ def by_both_branches() -> tuple[Results, Results]:
     if dist.get_rank() not in MEMBERS:
         return {}, {}
     gloo, other = Communicator(group), Communicator(group)
-    assert gloo._gloo
-    other._gloo = False
+    assert gloo.is_gloo
+    other.is_gloo = False
     return all_results(gloo), all_results(other)
 
 
@@ -103,7 +103,7 @@ def over_fake_groups() -> list[tuple[list[Call], Results]]:
             found = {}
             if rank in MEMBERS:
                 comm = Communicator(group)
-                assert not comm._gloo
+                assert not comm.is_gloo
                 found = all_results(comm)
             answers.append((recorder.calls, found))
     return answers

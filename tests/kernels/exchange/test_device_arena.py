@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
-from tpkernels.exchange.copies import _has_published
+from tpkernels.exchange.copies import has_published
 from tpkernels.exchange.device_arena import DeviceArena
 
 
@@ -34,7 +34,7 @@ def check_streams() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         call_on(first)  # of a CPU: no stream
-        patch.setattr(arena, "_device", torch.device("cuda", 0))
+        patch.setattr(arena, "device", torch.device("cuda", 0))
         patch.setattr(torch.cuda, "current_stream", lambda device: state.stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captures)
         for stream in (first, first, second, second, first):
@@ -58,4 +58,4 @@ def test_what_is_published_is_seen_without_a_look_at_the_clock() -> None:
 
     # Flag and number of a call, both 7: later than epoch 5.
     arena = SimpleNamespace(clock=unasked, timeout_seconds=1.0, word=lambda index: torch.tensor([7]))
-    assert _has_published(cast(DeviceArena, arena), 0, 5, 7)
+    assert has_published(cast(DeviceArena, arena), 0, 5, 7)

@@ -97,7 +97,7 @@ MUTATIONS = {
     "tiles do not wait for the copy": Mutation(
         ("fused.gather_kernel", "wait_for_copy"),
         skipped,
-        late=("exchange.copies", "_has_published"),
+        late=("exchange.copies", "has_published"),
         check=first_wrong_gather,
         until=Standstill.until_own_kernel_waits,
     ),
@@ -121,7 +121,7 @@ MUTATIONS = {
         ("fused.scatter_kernel", "count_done"), early, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
     ),
     "the copy engine does not wait": Mutation(
-        ("exchange.copies", "_has_published"),
+        ("exchange.copies", "has_published"),
         lambda *_: True,
         late=("fused.on_device", "launch_publish"),
         check=first_wrong_gather,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.ranks.rank_pool import RankPool
 from tpkernels.exchange.strategies import checked
 from tpkernels.fused.configs import exchange_config
-from tpkernels.fused.strategy import Operation, _decided, choose, decide, predicted, splits_of
+from tpkernels.fused.strategy import Operation, choose, decide, decided, predicted, splits_of
 from tpkernels.launch import Target
 from tpkernels.work import RATES, Rates, rates_of
 
@@ -160,7 +160,7 @@ def arena_of(**room: Any) -> Any:
 
 
 def test_a_decision_is_made_once_for_a_shape_a_dtype_and_a_group() -> None:
-    _decided.cache_clear()
+    decided.cache_clear()
     x, wider = torch.ones(9, 16), torch.ones(9, 16, dtype=torch.float64)
     for operand, num_tokens, room in (
         (x, 18, {}),
@@ -170,7 +170,7 @@ def test_a_decision_is_made_once_for_a_shape_a_dtype_and_a_group() -> None:
         (x, 18, {"slot_bytes": 128}),
     ):
         assert decide(arena_of(**room), "fused", "gather", operand, num_tokens, [8], 16) is not None
-    assert (_decided.cache_info().misses, _decided.cache_info().hits) == (4, 1)
+    assert (decided.cache_info().misses, decided.cache_info().hits) == (4, 1)
 
 
 @pytest.mark.parametrize(

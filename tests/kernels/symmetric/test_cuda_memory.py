@@ -147,7 +147,7 @@ def said_of_a_link_without_atomics() -> tuple[str, bool]:
     with (
         contextlib.redirect_stderr(said),
         patch.object(cuda_memory, "problem_here", lambda device: ""),
-        patch.object(cuda_memory, "_facts_of", lambda device, size: Facts(1, 2 * rank, 2 * rank, 0, size, 0)),
+        patch.object(cuda_memory, "facts_of", lambda device, size: Facts(1, 2 * rank, 2 * rank, 0, size, 0)),
         patch("torch.cuda.device_count", lambda: 4),
         patch("torch.cuda.can_device_access_peer", lambda device, peer: True),
         patch.object(cuda_memory.ctypes, "CDLL", Driver),
@@ -216,12 +216,10 @@ def allocated_without_gpus(
 
     with (
         patch.object(cuda_memory, "problem_here", lambda device: ""),
-        patch.object(
-            cuda_memory, "_facts_of", lambda device, num_bytes: Facts(1, rank, rank, 0, num_bytes, made[rank])
-        ),
+        patch.object(cuda_memory, "facts_of", lambda device, num_bytes: Facts(1, rank, rank, 0, num_bytes, made[rank])),
         patch.object(cuda_memory, "peer_problem", lambda index, indices: ""),
-        patch.object(cuda_memory, "_zeros", zeros),
-        patch.object(cuda_memory, "_rendezvous", lambda part, group: Handle(part)),
+        patch.object(cuda_memory, "zeros_on", zeros),
+        patch.object(cuda_memory, "rendezvous", lambda part, group: Handle(part)),
     ):
         return message_of_a_refusal("cuda", bytes_by_rank[rank])
 
@@ -350,8 +348,10 @@ def times_counted() -> list[int]:
         patch.object(cuda_memory, "problem_here", lambda device: ""),
         patch("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid=index)),
         patch.object(cuda_memory, "peer_problem", lambda index, indices: ""),
-        patch.object(cuda_memory, "_zeros", lambda num_bytes, device, world: torch.zeros(num_bytes, dtype=torch.uint8)),
-        patch.object(cuda_memory, "_rendezvous", Handle),
+        patch.object(
+            cuda_memory, "zeros_on", lambda num_bytes, device, world: torch.zeros(num_bytes, dtype=torch.uint8)
+        ),
+        patch.object(cuda_memory, "rendezvous", Handle),
     ):
         for group in (groups[rank], dist.group.WORLD):
             CudaMemory.allocate(group, PAGE, torch.device("cuda", rank))

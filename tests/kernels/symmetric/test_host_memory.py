@@ -246,7 +246,7 @@ def test_a_file_system_that_is_too_small_is_an_error_and_no_signal() -> None:
 
 def test_neither_memfd_nor_tmpfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(host_memory, "_TMPFS", str(tmp_path / "none"))
+    monkeypatch.setattr(host_memory, "TMPFS", str(tmp_path / "none"))
     with pytest.raises(MemoryRefused, match=r"no memfd and no file in .*ENOENT"):
         allocate(MEGABYTE)
 

@@ -262,13 +262,13 @@ def test_this_machine_can_signal() -> None:
 
 
 def test_a_machine_that_reorders_stores_needs_libatomic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_stores_are_ordered", lambda: False)
+    monkeypatch.setattr(signals, "stores_are_ordered", lambda: False)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     assert "libatomic" in words_refused() and "not installed" in words_refused()
 
 
 @pytest.mark.skipif(ctypes.util.find_library("atomic") is None, reason="libatomic is not installed")
 def test_a_machine_that_reorders_stores_uses_libatomic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_stores_are_ordered", lambda: False)
+    monkeypatch.setattr(signals, "stores_are_ordered", lambda: False)
     assert words_refused() == ""
     assert isinstance(words_over(memoryview(bytearray(64))), AtomicWords)

@@ -41,16 +41,16 @@ class HostileArena(Arena):
         if self.delays.random() < 0.5 / self.world:
             time.sleep(self.delays.uniform(0, self.most_seconds))
 
-    def _begin(self, call: tuple[int, ...]) -> int:
+    def begin(self, call: tuple[int, ...]) -> int:
         self.pause()
-        generation = super()._begin(call)
+        generation = super().begin(call)
         offset = self._data_offset + generation * self.generation_bytes
         self.memory.bytes_of(self.rank, offset, self.generation_bytes)[:] = _NAN_BYTE * self.generation_bytes
         self.pause()
         return generation
 
-    def _wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
-        super()._wait(peer, generation, call)
+    def wait(self, peer: int, generation: int, call: tuple[int, ...]) -> None:
+        super().wait(peer, generation, call)
         self.pause()
 
 

@@ -138,7 +138,7 @@ class Standstill:
             self._num_fetches += 1
             self._board[self._rank][_COPIES] = _BUSY
         start(arena, fetches, *rest)
-        started: Future[None] = arena.copies._started[-1]  # type: ignore[attr-defined]
+        started: Future[None] = arena.copies.started[-1]  # type: ignore[attr-defined]
         started.add_done_callback(self._end)
 
     def _join(self, join: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
     """
     is_blocked = q.device.type == "cpu" and q.numel() > 0 and not torch.compiler.is_compiling()
     if dropout is not None and dropout.stream.rate > 0:
-        return _attention_with_dropout(q, k, v, dropout, is_blocked)
+        return attention_with_dropout(q, k, v, dropout, is_blocked)
     if not is_blocked or q.dtype not in (torch.float32, torch.float64) or q.shape != k.shape:
         by_torch = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return by_torch.to(q.dtype)  # under autocast it is computed in another dtype
@@ -88,7 +88,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout 
     return y
 
 
-def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout, is_blocked: bool) -> Tensor:
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout, is_blocked: bool) -> Tensor:
+    """Return causal attention with dropout; without `is_blocked` every score is in memory."""
     dropout.check(q.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 # For smaller products the call costs more than the faster product saves.
-_FEWEST_MULTIPLICATIONS = 8_000_000
+FEWEST_MULTIPLICATIONS = 8_000_000
 
 
 class PreparedMatrix:
@@ -123,13 +123,13 @@ def _is_for_onednn(matrix: Tensor, num_rows: int) -> bool:
     return (
         matrix.dtype == torch.float32
         and matrix.device.type == "cpu"
-        and num_rows * matrix.shape[0] * matrix.shape[1] >= _FEWEST_MULTIPLICATIONS
-        and _has_onednn()
+        and num_rows * matrix.shape[0] * matrix.shape[1] >= FEWEST_MULTIPLICATIONS
+        and has_onednn()
     )
 
 
 @functools.cache
-def _has_onednn() -> bool:
+def has_onednn() -> bool:
     """Return whether oneDNN's linear operator exists, and MKL is slower on this processor."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not _is_intel()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.kernels.precision import check_errors
 from torch import Tensor
-from tpkernels.ops.attention.host import AttentionDropout, _attention_with_dropout, causal_attention
+from tpkernels.ops.attention.host import AttentionDropout, attention_with_dropout, causal_attention
 from tpkernels.ops.dropout import DropoutStream, keep_at
 
 STREAM = DropoutStream(rate=0.3, seed=1, site="layer 0/attention", step=4, microbatch=1)
@@ -124,7 +124,7 @@ def test_other_dtypes_are_left_to_torch() -> None:
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout) -> Tensor:
     """What other devices and torch.compile get."""
-    return _attention_with_dropout(q, k, v, dropout, is_blocked=False)
+    return attention_with_dropout(q, k, v, dropout, is_blocked=False)
 
 
 @pytest.mark.parametrize("attend", [causal_attention, written_out])
