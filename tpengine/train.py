@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if prepared is not None and watch.timeout_seconds:  # 0 is for ever
             # Until the first step: another host may still be reading its text.
             watch.timeout_seconds += prepared.corpus.reading_seconds
-        meeting = _meet(launch, mistake, watch)
+        meeting = meet(launch, mistake, watch)
         assert prepared is not None
         message = _train(prepared, launch, meeting, watch)
     if message:
@@ -153,7 +153,7 @@ def _others_must_be_told(launch: Launch) -> bool:
     return launch.world_size > 1 and not (all_are_torchruns and launch.rank == 0)
 
 
-def _meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
+def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
     """Meet the other ranks, and end all if one has made a mistake."""
 
     def speak(line: str) -> None:

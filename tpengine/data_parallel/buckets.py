@@ -95,14 +95,14 @@ class GradientBuckets:
                 self.gradients[name] = piece.as_strided(member.shape, _strides(member))
                 self._bucket_of[name] = index
             self._expected[index] = sum(contributions[name] for name in layout.names)
-            self._made(index)
+            self.made(index)
         self._missing: dict[int, int] = {}
         self._order: list[int] = []
         self._pending: dict[int, Work] = {}
         self._on_start: Callable[[int], None] | None = None
 
-    def _made(self, index: int) -> None:
-        """Hear that a buffer has been made, before the next one is."""
+    def made(self, index: int) -> None:
+        """Do nothing; called after each buffer is made and before the next one is, for subclasses."""
 
     def zero(self) -> None:
         """Begin a step: clear all gradients."""

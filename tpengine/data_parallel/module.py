@@ -179,12 +179,12 @@ class DataParallel:
                     "gradients were still being summed: call finish() after loss.backward(), and checkpoint "
                     "activations with use_reentrant=False"
                 )
-            self._move_to_bucket(parameter)
+            self.move_to_bucket(parameter)
             if self._synchronises:
                 self._backward = backward
                 self.buckets.contributed(self._places[parameter][1])
 
-    def _move_to_bucket(self, parameter: Parameter) -> bool:
+    def move_to_bucket(self, parameter: Parameter) -> bool:
         """Make `.grad` the parameter's view; return whether there was a gradient. Without one the view is zero."""
         (view, _), grad = self._places[parameter], parameter.grad
         if grad is None:
@@ -202,7 +202,7 @@ class DataParallel:
 
     def _fill(self, index: int) -> None:
         """Fill a bucket before its sum: what only no_sync saw is already in it, what nobody made is zero."""
-        used = [self._move_to_bucket(parameter) for parameter in self._members[index]]
+        used = [self.move_to_bucket(parameter) for parameter in self._members[index]]
         self._used_here[index] = used
         if all(used):
             self.buckets.usage[index].fill_(1)

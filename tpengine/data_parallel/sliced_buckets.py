@@ -65,7 +65,8 @@ class SlicedBuckets(GradientBuckets):
             own = {index: comm.rank * size for index, size in sizes.items()}
             self.slices = {index: flat[own[index] :][: sizes[index]] for index, flat in self.flat.items()}
 
-    def _made(self, index: int) -> None:
+    def made(self, index: int) -> None:
+        """Take the buffer's memory away again, if buckets have memory only while they are used."""
         if self._each:
             set_memory(self.flat[index], False)
 

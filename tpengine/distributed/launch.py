@@ -129,7 +129,7 @@ class _Step:
             address = "127.0.0.1"
         else:
             address = _first_node(environ.get("SLURM_STEP_NODELIST", "")) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-        return cls(rank, world_size, local_rank, local_world_size, address, _port(environ))
+        return cls(rank, world_size, local_rank, local_world_size, address, port_of_step(environ))
 
 
 def _pair(environ: Mapping[str, str], index: str, size: str, default_index: int, default_size: int) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _first_node(nodes: str) -> str:
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def port_of_step(environ: Mapping[str, str]) -> int:
     """Return a port from the step's name; of 10,000 pairs of steps on one node about one would share it."""
     digest = hashlib.sha256(_step_name(environ).encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "little") % _NUM_PORTS

@@ -51,18 +51,18 @@ class Meeting:
         launch: this rank's.
         environ: says whether torchrun keeps the store, and which attempt this is.
         clock: seconds; only differences matter.
+
+    Attributes:
+        store: where the ranks meet, and which the process groups use too; opened by `connect`.
     """
+
+    store: Any
 
     def __init__(self, launch: Launch, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._launch, self._clock = launch, clock
         self._keeps_store = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._prefix = prefix_of_attempt(environ)
         self._awaited = ""
-
-    @property
-    def store(self) -> Any:
-        """Return the store, which the process groups use too; after `connect`."""
-        return self._store
 
     def explain(self, _: object) -> str:
         """Return which rank this one waits for, in words; any thread may call it."""
@@ -76,11 +76,11 @@ class Meeting:
         """
         launch = self._launch
         if launch.world_size == 1:
-            self._store = dist.HashStore()  # type: ignore[attr-defined]
+            self.store = dist.HashStore()  # type: ignore[attr-defined]
             return
         if not self._keeps_store:
             self._await_server()
-        self._store = self._client(is_master=self._keeps_store)
+        self.store = self._client(is_master=self._keeps_store)
 
     def agree(self, mistake: str, speak: Callable[[str], None]) -> bool:
         """Report whether this rank can continue, and return whether all can; collective.
@@ -97,7 +97,7 @@ class Meeting:
             ValueError: the store belongs to another run; that run does not notice this, unless it has as many ranks and
                 neither run has a name.
         """
-        rank, store = self._launch.rank, self._store
+        rank, store = self._launch.rank, self.store
         is_said = False
         if rank != 0:
             is_said = self._hear("world_size", mistake, speak)
@@ -132,7 +132,7 @@ class Meeting:
         self._awaited = "rank 0"
         silent_until = self._clock() + _SILENCE_SECONDS
         has_spoken = False
-        while not self._store.check([name]):
+        while not self.store.check([name]):
             time.sleep(_POLL_SECONDS)
             if mistake and not has_spoken and self._clock() > silent_until:
                 speak(mistake)
@@ -146,7 +146,7 @@ class Meeting:
         Raises:
             ValueError: the store's run has another number of ranks, or another name.
         """
-        size, run = int(self._store.get("world_size")), self._store.get("run").decode()
+        size, run = int(self.store.get("world_size")), self.store.get("run").decode()
         if size != self._launch.world_size:
             raise ValueError(self._another_run(f"it has {size} ranks, this one {self._launch.world_size}"))
         if run and self._launch.run and run != self._launch.run:
@@ -194,7 +194,7 @@ class Meeting:
 
     def _gather(self) -> str:
         """Wait for all ranks, or for one that cannot continue; return the mistakes in one line, empty if none."""
-        store, world_size = self._store, self._launch.world_size
+        store, world_size = self.store, self._launch.world_size
         leave_at, look_at = float("inf"), self._clock() + _LOOK_SECONDS
         while store.add("arrived", 0) < world_size and self._clock() < leave_at:
             if leave_at == float("inf") and store.add("mistakes", 0):
@@ -216,7 +216,7 @@ class Meeting:
     def _wait_until_heard(self) -> None:
         """Wait until the others have heard: the store goes with this process, or with its node's torchrun."""
         end = self._clock() + _FAREWELL_SECONDS
-        while self._store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
+        while self.store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
             time.sleep(_POLL_SECONDS)
 
 

@@ -20,7 +20,9 @@ from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParal
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def tables_of(
+    seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [S, E/2], of each position's angles."""
     return rope_tables(seq, head_size, theta, dtype=dtype, device=device)
 
@@ -89,7 +91,7 @@ def attend(
         dropout: drops attention probabilities; None drops none.
     """
     head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    cos, sin = _tables(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
+    cos, sin = tables_of(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
     if has_kernel(qkv, head_size):
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
     # On a CPU matmuls are faster when each head is contiguous. The rotation writes q and k that way at no extra cost.

@@ -40,7 +40,7 @@ def materialise(
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if tensor not in made:
-                        made[tensor] = _made(tensor, device, fill)
+                        made[tensor] = make(tensor, device, fill)
                     tensors[name] = made[tensor]  # type: ignore[assignment]
 
 
@@ -85,7 +85,8 @@ def fill_modules(
             )
 
 
-def _made(tensor: Tensor, device: torch.device, fill: float | None) -> Tensor:
+def make(tensor: Tensor, device: torch.device, fill: float | None) -> Tensor:
+    """Return a meta tensor with memory on a device, full of `fill`, or of a mark that `init` must overwrite."""
     value = _mark(tensor.dtype) if fill is None else fill
     memory = torch.full_like(tensor.detach(), value, device=device)
     if not isinstance(tensor, Parameter):

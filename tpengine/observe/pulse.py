@@ -54,7 +54,7 @@ class Pulse:
         self._has_told = self._anybody_asked = False
         self._sum: int | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tpengine-pulse", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="tpengine-pulse", daemon=True)
 
     def __enter__(self) -> Pulse:
         self._thread.start()
@@ -76,7 +76,8 @@ class Pulse:
             if total != self._sum:
                 self._sum, self.moved_at = total, self._clock()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Beat until the pulse is closed or the store is gone; the thread's work."""
         while not self._closing.wait(_BEAT_SECONDS if self._anybody_asked else _IDLE_SECONDS):
             try:
                 self.beat()

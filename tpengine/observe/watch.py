@@ -118,11 +118,11 @@ class Watch:
     def report_and_leave(self, reason: str) -> NoReturn:
         """Print why this rank cannot continue, what it was doing and what it waited for; leave with 70. Any thread."""
         doing = self.activity.now
-        self._leave(RANK_FAILED, f"rank {self._rank} ends: {reason}: {self._describe(doing)}")
+        self.leave(RANK_FAILED, f"rank {self._rank} ends: {reason}: {self._describe(doing)}")
 
     def leave_stopped(self, number: int, message: str) -> NoReturn:
         """Leave because some rank was asked to stop, with 128 + the signal; rank 0 prints the message. After saving."""
-        self._leave(128 + number, message if self._rank == 0 else "")
+        self.leave(128 + number, message if self._rank == 0 else "")
 
     def moves(self) -> bool:
         """Return whether this rank has made progress since the last call; only the pulse's thread may call it.
@@ -168,15 +168,15 @@ class Watch:
         if not self.stoppable:
             self.stop = number
             if number == signal.SIGINT:
-                self._leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
+                self.leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
             if self.activity.step is None and self._rank != 0:
-                self._leave(128 + number, "")  # all ranks start together: the rank with the error has printed it
+                self.leave(128 + number, "")  # all ranks start together: the rank with the error has printed it
             name = signal.Signals(number).name
-            self._leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
+            self.leave(128 + number, f"rank {self._rank} ends: {name}: {self._describe(self.activity.now)}")
         if not self.stop:
             self.stop, self._stopped_at = number, self._clock()
         elif number == signal.SIGINT and self._clock() - self._stopped_at > _SAME_REQUEST_SECONDS:
-            self._leave(128 + number, f"interrupted again: this step is lost{self.parting}" if self._rank == 0 else "")
+            self.leave(128 + number, f"interrupted again: this step is lost{self.parting}" if self._rank == 0 else "")
 
     def look_at_the_clock(self) -> None:
         """Leave if an activity takes too long, or if nobody moves after a request to stop; called by the thread."""
@@ -201,7 +201,8 @@ class Watch:
         longest = self.activity.longest_seconds
         return max(least, 3 * longest) if longest else unknown
 
-    def _leave(self, code: int, line: str) -> NoReturn:
+    def leave(self, code: int, line: str) -> NoReturn:
+        """Print a line, unless it is empty, and end the process with an exit code; any thread."""
         # The main thread and this one may both want to leave: one prints, the other waits for the end. The timeout ends
         # the process even if printing to the terminal blocks.
         if self._leaving.acquire(timeout=_LAST_WORD_SECONDS):

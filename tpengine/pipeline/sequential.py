@@ -260,7 +260,7 @@ class Pipeline:
             ValueError: as `step`.
         """
         mine, _ = self._taken(inputs, None, training=False)
-        batch = _Mapped(mine, self._apart)
+        batch = _Mapped(mine, self.apart)
         self._run(self._forward_plan, batch)
         return torch.cat(batch.outputs) if self.is_last else None
 
@@ -294,7 +294,7 @@ class Pipeline:
                 batch,
                 is_first=chunk == 0,
                 is_last=chunk == last,
-                apart=self._apart,
+                apart=self.apart,
             )
             for chunk in self._held
         }
@@ -305,7 +305,7 @@ class Pipeline:
             y = module(y)
         return y
 
-    def _apart(self, tensor: Tensor) -> Tensor:
+    def apart(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that lies in a receive slot, which is reused; a stage of views returns such a tensor."""
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._received else tensor
 

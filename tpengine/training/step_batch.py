@@ -29,7 +29,7 @@ _UNREADABLE, _NOT_READ, _READ = -1, 0, 1
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
-class _Report(NamedTuple):
+class Report(NamedTuple):
     """A rank's report on the windows it should read.
 
     Attributes:
@@ -163,7 +163,7 @@ class BatchReader:
         """
         train, at = self._train, self._mesh.at
         tokens = labels = torch.empty(0, dtype=torch.int64)
-        mine, error = _Report(), ""
+        mine, error = Report(), ""
         if at.pp in self._ends:
             # Read, or go on with zeros and ignored labels.
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
@@ -171,9 +171,9 @@ class BatchReader:
             try:
                 arrays = self._samples.batch(self._first_sample(step), train.num_micro_batches * train.micro_batch_size)
             except ValueError as problem:
-                mine, error = _Report(_UNREADABLE), str(problem)
+                mine, error = Report(_UNREADABLE), str(problem)
             else:
-                mine = _Report(_READ, batch_digest(*arrays), int((arrays[1] != IGNORED_LABEL).sum()))
+                mine = Report(_READ, batch_digest(*arrays), int((arrays[1] != IGNORED_LABEL).sum()))
                 tokens, labels = (torch.from_numpy(array).view_as(tokens) for array in arrays)
         # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
@@ -192,7 +192,7 @@ class BatchReader:
             micro_batch_size=self._train.micro_batch_size,
         )
 
-    def _gathered(self, mine: _Report) -> Tensor:
+    def _gathered(self, mine: Report) -> Tensor:
         """Return all ranks' reports [pp, dp, tp, 3] on the device."""
         shape = self._mesh.shape
         report = torch.tensor(mine, dtype=torch.int64)

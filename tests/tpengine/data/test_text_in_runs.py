@@ -41,7 +41,7 @@ def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
         limits.append(watch.timeout_seconds)
         raise SystemExit
 
-    monkeypatch.setattr(train, "_meet", meet)
+    monkeypatch.setattr(train, "meet", meet)
     for run_dir in ("with a hash", "without"):
         if run_dir == "without":
             content = path.read_bytes()

@@ -243,8 +243,8 @@ def bucket_summed_before_its_last_gradient(replica: Replica) -> None:
 def absent_gradients_not_zeroed(replica: Replica) -> None:
     """What the bucket held in the step before is summed once more."""
     parallel: Any = replica.parallel
-    move = parallel._move_to_bucket
-    parallel._move_to_bucket = lambda parameter: parameter.grad is not None and move(parameter)
+    move = parallel.move_to_bucket
+    parallel.move_to_bucket = lambda parameter: parameter.grad is not None and move(parameter)
 
 
 def unsynchronised_start(replica: Replica) -> None:

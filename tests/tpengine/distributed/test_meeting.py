@@ -37,7 +37,7 @@ class Ranks:
     ) -> None:
         size = world_size or self._world_size
         meeting = Meeting(Launch(rank, size, rank, size, "nowhere", 1, run), {}, clock)
-        meeting._store = self._store
+        meeting.store = self._store
 
         def meet() -> None:
             try:

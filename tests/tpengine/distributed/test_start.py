@@ -17,7 +17,7 @@ from support import ROOT
 from support.programs import OF_LAUNCHERS, Running, finish_all
 from support.ranks.progress import LOOK_SECONDS, Progress, wait_until
 
-from tpengine.distributed.launch import _port
+from tpengine.distributed.launch import port_of_step
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48"),
@@ -42,7 +42,7 @@ def srun(rank: int, num_tasks: int, port: int) -> dict[str, str]:
     """What srun says to a task of a step on one node, of a job whose tasks meet at this port."""
     jobs = map(str, itertools.count(1))
     return {
-        "SLURM_JOB_ID": next(job for job in jobs if _port({"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}) == port),
+        "SLURM_JOB_ID": next(job for job in jobs if port_of_step({"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}) == port),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "n[07]",
         "SLURM_STEP_NUM_TASKS": str(num_tasks),

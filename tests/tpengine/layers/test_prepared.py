@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 @contextlib.contextmanager
 def every_product_by_onednn() -> Iterator[None]:
     """Products of any size, on any processor."""
-    with patch.object(host_gemm, "_FEWEST_MULTIPLICATIONS", 0), patch.object(host_gemm, "_has_onednn", lambda: True):
+    with patch.object(host_gemm, "FEWEST_MULTIPLICATIONS", 0), patch.object(host_gemm, "has_onednn", lambda: True):
         yield
 
 

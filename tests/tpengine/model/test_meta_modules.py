@@ -58,7 +58,7 @@ def made_by(world: int, cut: list[int] | None, tied: bool) -> tuple[Values, int,
     with torch.device("meta"):
         model = model_of(tied)
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most, make = 0, meta_modules._made
+    most, make = 0, meta_modules.make
 
     def counted(tensor: Tensor, *arguments: object) -> Tensor:
         nonlocal most
@@ -67,13 +67,13 @@ def made_by(world: int, cut: list[int] | None, tied: bool) -> tuple[Values, int,
         most = max(most, sum(one.numel() for one in alive))
         return new
 
-    meta_modules._made = counted
+    meta_modules.make = counted
     try:
         pipe = Pipeline(
             model, torch.randint(7, (2, 3)), loss_of, num_micro_batches=2, cut=cut, init=reset, schedule="gpipe"
         )
     finally:
-        meta_modules._made = make
+        meta_modules.make = make
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(7, (4, 3), generator=generator)
     loss = pipe.step(tokens, tokens)

@@ -67,7 +67,7 @@ def test_a_store_that_is_gone_ends_the_thread_and_nothing_else() -> None:
             raise RuntimeError("Connection reset by peer")
 
     rank = Rank(Gone(), [0.0])
-    rank.pulse._run()
+    rank.pulse.run()
     assert rank.pulse.moved_at == NEVER
     with rank.pulse:
         pass

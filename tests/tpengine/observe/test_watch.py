@@ -282,7 +282,7 @@ def stopped_watch(
     def leave(code: int, line: str) -> NoReturn:
         raise Left(line)
 
-    monkeypatch.setattr(watch, "_leave", leave)
+    monkeypatch.setattr(watch, "leave", leave)
     return watch, now, pulse
 
 

@@ -364,7 +364,7 @@ def sent_from_slots(mutated: bool) -> tuple[int, bool]:
     with patch.object(sequential, "open_mailbox", lambda *_: None):
         pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=8)
     if mutated:
-        pipe._apart = lambda tensor: tensor  # type: ignore[method-assign]
+        pipe.apart = lambda tensor: tensor  # type: ignore[method-assign]
     count, exchange = 0, dist.batch_isend_irecv
     slots: dict[int, Tensor] = {}
 

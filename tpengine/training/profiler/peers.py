@@ -17,6 +17,9 @@ class Peers:
 
     Args:
         device: where this rank computes.
+
+    Attributes:
+        local: process ids of the ranks on this host, by rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,8 +28,8 @@ class Peers:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         # Process ids of other hosts mean nothing here.
-        self._local = {rank: int(place[1]) for rank, place in enumerate(everyone) if int(place[0]) == host}
+        self.local = {rank: int(place[1]) for rank, place in enumerate(everyone) if int(place[0]) == host}
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` whose process on this host has ended; never a rank of another host."""
-        return [rank for rank in ranks if rank in self._local and not lives(self._local[rank])]
+        return [rank for rank in ranks if rank in self.local and not lives(self.local[rank])]

@@ -137,10 +137,10 @@ class SkippedSteps:
     def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
         """Write a step's line on rank 0; collective. All ranks wait without a time limit, as the disk may be slow."""
         self._trainer.activity.begin("writing what is not finite", timed=False)
-        self._write(record, without)
+        self.write(record, without)
         broadcast_json()
 
-    def _write(self, record: dict[str, Any], without: str) -> None:
+    def write(self, record: dict[str, Any], without: str) -> None:
         """Write a step's line, replacing an earlier line of the step; the file is replaced whole.
 
         Args:

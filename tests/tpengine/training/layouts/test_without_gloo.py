@@ -54,8 +54,8 @@ def calls_of_run(config: Config) -> list[list[Call]]:
     for rank in range(world):
         with fake_rank(rank, world) as recorder, pytest.MonkeyPatch.context() as patch:
             # A stage in the middle reads nothing, and hears only itself: that somebody has read.
-            report = step_batch._Report
-            patch.setattr(step_batch, "_Report", lambda *said, report=report: report(*(said or (1, 0, 24))))
+            report = step_batch.Report
+            patch.setattr(step_batch, "Report", lambda *said, report=report: report(*(said or (1, 0, 24))))
             trainer = Trainer(config, corpus, CPU)
             trainer.train_step(0)
             held_out_loss(trainer)

@@ -6,6 +6,7 @@ What only a plan can get wrong is broken in tests/tpengine/plan/verify/test_muta
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,8 @@ def last_steps_weights_are_used(trainer: Trainer) -> None:
         new = weights.own[index].clone()
         weights.own[index].copy_(old[index])
         gather(index)
-        weights._pending[index].wait()  # type: ignore[union-attr]
+        while not weights.is_complete(index):
+            time.sleep(1e-4)
         weights.own[index].copy_(new)
         old[index] = new
 

@@ -108,14 +108,14 @@ def held_at_the_beginning(config: Config) -> tuple[int, int]:
     Gradient buffers have existed one after the other, and no packed copy of weights is left.
     """
     buffers: list[int] = []
-    made = SlicedBuckets._made
+    made = SlicedBuckets.made
 
     def watched(buckets: SlicedBuckets, index: int) -> None:
         buffers.append(sum(flat.untyped_storage().nbytes() for flat in buckets.flat.values()))
         made(buckets, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlicedBuckets, "_made", watched)
+        patch.setattr(SlicedBuckets, "made", watched)
         for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
             patch.setattr(f"{module}.host_identity", dist.get_rank)
         trainer = Trainer(config, open_corpus(config), CPU)

@@ -65,7 +65,7 @@ def explanation(config: Config) -> tuple[str, str, int]:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    peers._local[1 - dist.get_rank()] = child
+    peers.local[1 - dist.get_rank()] = child
     while not peers.gone([1 - dist.get_rank()]):
         pass
     dead = explain(trainer, peers, "words")

@@ -282,7 +282,7 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
     trainer: Any = SimpleNamespace(
         config=config_for(1, 1, 1), activity=Noting(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
     )
-    write, left = SkippedSteps._write, iter(marks)
+    write, left = SkippedSteps.write, iter(marks)
 
     def slowly(self: SkippedSteps, record: dict[str, Any], without: str) -> None:
         write(self, record, without)
@@ -293,7 +293,7 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
     skipped = SkippedSteps(trainer, run_dir if rank == 0 else None)
     with (
         patch.object(skipped_steps, "find_first", lambda *_: Finding("a tensor", None, None)),
-        patch.object(SkippedSteps, "_write", slowly),
+        patch.object(SkippedSteps, "write", slowly),
     ):
         skipped.note(0, StepResult(1.0, float("nan"), 0.0, skipped=True))
     trainer.activity.begin("the next step")
