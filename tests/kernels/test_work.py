@@ -168,7 +168,7 @@ def test_rates_are_below_the_published_peaks() -> None:
 
 @pytest.mark.parametrize(("m", "k"), [(16384, 8192), (4096, 4096)])
 def test_a_matmul_of_1540_columns_takes_as_long_as_its_gather(m: int, k: int) -> None:
-    """At 650 TFLOP/s and 370 GB/s, 8 ranks, whatever the other sizes; of a scatter it is the depth."""
+    """It does at 650 TFLOP/s, 370 GB/s and 8 ranks, whatever the other sizes; for a scatter 1540 is the depth."""
     rates = Rates(650e12, 4.8e12, 370e9, 0.0, 0.0)
     gather, scatter = all_gather_work(m // 8 * k * 2, 8), reduce_scatter_work(m * k * 2, 8)
     for columns, ratio in ((1537, 1.0), (2 * 1537, 2.0)):

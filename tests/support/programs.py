@@ -118,7 +118,7 @@ def finish_all(*running: Running) -> list[subprocess.CompletedProcess[str]]:
 def run_module(
     module: str, *arguments: str, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """As `python -m module arguments`."""
+    """Run `python -m module arguments`."""
     return finish_all(Running(module, *arguments, cwd=cwd, output=None, **variables))[0]
 
 

@@ -178,7 +178,7 @@ def test_a_run_prints_stores_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("num_panels", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_plot_has_bars_in_every_panel(tmp_path: Path, num_panels: int) -> None:
-    """Of both contestants' colours: three panels across, above the legend. A red row has none."""
+    """Every panel has bars in both contestants' colours, three panels across, above the legend. A red row has none."""
     pytest.importorskip("matplotlib")
     from matplotlib import colors, image
 
@@ -390,7 +390,7 @@ def test_a_short_call_is_called_several_times_a_sample(monkeypatch: pytest.Monke
 
 
 def test_the_clock_of_a_gpu_flushes_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the host's time asks for: 25 ms of launching behind flushes of 10 ms."""
+    """The host's time decides how often: 25 ms of launching behind flushes of 10 ms."""
     happened: list[str] = []
 
     class Event:

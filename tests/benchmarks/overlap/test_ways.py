@@ -85,7 +85,7 @@ PUBLISH, WAIT, SUM, MEET = "publish_kernel", "wait_kernel", "sum_slots_kernel", 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("case", CASES)
 def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
-    """By four ranks; torch.mm and copies launch nothing of ours."""
+    """Count what four ranks launch; torch.mm and copies launch nothing of ours."""
     pytest.importorskip("triton")
     gathers = case in (CASES[0], CASES[3], CASES[5], CASES[6])
     scatters = case in (CASES[1], CASES[2], CASES[4], CASES[5], CASES[6])
@@ -138,7 +138,7 @@ def test_the_cases_count_their_products() -> None:
 
 
 def interpreted_ways(case: Case, o: Operands, arenas: Any, still: Any) -> dict[str, Way]:
-    """Without those that wait for ranks whose turn in this process is later."""
+    """Return the ways, except those that wait for ranks whose turn in this process is later."""
     ways = ways_of(case, o, arenas, still)
     return {name: way for name, way in ways.items() if name not in ("fused", "push")}
 

@@ -37,7 +37,7 @@ def test_shards_are_a_cut_of_the_rows(num_rows: int, world: int) -> None:
 
 
 def epochs_of_an_exchange(num_rows: int, columns: int, arena_bytes: int) -> tuple[int, int]:
-    """In how many pieces a gather and a reduce-scatter of float32 rows move."""
+    """Return in how many pieces a gather and a reduce-scatter of float32 rows move."""
     arena = Arena.open(dist.group.WORLD, arena_bytes)
     own = shard_rows(num_rows, arena.world, arena.rank)
     x = torch.arange(num_rows * columns, dtype=torch.float32).view(num_rows, columns)

@@ -44,7 +44,7 @@ def test_messages_arrive_whole_and_in_order(ranks: RankPool, world: int, slot_by
 
 
 def run_ahead() -> list[float]:
-    """As many sends as there are slots wait for nobody."""
+    """Send once per slot, which waits for nobody, and once more."""
     box = Mailbox.open(dist.group.WORLD, 64, 4, timeout_seconds=600)
     got = []
     if dist.get_rank() == 0:

@@ -46,7 +46,7 @@ MODEL = ModelConfig(
 
 
 class Widened(TorchFunctionMode):
-    """Has whoever asks for float32 compute in float64: Hugging Face's layer does, whatever dtype it is of."""
+    """Compute in float64 where float32 is asked for, as Hugging Face's layer does whatever its dtype."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -152,7 +152,7 @@ def test_a_block_errs_at_most_twice_as_much_as_hugging_faces(
 
 
 def losses_and_gradients(device: str, dtype: torch.dtype, tied: bool, seed: int) -> dict[str, Any]:
-    """Of the engine's whole model of one layer, as numpy arrays; gradients are those of the first loss."""
+    """Return losses and the first loss's gradients of the engine's whole model of one layer, as numpy arrays."""
     comm, generator = Communicator(None), torch.Generator().manual_seed(seed)
     parts = FastParts(replace(MODEL, tie_embeddings=tied), comm, dtype=dtype, device=device)
     model = Transformer(parts)
@@ -182,7 +182,7 @@ def test_a_transformer_errs_at_most_twice_as_much_as_on_the_host(rung: Rung, num
 
 @pytest.mark.parametrize("rung", ["interpreter"], indirect=True)
 def test_a_transformer_once(rung: Rung) -> None:
-    """By default what the test above does is done for one draw, of a model whose table is used twice."""
+    """Do what the test above does for one draw, with a model whose table is used twice."""
     check_a_transformer(rung, num_draws=1, tied=True)
 
 
@@ -203,7 +203,7 @@ def check_a_transformer(rung: Rung, num_draws: int, tied: bool) -> None:
 
 
 def kernels_launched(device: str) -> set[str]:
-    """The modules whose kernels a step of the engine's model would launch; none is."""
+    """Return the modules whose kernels a step of the engine's model would launch, without launching any."""
     modules = set()
 
     def note(kernel: Any, *_: Any) -> None:

@@ -70,7 +70,7 @@ def large_cases(tokens: int, dim: int, width: int) -> list[Case]:
     "world, strategy, sizes", (2, "push", (21, 8, 24)), (2, "fused", (2047, 256, 1024)), (2, "push", (2047, 256, 1024))
 )
 def test_many_tiles(run: Run, device: str, world: int, strategy: str, sizes: tuple[int, int, int]) -> None:
-    """As many as models have, of the sizes that they take, and in pieces."""
+    """Tiles are as many and as large as in models, and calls are exchanged in pieces."""
     run(device, world, check_cases, strategy, 1 << 22, large_cases(*sizes))
 
 
@@ -119,7 +119,10 @@ def test_epochs_wrap_around(run: Run, device: str, world: int, strategy: str) ->
 
 
 def check_same_generation_again(device: str, strategy: str, num_calls: int) -> None:
-    """As a CUDA graph of an odd number of calls does when it is replayed: calls of one generation meet first."""
+    """Use one generation twice in a row, as a replayed CUDA graph of an odd number of calls does.
+
+    Such calls meet first.
+    """
     comm = hostile(device, strategy, ROOMY)
     arena = comm.device_arena
     assert arena is not None

@@ -61,7 +61,7 @@ def some_of_matrix(world: int) -> list[Chosen]:
 
 
 def test_some_of_the_matrix_has_each_pair() -> None:
-    """Of number of ranks, strategy, the first or second number of tokens, and option."""
+    """Each pair of two of these occurs: number of ranks, strategy, first or second number of tokens, option."""
     calls = [(i, *chosen) for i, (world, _) in enumerate(WORLDS) for chosen in some_of_matrix(world)]
     counts = (len(WORLDS), len(STRATEGIES), 2, NUM_OPTIONS)
     for one, other in itertools.combinations(range(len(counts)), 2):
@@ -193,7 +193,10 @@ def test_epochs_wrap_around(interpreters: RankPool) -> None:
 
 
 def check_same_generation_again() -> None:
-    """As a CUDA graph of an odd number of calls does when it is replayed: calls of one generation meet first."""
+    """Use one generation twice in a row, as a replayed CUDA graph of an odd number of calls does.
+
+    Such calls meet first.
+    """
     comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY, most_seconds=1e-2)
     arena = comm.device_arena
     assert arena is not None
@@ -406,7 +409,7 @@ def test_a_bad_call_of_one_rank_ends_on_all(interpreters: RankPool) -> None:
 
 
 def check_unsupported_dtypes() -> None:
-    """On all ranks, before anything is poisoned."""
+    """All ranks refuse the dtypes before anything is poisoned."""
     comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
     assert comm.device_arena is not None
     for dtype in (torch.float8_e4m3fn, torch.int64, torch.complex64):

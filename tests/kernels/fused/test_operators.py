@@ -263,7 +263,7 @@ def test_gradients_of_some_inputs_only(ranks: RankPool) -> None:
 
 
 def backward_of_row_parallel(arena_bytes: int, strategy: str = "auto") -> dict[str, Any]:
-    """By what each rank asks the gradient of: how often backward multiplied by the weight, whether it kept dy, bits."""
+    """Return for each choice of gradients how often backward multiplied by the weight, whether it kept dy, and bits."""
     comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes, strategy=strategy)
     generator = torch.Generator().manual_seed(comm.rank)
     # Numbers whose products and sums are exact, so that the order of sums does not matter.
@@ -344,7 +344,7 @@ def test_arguments_that_do_not_fit(message: str) -> None:
 
 
 def errors_of_sizes() -> list[str]:
-    """Of arenas and a mailbox of sizes that are none; then the group is as it was."""
+    """Return the errors of arenas and a mailbox of impossible sizes; afterwards the group works as before."""
     group, messages = dist.group.WORLD, []
     for size in (-5, 2**70, 1.5):
         for make in (
@@ -375,7 +375,7 @@ UNSUPPORTED = (torch.float8_e4m3fn, torch.int64, torch.complex64, torch.bool)
 
 
 def errors_of_dtypes(arena_bytes: int) -> list[str]:
-    """Of every operator and every dtype that it does not take; after each the group is as it was."""
+    """Return every operator's errors for dtypes that it does not take; after each the group works as before."""
     comm = hostile_communicator(dist.group.WORLD, arena_bytes)
     messages = []
     for dtype in UNSUPPORTED:

@@ -216,7 +216,7 @@ def widths(ptx: str) -> Counter[str]:
 
 
 def narrow(found: Counter[str]) -> set[str]:
-    """Accesses that move less than 16 bytes and are none of the control area's words."""
+    """Return accesses that move less than 16 bytes and do not belong to the control area."""
     control = {"ld b32", "ld b64", "st b32"}
     return {name for name in found if name[:2] in ("ld", "st") and "v4.b32" not in name} - control | (
         {name for name in found if name.startswith("cp.async")} - {"cp.async 16"}
@@ -225,7 +225,10 @@ def narrow(found: Counter[str]) -> set[str]:
 
 @each_target(HALVES, targets=tuple(TARGETS)[:3])
 def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[str]) -> None:
-    """Of bfloat16: what is published, pushed, sent, summed; and tiles, of which TMA takes what no flag stands for."""
+    """bfloat16 that is published, pushed, sent or summed moves 16 bytes at a time, and so do tiles.
+
+    TMA loads the operands that do not arrive under a flag.
+    """
     by_tma = target != "sm_80"
     of_kind = {kind: widths(text) for kind, text in code(target, kinds).items()}
     for kind, found in of_kind.items():
@@ -297,7 +300,7 @@ def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountM
     ],
 )
 def test_a_missing_barrier_before_a_release_is_noticed(code: Code, count_mutations: CountMutations, kind: str) -> None:
-    """In the compiled code, and all that come before it: triton has barriers of its own that may stand in for one."""
+    """All barriers before a release are taken out of the compiled code, since triton's own may do the work of ours."""
     tried, survivors = 0, []
     lines = code("sm_90", [kind])[kind].splitlines()
     for i, line in enumerate(lines):
@@ -322,6 +325,6 @@ NOT_TOLD = (
 
 @pytest.mark.parametrize("every", [NOT_TOLD[:2], pytest.param(NOT_TOLD, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_narrow_accesses_are_noticed(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -> None:
-    """Without being told that addresses are multiples of 16 the compiler moves less at a time."""
+    """A compiler that is not told that addresses are multiples of 16 moves less at a time."""
     for (kind, _, _), code in zip(every, compile_broken(compilers, every), strict=True):
         assert narrow(widths(code)), kind

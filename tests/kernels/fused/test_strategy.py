@@ -64,7 +64,7 @@ big = st.integers(1024, 8192)
 
 @given(operations, st.integers(1 << 15, 1 << 18), st.integers(2048, 8192), st.integers(1024, 2048), worlds, gpus)
 def test_many_tokens_are_fused(op: Operation, rows: int, hidden: int, share: int, world: int, rates: Rates) -> None:
-    """With a rank's share of the features so large that there is little to hide, plain may be as good."""
+    """Shares of the features are small here. With a large share there is little to hide, and plain may be as good."""
     columns, inner = (share, hidden) if op == "gather" else (hidden, share)
     assert choose(op, rows, columns, inner, world, 2, rates) == "fused"
 

@@ -152,7 +152,7 @@ def test_layouts(rung: Rung) -> None:
 
 
 def check_float64(device: str) -> None:
-    """In float64 nothing passes through float32, constants neither."""
+    """Nothing passes through float32 in float64, not even constants."""
     for kind, gated in KIND_AND_GATED:
         y = operand(9, 5, gated, torch.float64, device)
         results = []

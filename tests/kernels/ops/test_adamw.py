@@ -25,7 +25,7 @@ SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def settings(step: int, **others: float) -> dict[str, Any]:
-    """Those of one step; the learning rate changes with it."""
+    """Return the settings of one step; the learning rate changes with the step."""
     return {**SETTINGS, "step": step, "lr": 1e-2 / step, **others}
 
 
@@ -144,7 +144,7 @@ def test_float64_masters(rung: Rung) -> None:
 
 
 def check_nothing_to_do(device: str) -> None:
-    """Without decay and gradient masters stay as they are, and the copy is theirs rounded; none is needed."""
+    """Masters stay as they are without decay and gradient, and the copy is the masters rounded; it may be left out."""
     master = draw(100, torch.float32, device, 1, seed=0)["master"]
     zeros = torch.zeros(100, device=device)
     for dtype in (torch.float16, torch.float32):
@@ -184,7 +184,7 @@ def test_bits_do_not_depend_on_the_cut(rung: Rung) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_compile_nothing_again() -> None:
-    """Of another number, learning rate and shard."""
+    """Another step number, learning rate or size of the shard compiles nothing again."""
     num_compiled = []
     for num_elements, step in ((1, 1), (16, 2), (1000, 1000)):
         given = draw(num_elements, torch.bfloat16, "cuda", 1, seed=0)

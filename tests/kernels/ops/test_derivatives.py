@@ -97,7 +97,7 @@ every_operator = pytest.mark.parametrize("name", OPERATORS)
 
 @every_operator
 def test_a_second_derivative_is_right_or_raises(name: str) -> None:
-    """Also where the gradient of the output needs none, as that of a sum."""
+    """It raises even if the gradient of the output needs no gradient itself, as with a sum."""
     operator = OPERATORS[name]
     x = drawn(0, *operator.shape).requires_grad_()
     for reduce in (torch.sum, lambda y: y.square().sum()):

@@ -44,7 +44,7 @@ def by_columns(t: Tensor) -> Tensor:
 
 
 def whole_numbers(*sizes: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    """From -2 to 2: sums of 500 products are exact in float16."""
+    """Return whole numbers from -2 to 2: sums of 500 products are exact in float16."""
     return torch.randint(-2, 3, sizes, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
@@ -232,7 +232,7 @@ def test_wgrad(rung: Rung) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_wgrad_of_16_bit_operands_is_one_launch(dtype: torch.dtype) -> None:
-    """On a GPU, into a float32 buffer; of equal dtypes torch's product accumulates."""
+    """The launch is on a GPU, into a float32 buffer; with equal dtypes torch's product accumulates."""
     pytest.importorskip("triton")
     seen = []
     dy, x = torch.empty(8, 4, dtype=dtype, device="meta"), torch.empty(8, 6, dtype=dtype, device="meta")

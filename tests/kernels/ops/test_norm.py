@@ -97,7 +97,7 @@ def test_weight_gradients_of_chunks(rung: Rung) -> None:
 
 
 def check_only_one_gradient(device: str) -> None:
-    """Of y alone and of total alone; a bias of another dtype keeps it."""
+    """Check the gradients of y alone and of total alone; the gradient of a bias has the bias's dtype."""
     every = operands(5, 7, torch.float32, device)
     x, residual, weight = (every[name] for name in ("x", "residual", "weight"))
     bias = every["bias"].detach().double().requires_grad_()

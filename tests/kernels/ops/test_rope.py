@@ -242,7 +242,7 @@ def test_gradcheck_of_host_path_and_reference() -> None:
 
 
 def check_float64(device: str) -> None:
-    """In float64 nothing passes through float32: back and forth is the identity to float64's roundings."""
+    """Nothing passes through float32 in float64: back and forth is the identity to float64's roundings."""
     x, cos, sin, positions = operands((5, 3, 80), torch.float64, device).values()
     for interleaved in (False, True):
         with unwritten_is_nan():

@@ -36,7 +36,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 
 
 def facts(world: int, **changed: list[int]) -> list[Facts]:
-    """Of ranks that each have a GPU of one host."""
+    """Return the facts of ranks that each have a GPU of one host."""
     return [
         Facts(
             **{

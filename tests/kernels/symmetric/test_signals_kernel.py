@@ -253,7 +253,7 @@ def test_what_is_read_after_a_wait_was_written_before_the_flag(interpreters: Ran
 
 @all_worlds(by_default=2)
 def test_fifty_calls_back_to_back(interpreters: RankPool, world: int) -> None:
-    """In two generations and without a barrier; one program per rank suffices."""
+    """Calls use two generations in turn and no barrier; one program per rank suffices."""
     interpreters.run(run_exchanges, world, 0, 50, 1, 1, 0.0)
 
 
@@ -284,7 +284,7 @@ def run_begins(kernel_name: str) -> list[tuple[float, float]]:
 @all_worlds(by_default=3)
 @pytest.mark.parametrize("kernel_name", ["begin", "meet"])
 def test_nobody_overtakes(interpreters: RankPool, kernel_name: str, world: int) -> None:
-    """A call on the generation of the call before is a barrier; the first call is on another and is none."""
+    """A call on the previous call's generation begins with a barrier; the first call is on another and does not."""
     times = interpreters.run(run_begins, world, kernel_name)
     for i_call in range(1 if kernel_name == "begin" else 0, 6):
         last_entered = max(of_rank[i_call][0] for of_rank in times)
@@ -386,7 +386,7 @@ def test_a_wait_ends_by_the_clock_however_slow_its_polls_are(interpreters: RankP
 
 
 def verdict_of_a_wait_across_32_bits() -> list[int]:
-    """Of a wait in vain whose clock passes 2**31 ticks, each look a second later."""
+    """Return the verdict of a wait in vain whose clock passes 2**31 ticks; each look is a second later."""
     area = Area(epoch=5, most_polls=5 * signals.TICKS_PER_SECOND)
     seconds = itertools.count(2**31 // signals.TICKS_PER_SECOND - 1)
     clock = SimpleNamespace(monotonic_ns=lambda: next(seconds) * 10**9, sleep=time.sleep)

@@ -263,7 +263,7 @@ def test_signals_are_sound_in_compiled_code(code: Code, target: str, warps: int)
 
 @pytest.mark.parametrize(("target", "warps"), each("sm_80", "sm_90", "sm_100", warps=[4]))
 def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: int) -> None:
-    """Not a write: an atomic addition of 0 would take the line from a peer that is about to write it."""
+    """A poll must not write: an atomic addition of 0 would take the line from a peer that is about to write it."""
     for name in ("exchange", "meet"):
         polls = [one for one in instructions_of(code[target, warps][name]) if one.acquires and not one.releases]
         assert polls and all({"ld", "acquire", "sys"} <= one.words for one in polls)
@@ -296,7 +296,7 @@ def test_broken_signals_are_noticed(
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 def test_data_that_tma_stores_is_noticed(compilers: RankPool, count_mutations: CountMutations, target: str) -> None:
-    """Under a count and a flag; without TMA the kernel is the sound one."""
+    """The data is under a count and a flag. Without TMA the same kernel is sound."""
     ((broken,),) = compile_kernels(compilers, [Wanted(target, ("exchange",), {"TMA": True})])
     found = [fault for fault in faults(broken) if fault.startswith("may be overtaken by a flag")]
     count_mutations("the device signals", int(bool(found)), 1)
@@ -318,8 +318,9 @@ def test_data_that_tma_stores_is_noticed(compilers: RankPool, count_mutations: C
 def test_a_missing_barrier_is_noticed(
     code: Code, count_mutations: CountMutations, target: str, warps: int, names: tuple[str, ...], at_least: int
 ) -> None:
-    """Also triton's own. All before a release are taken out of the code, and all after an acquire: one may stand in
-    for another, between which there is no access.
+    """All barriers before a release are taken out of the code, and all after an acquire, triton's own included.
+
+    One barrier may do the work of another if there is no access between them.
     """
     tried, survivors = 0, []
     for name in names:

@@ -12,7 +12,7 @@ from tpengine.config import Config
 
 
 class LateWitness(Witness):
-    """From the second step on, one weight of the last rank is wrong in its last bit; a single process is left alone."""
+    """Spoils the last bit of one weight of the last rank from the second step on; leaves a single process alone."""
 
     def step(self, step: int) -> Any:
         seen = super().step(step)
@@ -31,7 +31,7 @@ class FailingWitness(Witness):
 
 
 class WrongGradients(Gradients):
-    """One norm's gradient is wrong by a ten-thousandth on every rank of several."""
+    """Makes one norm's gradient wrong by a ten-thousandth on every rank, if there are several."""
 
     def __init__(self, config: Config, weights_in: str) -> None:
         super().__init__(config, weights_in)
@@ -45,7 +45,7 @@ class WrongGradients(Gradients):
 
 
 class StaleReplica(WrongGradients):
-    """As WrongGradients, on rank 0 of several only."""
+    """Does what WrongGradients does, but on rank 0 only."""
 
     def spoil(self) -> None:
         if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def patch_language_once() -> None:
-    """From now on in this process; nothing where triton's release has another interpreter."""
+    """Patch once per launch from now on in this process; do nothing if this triton has another interpreter."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -25,7 +25,7 @@ def patch_language_once() -> None:
 
     @functools.cache
     def languages_of(function: Callable[..., Any]) -> list[Any]:
-        """As `patch` finds them."""
+        """Return the language modules that a function uses, found as `patch` finds them."""
         return [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
 
     def patch_what_is_not(function: Callable[..., Any]) -> Any:

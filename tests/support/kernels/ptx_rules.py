@@ -291,7 +291,7 @@ def _condition_faults(every: list[Instruction]) -> list[str]:
 
 
 def _ways(every: list[Instruction]) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each instruction those that may come after it, and those that may come before it."""
+    """Return for each instruction those that may come after it, and those that may come before it."""
     before: list[list[int]] = [[] for _ in every]
     for i, one in enumerate(every):
         for other in one.next:

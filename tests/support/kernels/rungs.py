@@ -57,7 +57,7 @@ every_rung_and_dtype_of_rows = _each(slow=torch.float16)
 
 
 def _grids(interpreted: torch.dtype) -> pytest.MarkDecorator:
-    """Of `rung`, `dtype`, `whole`."""
+    """Return the parameters `rung`, `dtype`, `whole`."""
     every = [(rung, dtype, True) for rung, dtypes in _DTYPES.items() for dtype in dtypes]
     by_default = [("host", torch.bfloat16, True), *(one for one in every if one[0] == "gpu")]
     whole = [pytest.param(*one, marks=() if one in by_default else pytest.mark.slow) for one in every]

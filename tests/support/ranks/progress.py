@@ -66,7 +66,7 @@ class Progress:
 
 
 def finish(process: subprocess.Popen[Any]) -> tuple[Any, Any]:
-    """As `process.communicate()`; a process that nobody works for any more is killed.
+    """Do what `process.communicate()` does, but kill a process if it makes no progress any more.
 
     Raises:
         AssertionError: it was, with what it had said.
@@ -134,7 +134,7 @@ def family(pids: Sequence[int]) -> list[int]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """Those behind the name, from the state on; none if the process has ended."""
+    """Return the fields behind the name, from the state on; empty if the process has ended."""
     try:
         return stat.read_text().rpartition(") ")[2].split()
     except OSError:

@@ -101,11 +101,11 @@ class Standstill:
             time.sleep(_SLEEP_SECONDS)
 
     def is_still(self) -> bool:
-        """Whether nobody moves any more. A rank that watches the others has left."""
+        """Return whether nobody moves any more. A rank that watches the others has left."""
         return self._is_still(self._state())
 
     def _state(self) -> int:
-        """Of all ranks' control areas; neither 0 nor less."""
+        """Return a number for the contents of all ranks' control areas; it is above 0."""
         state = 0
         for area in self._areas:
             state = zlib.crc32(area, state)

@@ -140,7 +140,7 @@ def test_an_index_cut_anywhere(tmp_path: Path) -> None:
 # By default a bit of every byte.
 @pytest.mark.parametrize("num_bits", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_an_index(tmp_path: Path, num_bits: int) -> None:
-    """Also one that leaves the JSON's meaning: an escape's e9 as E9, an exponent's e as E."""
+    """A flip is noticed even if the JSON's meaning stays: an escape's e9 as E9, an exponent's e as E."""
     small(tmp_path)
     whole = (tmp_path / INDEX_FILE).read_bytes()
     for place, number in itertools.product(range(len(whole)), range(num_bits)):
@@ -239,7 +239,7 @@ BAD_NAMES = ("../x", "/etc/passwd", "a/b", ".", "..", "", "~", "a\\b", ".hidden"
 
 
 def test_every_damage_is_refused(tmp_path: Path, count_mutations: Callable[[str, int, int], None]) -> None:
-    """Those behind a right hash of the index: what it says is still not believed."""
+    """The index's hash is right in all cases; its contents are checked all the same."""
     small(tmp_path)
     body = json.loads((tmp_path / INDEX_FILE).read_bytes())["index"]
     cases = {name: (altered(body, *path, value=value), text) for name, (path, value, text) in WRONG.items()}
@@ -340,7 +340,7 @@ def test_an_index_that_is_a_pipe_hangs_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], object]) -> None:
-    """A pipe would hang whoever hashes it, a device never end."""
+    """Hashing a pipe would hang, and hashing a device would never end."""
     make(tmp_path / A)
     entry = FileEntry((tmp_path / A).lstat().st_size, "0" * 64)
     assert "must be regular files" in file_refusal(tmp_path, lambda: check_file(tmp_path, A, entry))

@@ -298,7 +298,7 @@ def global_batch(config: Config) -> int:
 @pytest.mark.parametrize("base", ["preset", "file"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_one_command_continues_on_any_number_of_processes(tmp_path: Path, base: str, world: int) -> None:
-    """As torchrun --nnodes 1:4 restarts it: with --preset or --config, the global batch is the one it began with."""
+    """torchrun --nnodes 1:4 restarts a run so, with --preset or --config; it keeps its first global batch."""
     (tmp_path / "my.toml").write_text("[train]\nnum_micro_batches = 2\n[parallel]\ntp = 1\npp = 2\ndp = 2\n")
     command = ["--preset", "tiny"] if base == "preset" else ["--config", str(tmp_path / "my.toml")]
     command += ["--resume", "--optim.lr", "0.01"]
@@ -346,7 +346,7 @@ def rates(config: Config, steps: range) -> list[float]:
 def test_the_learning_rate_does_not_jump_where_a_run_becomes_longer(
     tmp_path: Path, base: list[str], is_old: bool
 ) -> None:
-    """Also for a run whose config.toml is too old to have the setting: its schedule was as long as it was."""
+    """A config.toml that is too old to have the setting stands for a schedule as long as the run was."""
     first = begin(tmp_path, "--train.steps", "40")
     assert first.optim.decay_steps == 40
     if is_old:

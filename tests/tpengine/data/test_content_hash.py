@@ -29,7 +29,7 @@ SHA256 = hashlib.sha256(TOKENS.astype(np.uint8).tobytes()).hexdigest()
 
 
 def write_without_hash(path: Path) -> None:
-    """As files were written before."""
+    """Write a file without a hash, as earlier releases did."""
     header = HEADER_BEFORE.pack(b"TPTOKENS", 1, 1, 251, len(TOKENS)).ljust(64, b"\0")
     path.write_bytes(header + TOKENS.astype(np.uint8).tobytes())
 
@@ -159,7 +159,7 @@ def test_one_process_of_a_host_makes_the_hash_and_the_others_wait_for_it(
 def test_a_rank_that_comes_late_reads_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_notes: bool
 ) -> None:
-    """Also where no note can be written; a text that has changed since is another one. Nothing is kept twice."""
+    """It reads nothing again even if no note can be written. A changed text is a new one. Nothing is kept twice."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     write_without_hash(tmp_path / "t")
@@ -192,7 +192,7 @@ def test_without_temporary_files_each_makes_its_own(tmp_path: Path, monkeypatch:
 
 
 def test_a_text_without_a_hash_is_waited_for_longer(tmp_path: Path) -> None:
-    """Also by ranks that have found a note: other hosts may have none."""
+    """Ranks that have found a note wait longer too: other hosts may have no note."""
     write_without_hash(tmp_path / "t")
     assert [opened(tmp_path / "t")[0].reading_seconds for _ in range(2)] == [pytest.approx(0.04)] * 2
     write_tokens(tmp_path / "with", TOKENS, 251)

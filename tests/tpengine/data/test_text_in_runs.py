@@ -32,7 +32,7 @@ def arguments_for(path: Path, steps: int = 1_000) -> tuple[str, ...]:
 def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, longer: float
 ) -> None:
-    """At 10 MB/s; a slow host's start would be ended again and again. A limit of 0 is none."""
+    """They assume 10 MB/s; else a slow host's start would be ended again and again. A limit of 0 means no limit."""
     path = tmp_path / "some.tokens"
     write_tokens(path, np.arange(90_000) % 200, 200)
     limits: list[float] = []
@@ -86,7 +86,7 @@ def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_bad_token_in_the_held_out_text_is_one_line(tmp_path: Path) -> None:
-    """As in training; the header's hash is that of the file, which only its vocabulary does not fit."""
+    """It is the same line as in training. The header's hash is right; only the vocabulary is too small."""
     path = tmp_path / "some.tokens"
     write_tokens(path, np.append(np.arange(85_500) % 200, np.full(4_500, 255)), 256)
     content = bytearray(path.read_bytes())

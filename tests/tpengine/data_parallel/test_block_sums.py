@@ -11,7 +11,7 @@ from tpengine.data_parallel import BlockSums
 
 
 def gradient(step: int, microbatch: int, numel: int) -> Tensor:
-    """Of very different sizes, so that every order of additions has other bits."""
+    """Return elements of very different sizes, so that every order of additions gives other bits."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-4, 5, (numel,), generator=generator)
 

@@ -74,7 +74,7 @@ def test_joined_axes(ranks: RankPool) -> None:
 
 
 def members_of_two_meshes() -> tuple[Members, Members, Members]:
-    """Of two trainers one after the other, and of one without tied ends."""
+    """Return the members for two trainers one after the other, and for one without tied ends."""
     return group_members(3, 1, 1, 1, (0, 2)), group_members(3, 1, 1, 1, (2, 0)), group_members(3, 1, 1, 1)
 
 

@@ -67,7 +67,7 @@ def test_an_average_of_a_models_weights(ranks: RankPool) -> None:
 
 
 def test_the_average_by_hand() -> None:
-    """On one rank, of plain tensors."""
+    """The average over plain tensors on one rank is the one computed by hand."""
     weights = [torch.ones(D, dtype=torch.float64), tensor(0, FFN, D), tensor(1, FFN, D), tensor(2, D, FFN)]
     kept = [w.clone() for w in weights]
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def test_the_average_by_hand() -> None:
 
 
 def test_a_copys_gradients_are_its_own() -> None:
-    """Those of the original go to its sink; buffers, buckets and prepared weights are not copied."""
+    """The original's gradients go to its sink; buffers, buckets and prepared weights are not copied."""
     comm, told = Communicator(None), []
     halves = WeightHalves()
     for sink in (BufferSink(), DeferringSink(BufferSink(), halves)):

@@ -81,7 +81,7 @@ def part(name: str, whole: Tensor, tp: Communicator) -> Tensor:
 
 
 def gradients(tp: Communicator, is_right: bool, clip: float | None = None) -> dict[str, Tensor]:
-    """Of the sum over all tokens of a weighted output, over two backward passes; with their norm, if clipped."""
+    """Return the gradients, over two backward passes, of a weighted sum of the output; with their norm, if clipped."""
     torch.manual_seed(tp.rank)
     model = nn.Sequential(FeedForward(tp, is_right))
     block = model[0]

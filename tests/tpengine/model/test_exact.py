@@ -111,7 +111,7 @@ def test_a_layout_gives_the_bits_of_one_process(
 def test_as_many_shards_and_blocks_as_there_can_be(
     ranks: RankPool, one_process: OneProcess, dp: int, tp: int, pp: int
 ) -> None:
-    """On 8 ranks of an axis each has one."""
+    """Each of 8 ranks of an axis has one."""
     config = exact_config(dp, tp, pp, **WIDE, steps=2)
     assert_same_bits(bits_of(ranks, config), one_process(config))
 
@@ -363,7 +363,7 @@ def test_every_mutation_of_exact_mode_changes_the_hash(
     mutations: Sequence[Callable[[pytest.MonkeyPatch], None]],
     count_mutations: Callable[[str, int, int], None],
 ) -> None:
-    """In one process, which has 4 terms of each sum: two have one order only."""
+    """One process has 4 terms of each sum; two terms would have only one order."""
     reference = one_process(exact_config(layers=2, steps=1))
 
     def outcome_of(mutation: str) -> Bits:

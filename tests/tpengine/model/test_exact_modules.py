@@ -82,7 +82,7 @@ def plain_gradients(kv_heads: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "kv_heads"), [(1, 1), (2, 2), (4, 4), (4, 8)])
 def test_weight_grad_is_whole_without_a_sink(ranks: RankPool, num_ranks: int, kv_heads: int) -> None:
-    """Of a parameter that several shards use, `weight.grad` is the sum over all of them:
+    """`weight.grad` of a parameter that several shards use is the sum over all of them:
 
     - a norm weight, held by every rank: the layer sums it over ranks at once;
     - a KV head's weight: a rank that has it holds all shards that share it, else the layer is refused;
@@ -173,7 +173,7 @@ def test_impossible_shapes_are_refused(build: Callable[[Shards], object], messag
 
 
 def test_a_kv_heads_weight_is_one_parameter_of_the_shards_that_share_it() -> None:
-    """Also in a copy and after another has taken its memory's place; each shard multiplies by what it is now."""
+    """It stays one in a copy, and after its memory was replaced; each shard multiplies by its present value."""
     case, shards = CASES["attention of 2 kv heads"], Shards(Communicator(None), 8)
     layer = ExactParts(case.model, shards, dtype=torch.float64).attention(None)
     x, weights, _ = case.tensors(torch.float64)

@@ -63,7 +63,7 @@ def leave(body: str, tmp_path: Path, *signals: signal.Signals) -> tuple[int, str
 
 
 # Blocks the main thread in C as a collective does: Python's own handlers, which run between bytecodes, never come.
-DEAF = (
+BLOCKED = (
     "print('ready', flush=True)\nimport ctypes\nmutex, lock = bytes(64), ctypes.CDLL(None).pthread_mutex_lock\n"
     "lock(mutex)\nlock(mutex)"
 )
@@ -83,14 +83,14 @@ def pending_signals(pid: int) -> bool:
     return any(int(lines[name], 16) for name in ("SigPnd", "ShdPnd"))
 
 
-def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
+def test_a_blocked_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
     """What makes the watch necessary: without it the same program does not react."""
     script = tmp_path / "program.py"
-    script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{DEAF}\n")
+    script.write_text(f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{BLOCKED}\n")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
     try:
-        wait_until(lambda: waits_for_a_lock(process.pid), process, "the program is not deaf")
+        wait_until(lambda: waits_for_a_lock(process.pid), process, "the program is not blocked")
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not pending_signals(process.pid), process, "the signal is not delivered")
         # Python's part in C has noted the signal; the thread that would run the handler waits for the lock again.
@@ -101,21 +101,21 @@ def test_a_deaf_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> None:
 
 
 def test_before_training_an_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
-    code, errors = leave("watch.parting = ': nothing yet'\n" + DEAF, tmp_path, signal.SIGINT)
+    code, errors = leave("watch.parting = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT)
     assert code == 130 and errors == ""  # rank 3: rank 0 speaks
-    code, errors = leave("watch._rank = 0\nwatch.parting = ': nothing yet'\n" + DEAF, tmp_path, signal.SIGINT)
+    code, errors = leave("watch._rank = 0\nwatch.parting = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT)
     assert code == 130 and errors == "tpengine: interrupted: nothing yet\n"
 
 
 def test_before_training_a_request_to_terminate_names_what_was_going_on(tmp_path: Path) -> None:
-    code, errors = leave("activity.begin('reading')\n" + DEAF, tmp_path, signal.SIGTERM)
+    code, errors = leave("activity.begin('reading')\n" + BLOCKED, tmp_path, signal.SIGTERM)
     assert code == 143
     assert errors == "tpengine: rank 3 ends: SIGTERM: step 7, in reading for 0.0 s\n"
 
 
 def test_ranks_that_only_start_are_silent(tmp_path: Path) -> None:
     """torchrun ends them when one has found an error of the user's, which is one line."""
-    assert leave("activity.step = None\n" + DEAF, tmp_path, signal.SIGTERM) == (143, "")
+    assert leave("activity.step = None\n" + BLOCKED, tmp_path, signal.SIGTERM) == (143, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -128,7 +128,7 @@ def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, numbe
     assert leave(body, tmp_path, number) == (128 + number, "tpengine: saved\n")
 
 
-# For programs whose main thread is deaf: another lets time pass.
+# For programs whose main thread is blocked: another thread lets time pass.
 LATER = """
 def later():
     while not ({when}):
@@ -144,12 +144,12 @@ def later(seconds: tuple[float, ...], when: str = "True") -> str:
     return LATER.format(when=when, seconds=seconds)
 
 
-def test_a_deaf_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
+def test_a_blocked_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
     body = (
         "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
         "activity.longest_seconds = 1.0\n"
     )
-    code, errors = leave(body + later((4.9, 0.2), "watch.stop") + DEAF, tmp_path, signal.SIGTERM)
+    code, errors = leave(body + later((4.9, 0.2), "watch.stop") + BLOCKED, tmp_path, signal.SIGTERM)
     assert code == 70
     report = "SIGTERM, and nothing moved for 5 s after it: step 7, in 0B1 for 5.1 s, waiting for 0B1s peer"
     assert errors == f"still here\ntpengine: rank 3 ends: {report}\n"
@@ -157,7 +157,7 @@ def test_a_deaf_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
 
 def test_an_action_that_outlives_the_limit_is_reported(tmp_path: Path) -> None:
     body = "activity.begin('0F2')\nwatch.timeout_seconds = 0.5\n"
-    code, errors = leave(body + later((0.4, 0.2)) + DEAF, tmp_path)
+    code, errors = leave(body + later((0.4, 0.2)) + BLOCKED, tmp_path)
     report = "--train.timeout-seconds 0.5 is over: step 7, in 0F2 for 0.6 s"
     assert (code, errors) == (70, f"still here\ntpengine: rank 3 ends: {report}\n")
 
@@ -184,7 +184,7 @@ def test_a_second_interrupt_ends_a_slow_save(tmp_path: Path) -> None:
 
 def test_a_broken_explanation_does_not_swallow_the_report(tmp_path: Path) -> None:
     body = "activity.begin('0F2')\nwatch.explain = lambda what: 1 / 0\nwatch.timeout_seconds = 0.3\n"
-    code, errors = leave(body + later((1.0,)) + DEAF, tmp_path)
+    code, errors = leave(body + later((1.0,)) + BLOCKED, tmp_path)
     assert code == 70 and "whom it waited for is unknown: ZeroDivisionError" in errors
 
 
@@ -213,7 +213,7 @@ def test_a_rank_that_waits_for_nobody_is_never_given_up(tmp_path: Path) -> None:
 
 def test_a_rank_whose_standard_error_is_closed_still_leaves(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text(HEAD + "".join(f"    {line}\n" for line in DEAF.splitlines()))
+    script.write_text(HEAD + "".join(f"    {line}\n" for line in BLOCKED.splitlines()))
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() and process.stderr is not None
     process.stderr.close()

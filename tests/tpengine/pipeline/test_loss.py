@@ -29,7 +29,7 @@ def model_of() -> nn.Sequential:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Of 2 replicas; one micro-batch has no valid target, the others 1 to 4."""
+    """Return the batch of 2 replicas; one micro-batch has no valid target, the others have 1 to 4."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(2 * MICRO * ROWS, 6, dtype=DTYPE, generator=generator)
     targets = torch.randint(CLASSES, (2 * MICRO, ROWS), generator=generator)

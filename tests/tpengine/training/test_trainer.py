@@ -130,7 +130,7 @@ def evaluate_and_sample(config: Config) -> tuple[float, list[int]]:
 def test_held_out_loss_and_sample_are_the_same_in_every_layout(
     ranks: RankPool, layouts: list[tuple[int, int, int]], num_layers: int
 ) -> None:
-    """Also where the number of micro-batches does not divide over replicas, and past one window of text."""
+    """They are, even if micro-batches do not divide over replicas, and past one window of text."""
     results = {}
     for dp, tp, pp in ((1, 1, 1), *layouts):
         config = config_of(dp, tp, pp, tied=False, kv_heads=1, num_layers=num_layers)

@@ -240,7 +240,10 @@ def test_large_scores(rung: Rung, dtype: torch.dtype) -> None:
 
 
 def check_log_sum_exp(device: str, whole: bool) -> None:
-    """Of the scores seen, also of rows that a kernel meets in its masked tiles only; -inf where none is seen."""
+    """Check the log-sum-exp of the scores that are seen, and -inf where none is seen.
+
+    Some rows are met in a kernel's masked tiles only.
+    """
     for case in (CASES[2], CASES[7], Case(63, 0, 1, 1, 16)) if whole else (Case(40, 29, 1, 1, 16, window=7),):
 
         def operator(case: Case = case, **given: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ def test_logits_that_share_memory_need_no_gradient_of_their_own() -> None:
 
 
 def check_special_rows(device: str) -> None:
-    """As torch: ignored rows whatever they hold, logits of -inf, labels that are not there."""
+    """Compare with torch: ignored rows whatever they hold, logits of -inf, labels outside the vocabulary."""
     inf, nan = torch.inf, torch.nan
     z = [[nan, inf, 1.0], [-inf, 1.0, 2.0], [-inf, 1.0, 2.0], [-inf] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [nan] * 3]
     logits = torch.tensor(z, device=device, requires_grad=True)

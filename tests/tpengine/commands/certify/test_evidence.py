@@ -40,7 +40,7 @@ def test_equal_runs_have_no_difference_whoever_saw_what() -> None:
 
 @pytest.mark.parametrize("first", range(len(BASE)))
 def test_the_first_difference_by_cause_is_found(first: int) -> None:
-    """From one place on, all that follows in causal order differs."""
+    """Everything differs from one place on, in causal order."""
     in_order = sorted(BASE, key=lambda o: o.place)
     other = in_order[:first] + [Observation(o.place, "x", "another action") for o in in_order[first:]]
     difference = Evidence([BASE]).first_difference(Evidence([[], other]))

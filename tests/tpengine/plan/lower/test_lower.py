@@ -172,7 +172,7 @@ def test_lists_and_chunks_must_agree() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 3, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_ranks_post_in_one_order(name: str, num_chunks: int) -> None:
-    """Also where a chunk takes a third of a unit, which sums of floats miss."""
+    """They do even if a chunk takes a third of a unit, which sums of floats do not hit exactly."""
     schedule = make_schedule(name, 4, 11, num_chunks)
     plan = lower_plainly(schedule)
     # What each rank does in turn, transfers by their send: circles would stay in it for ever.

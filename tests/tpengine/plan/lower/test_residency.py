@@ -113,7 +113,7 @@ def test_zero_3_of_four_ranks_and_eight_micro_batches(name: str, residency: Resi
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_counts_are_the_traffic(name: str) -> None:
-    """By bucket: gathers 0, 1, 1 or 2m; reductions 1 or m."""
+    """Each bucket has 0, 1, 1 or 2m gathers, and 1 or m reductions."""
     for p, m in ((1, 1), (2, 3), (3, 2), (4, 8)):
         for weights, residency, num_gathers in (
             (Weights.WHOLE, Residency.USE, 0),

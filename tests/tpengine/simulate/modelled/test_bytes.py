@@ -182,7 +182,7 @@ def test_a_micro_batch_keeps_what_is_predicted(model: dict[str, Any], dtype: str
     "model", [*(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})), DROPS], ids=str
 )
 def test_what_is_computed_again_is_not_kept(model: dict[str, Any], is_local: bool, recompute: Recompute) -> None:
-    """Nor does it change what the weight half needs. What comes from a chunk of the same rank is in no slot."""
+    """Recomputing does not change what the weight half needs. A tensor from a chunk of the same rank is in no slot."""
     for layers in CHUNKS:
         config = config_of("float32", 2, 5, **model)
         want = predicted(config, layers, is_local=is_local, recompute=recompute)

@@ -73,7 +73,7 @@ def test_collectives_where_nothing_is_to_be_fused(interpreters: RankPool) -> Non
 
 
 def exchanges_said() -> list[tuple[str, str]]:
-    """For a strategy each: what a communicator says of a GPU that nobody knows, and what the engine says of the run."""
+    """Return for each strategy what a communicator prints of an unknown GPU, and how the engine describes the run."""
     alone, found = Communicator(None), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_arena, "rates_of", lambda model: None)
@@ -87,7 +87,7 @@ def exchanges_said() -> list[tuple[str, str]]:
 
 
 def test_what_is_said_of_a_gpu_that_nobody_knows(interpreters: RankPool) -> None:
-    """By kernels exchange only those whom the strategy lets; the choice of collectives is said once, if it is one."""
+    """Kernels exchange only if the strategy says so; that auto takes collectives is printed once."""
     for rank, found in enumerate(interpreters.run(exchanges_said, 2)):
         assert [bool(said) for said, _ in found] == [rank == 0, False, False, False]
         assert ["by kernels" in described for _, described in found] == [False, False, True, False]

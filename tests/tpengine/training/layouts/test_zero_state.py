@@ -49,7 +49,7 @@ def id_of(tensor: torch.Tensor) -> int:
 
 
 def counted_on_a_host_each(config: Config) -> tuple[StateBytes, StateBytes, int]:
-    """Without shared memory, whose blocks are tensors too."""
+    """Count without shared memory, whose blocks are tensors too."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
             patch.setattr(f"{module}.host_identity", dist.get_rank)
@@ -103,7 +103,7 @@ def test_state_is_the_formulas_to_the_byte(ranks: RankPool, zero: int, dp: int, 
 
 
 def held_at_the_beginning(config: Config) -> tuple[int, int]:
-    """Of a trainer that has not trained yet: the elements of the largest gradient buffer, and all bytes of its state.
+    """Return the elements of a new trainer's largest gradient buffer, and all bytes of its state.
 
     Gradient buffers have existed one after the other, and no packed copy of weights is left.
     """

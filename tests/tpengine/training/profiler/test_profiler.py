@@ -95,7 +95,7 @@ def place_of(record: RankRecord, kind: Kind, member: Action) -> int:
 def test_everything_is_posted_early_and_waited_for_where_it_is_consumed(
     ranks: RankPool, schedule: str, has_mailbox: bool
 ) -> None:
-    """By the order of what ran: nothing is waited for before the action that needs it, and nothing blocks in between.
+    """What ran shows it: nothing is waited for before the action that needs it, and nothing blocks in between.
 
     A receive is consumed by the action of its micro-batch, a send is waited for where the next of its kind leaves from
     its chunk, or where backward lets go of its graph; reductions are waited for after the last backward.

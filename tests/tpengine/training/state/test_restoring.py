@@ -51,7 +51,7 @@ def mark(trainer: Trainer, value: float) -> None:
 
 
 def values_of(trainer: Trainer) -> set[float]:
-    """Of the weights, without the rows that pad the vocabulary."""
+    """Return the values of the weights, without the rows that pad the vocabulary."""
     weights = [block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.")]
     return {float(value) for block in weights for part in parts_of(block) for value in part.tensor.unique()}
 
