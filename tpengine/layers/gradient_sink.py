@@ -1,4 +1,4 @@
-"""Where weight gradients go: the sink protocol, and the sink for models outside the engine.
+"""Where weight gradients go: the sink protocol, the engine's sinks, and the sink for other models.
 
 Matmul Functions return dx only. Their backward hands (param, x, dy) to a sink, which decides when and where the weight
 gradient is computed. This has two advantages: where dtypes agree, the GEMM accumulates into the buffer without an
