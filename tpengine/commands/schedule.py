@@ -324,7 +324,11 @@ def _costs(schedule: Schedule, args: argparse.Namespace) -> Costs:
         bytes_per_time=num_bytes / args.link if args.link else math.inf,
         reductions=dict.fromkeys(range(len(ranks)), args.reduce),
         activations={
-            chunk: ChunkBytes(*(held[name] / ranks.count(rank) for name in ("saved", "deferred", "working")))
+            chunk: ChunkBytes(
+                held["saved"] / ranks.count(rank),
+                held["deferred"] / ranks.count(rank),
+                dict.fromkeys(COMPUTE, held["working"] / ranks.count(rank)),
+            )
             for chunk, rank in enumerate(ranks)
             if held
         },

@@ -48,7 +48,8 @@ class SlicedBuckets(GradientBuckets):
         each: bool,
     ) -> None:
         self._comm, self._each = comm, each
-        self._received: dict[int, Tensor] = {}
+        # This replica's part of each whole buffer, where its sum arrives.
+        self._own: dict[int, Tensor] = {}
         sizes = {index: slice_numel(layout, comm.size) for index, layout in layouts.items()}
         super().__init__(
             layouts,
@@ -59,14 +60,11 @@ class SlicedBuckets(GradientBuckets):
             device,
             padded_to={index: comm.size * size for index, size in sizes.items()},
         )
-        if each:
-            self.slices = {index: flat.new_zeros(sizes[index]) for index, flat in self.flat.items()}
-        else:
-            own = {index: comm.rank * size for index, size in sizes.items()}
-            self.slices = {index: flat[own[index] :][: sizes[index]] for index, flat in self.flat.items()}
+        self.slices = {index: own.new_zeros(sizes[index]) for index, own in self._own.items()} if each else self._own
 
     def made(self, index: int) -> None:
         """Take the buffer's memory away again, if buckets have memory only while they are used."""
+        self._own[index] = self.flat[index].chunk(self._comm.size)[self._comm.rank]
         if self._each:
             set_memory(self.flat[index], False)
 
@@ -94,15 +92,12 @@ class SlicedBuckets(GradientBuckets):
         """As GradientBuckets; the sum is in the slice."""
         work = super().wait(index)
         if self._each:
-            self.slices[index].add_(self._received.pop(index))
+            self.slices[index].add_(self._own[index])
             set_memory(self.flat[index], False)
         return work
 
     def _start_sum(self, index: int, flat: Tensor) -> Work:
-        out = self.slices[index]
-        if self._each:
-            out = self._received[index] = torch.empty_like(out)
-        return self._comm.start_reduce_scatter(flat, out)
+        return self._comm.start_reduce_scatter(flat, self._own[index])
 
 
 def set_memory(flat: Tensor, wanted: bool) -> None:

@@ -31,12 +31,12 @@ class ChunkBytes:
     Args:
         saved: from the start of F to the end of B, or of I in a split backward.
         deferred: from the end of I to the end of W: what the weight half needs.
-        working: only while F, B, I or W runs.
+        working: only while an action runs, by its kind.
     """
 
     saved: float = 0.0
     deferred: float = 0.0
-    working: float = 0.0
+    working: Mapping[Kind, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Costs:
         weights: by bucket, the bytes of its gathered weights: held from the start of the action that starts the gather
             to the end of the one that frees them. Only for SLICED buckets.
         contributions: by bucket, the bytes of its whole gradient buffer: held from the start of the action that fills
-            it until its reduction has ended. Only for buckets that are reduced every micro-batch.
+            it until its reduction has been waited for. Only for buckets that are reduced every micro-batch.
     """
 
     compute: Mapping[tuple[Kind, int], float]

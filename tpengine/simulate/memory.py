@@ -9,7 +9,7 @@
     weights       gathered, of a SLICED bucket: from the start of the action that starts the gather, since a gather
                   needs its buffer even while it queues behind others, to the end of the action that frees them
     contributions of a bucket that is reduced every micro-batch: from the start of the action that fills it until its
-                  reduction has ended, or has been waited for where its end is not known
+                  reduction has been waited for: before that nobody gives the buffer back
 
 The times may be simulated or measured: what is held when follows from the list either way.
 """
@@ -17,7 +17,7 @@ The times may be simulated or measured: what is held when follows from the list 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
@@ -62,15 +62,6 @@ def slot_bytes(plan: Plan, rank: int) -> int:
     return slots.num_forward * largest.get(Kind.RECV_F, 0) + slots.num_backward * largest.get(Kind.RECV_B, 0)
 
 
-def _ends_of_reductions(plan: Plan, rank: int, timeline: RankTimeline) -> defaultdict[Action, deque[float]]:
-    """Return when each reduction ended, in order, for buckets all of whose reductions are in the timeline."""
-    ends: defaultdict[Action, deque[float]] = defaultdict(deque)
-    for span in timeline.reductions:
-        ends[span.action].append(span.end)
-    started = Counter(reduction for action in plan.actions[rank] for reduction in action.reduces)
-    return defaultdict(deque, {action: times for action, times in ends.items() if len(times) == started[action]})
-
-
 class _Holder:
     """Walks a rank's list and records by how many bytes the memory changes at what time."""
 
@@ -83,9 +74,6 @@ class _Holder:
         summed = {bucket.index for bucket in plan.buckets if bucket.reduced is Reduced.MICROBATCH}
         self.weights = {index: size for index, size in costs.weights.items() if index in sliced}
         self.buffers = {index: size for index, size in costs.contributions.items() if index in summed}
-        self.ends = _ends_of_reductions(plan, rank, timeline)
-        # Reductions whose buffers are held until they are waited for.
-        self.reduced: set[Action] = set()
         self.waited: defaultdict[Action, deque[Span]] = defaultdict(deque)
         for span in timeline.waits:
             self.waited[span.action].append(span)
@@ -100,8 +88,7 @@ class _Holder:
                 for sub in action.subs:
                     if sub.kind in SENDS:
                         self._let_go(tensor_of(sub), now)
-                    elif sub in self.reduced:
-                        self.reduced.remove(sub)
+                    elif sub.kind is Kind.REDUCE:
                         self._hold(-self._bytes(self.buffers, sub), now)
             elif action.kind is Kind.GATHER:
                 self._hold(self._bytes(self.weights, action), now)
@@ -124,8 +111,9 @@ class _Holder:
         self._buckets(action, start, end)
         chunk, microbatch = action.piece
         size = self.costs.activations.get(chunk, _NOTHING)
-        self._hold(size.working, start)
-        self._hold(-size.working, end)
+        working = size.working.get(action.kind, 0.0)
+        self._hold(working, start)
+        self._hold(-working, end)
         if action.kind is Kind.F:
             self._let_go((True, chunk - 1, microbatch), start)
             if self.plan.training:
@@ -146,12 +134,7 @@ class _Holder:
         for free in action.frees:
             self._hold(-self._bytes(self.weights, free), end)
         for reduction in action.reduces:
-            size = self._bytes(self.buffers, reduction)
-            self._hold(size, start)
-            if self.ends[reduction]:
-                self._hold(-size, self.ends[reduction].popleft())
-            else:
-                self.reduced.add(reduction)
+            self._hold(self._bytes(self.buffers, reduction), start)
 
     def _bytes(self, sizes: Mapping[int, float], action: Action) -> float:
         """Return the bytes of the bucket that an action names."""

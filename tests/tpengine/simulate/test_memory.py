@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.plan import SCHEDULES, Chunk, Kind, Plan, TensorSpec, parse_actions
+from tpengine.plan.actions import COMPUTE
 from tpengine.simulate import ChunkBytes, Costs, simulate
 from tpengine.simulate.costs import unit_costs
 from tpengine.simulate.memory import memory_curve, slot_bytes
@@ -44,7 +45,9 @@ def test_a_backward_frees_what_its_forward_saved() -> None:
         "0F0 0SEND_F0 0RECV_B0 w[0SEND_F0] w[0RECV_B0] 0B0",
         "1RECV_F0 w[1RECV_F0] 1F0 1B0 1SEND_B0 w[1SEND_B0]",
     )
-    first, second = simulate(plan, costs_of(plan, ChunkBytes(saved=10, working=3), resident=1000.0)).ranks
+    first, second = simulate(
+        plan, costs_of(plan, ChunkBytes(saved=10, working=dict.fromkeys(COMPUTE, 3)), resident=1000.0)
+    ).ranks
     assert first.memory == ((0.0, 1113.0), (1.0, 1210.0), (1.5, 1110.0), (5.0, 1113.0), (7.0, 1100.0))
     assert first.peak_bytes == 1210.0
     # 1F0 from 1.5 to 2.5, 1B0 to 4.5, the gradient until 5.
@@ -53,7 +56,7 @@ def test_a_backward_frees_what_its_forward_saved() -> None:
 
 def test_halves_of_a_backward_free_one_after_the_other() -> None:
     plan = plan_of("0F0 0F1 0I0 0I1 0W0 0W1", ranks=(0,))
-    (rank,) = simulate(plan, costs_of(plan, ChunkBytes(saved=10, deferred=4, working=1))).ranks
+    (rank,) = simulate(plan, costs_of(plan, ChunkBytes(saved=10, deferred=4, working=dict.fromkeys(COMPUTE, 1)))).ranks
     assert rank.memory == ((0.0, 11.0), (1.0, 21.0), (3.0, 15.0), (4.0, 9.0), (5.0, 5.0), (6.0, 0.0))
 
 
@@ -74,7 +77,7 @@ def test_between_chunks_of_one_rank_an_output_lives_until_the_next_begins() -> N
 
 def test_forward_only_saves_nothing() -> None:
     plan = plan_of("0F0 0SEND_F0 w[0SEND_F0]", "1RECV_F0 w[1RECV_F0] 1F0", training=False)
-    first, second = simulate(plan, costs_of(plan, ChunkBytes(saved=10, working=3))).ranks
+    first, second = simulate(plan, costs_of(plan, ChunkBytes(saved=10, working=dict.fromkeys(COMPUTE, 3)))).ranks
     assert first.memory == ((0.0, 3.0), (1.0, 100.0), (1.5, 0.0))
     assert second.memory == ((0.0, 100.0), (1.5, 103.0), (2.5, 100.0))
 
@@ -122,7 +125,9 @@ def test_the_peak_is_that_of_live_activations(
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_a_step_leaves_what_it_found(build_plan: Callable[..., Plan], name: str, p: int, m: int, v: int) -> None:
     plan = build_plan(name, p, m, num_chunks=v)
-    activations = {i: ChunkBytes(saved=7.0, deferred=5.0, working=3.0) for i in range(len(plan.chunks))}
+    activations = {
+        i: ChunkBytes(saved=7.0, deferred=5.0, working=dict.fromkeys(COMPUTE, 3.0)) for i in range(len(plan.chunks))
+    }
     costs = replace(unit_costs(plan), activations=activations, latency=0.25, resident=(11.0,) * p)
     for number, rank in enumerate(simulate(plan, costs).ranks):
         floor = 11.0 + slot_bytes(plan, number)

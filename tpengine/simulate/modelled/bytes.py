@@ -1,12 +1,8 @@
-"""What a micro-batch holds on a chunk of the model, in bytes: formulas for what our layers keep. No torch.
+"""What a micro-batch keeps in a block of the model, in bytes: formulas for what our layers keep. No torch.
 
 They hold for fast mode on a CPU. Saved is exact: the distinct storages that autograd keeps between F and B, without
 weights, rope tables and the batch's tokens and labels, which many micro-batches share. Deferred is exact too: the
-operands of the weight half. Working is an estimate: the widest gradients that live at once, and what backward
-recomputes.
-
-What the plan counts is not counted here: a chunk's received input and the gradient of its output are in slots
-(simulate/memory.py). Exact mode and GPUs keep other tensors; for them these figures are estimates.
+operands of the weight half. Exact mode and GPUs keep other tensors; for them these figures are estimates.
 
 Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
 F feed-forward and V vocabulary columns of this rank; e bytes per element, a bytes per element of
@@ -18,48 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpengine.config import Config
-from tpengine.plan import Gathered, Plan, Recompute
-from tpengine.simulate import ChunkBytes
+from tpengine.plan import Gathered, Recompute
 from tpengine.simulate.costs import item_bytes
 
 # Bytes of a row number of the embedding table.
 _INDEX_BYTES = 8
 # Per token: the maximum, the sum of exponentials, the label's logit and the sum of logits.
 _LOSS_STATISTICS = 4
-
-
-def activation_bytes(config: Config, tp: int, plan: Plan) -> dict[int, ChunkBytes]:
-    """Return what a micro-batch of `config` holds, by chunk.
-
-    Args:
-        config: sizes, dtype, dropout rates.
-        tp: number of tensor-parallel ranks; the bytes are those of one of them.
-        plan: chunks, with what each recomputes and gathers again.
-    """
-    last = len(plan.chunks) - 1
-    found = {}
-    for index, chunk in enumerate(plan.chunks):
-        block = BlockBytes.of(config, tp, chunk.gathered)
-        num_blocks = chunk.layers[1] - chunk.layers[0]
-        has_input = index > 0 and plan.chunks[index - 1].rank == chunk.rank
-        in_slot = index > 0 and not has_input
-        gradient_in_slot = index < last and plan.chunks[index + 1].rank != chunk.rank
-        first, end = block.embedding if index == 0 else 0, block.head if index == last else 0
-        whole = num_blocks * block.saved(Recompute.NONE) + first + end - in_slot * block.x
-        saved = num_blocks * block.saved(chunk.recompute) + first + end - in_slot * block.x
-        again = block.saved(Recompute.NONE) - block.saved(chunk.recompute)
-        if chunk.recompute is Recompute.FULL:
-            saved = has_input * block.x
-            again = whole - saved
-        found[index] = ChunkBytes(
-            saved=saved,
-            deferred=num_blocks * block.deferred
-            + (block.deferred_embedding if index == 0 else 0)
-            + (block.deferred_head if index == last else 0)
-            - (block.output_gradient if gradient_in_slot else 0),
-            working=again + max(block.gradients, block.logits if index == last else 0),
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -115,6 +76,22 @@ class BlockBytes:
         )
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether sums are taken in a wider dtype than that of the activations."""
+        return self.item < self.wide
+
+    def widened(self, num_elements: int) -> int:
+        """Bytes of a copy in the wider dtype; 0 where there is none, so that nothing is copied."""
+        return num_elements * self.wide * self.is_narrow
+
+    def weight_gradient(self, num_elements: int) -> int:
+        """Bytes of a weight's gradient on its way into the buffer: a product, and its copy in the buffer's dtype.
+
+        Where the dtypes agree the product is added as it is computed.
+        """
+        return num_elements * (self.item + self.wide) * self.is_narrow
+
+    @property
     def x(self) -> int:
         """x[t, D], between blocks."""
         return self.own_tokens * self.hidden * self.item
@@ -133,6 +110,11 @@ class BlockBytes:
     def keys(self) -> int:
         """Elements of k[T, G E], or of v."""
         return self.tokens * self.kv_heads * self.head_size
+
+    @property
+    def middle(self) -> int:
+        """Elements of the feed-forward network's middle, [T, F]; gate and up are as large each."""
+        return self.tokens * self.ffn
 
     @property
     def norm(self) -> int:
@@ -223,8 +205,3 @@ class BlockBytes:
     def deferred_head(self) -> int:
         """Gathered tokens and logits' gradient; the norm's gradient."""
         return self.gathered + self.logits + self.hidden * self.wide
-
-    @property
-    def gradients(self) -> int:
-        """Gradients around the feed-forward network's middle: of gate and up, of their product, and two of x."""
-        return 3 * self.tokens * self.ffn * self.item + 2 * self.x

@@ -38,7 +38,8 @@ from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_s
 from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute, Reduced, Weights
 from tpengine.simulate import Costs
 from tpengine.simulate.costs import half_ring_time, ring_time
-from tpengine.simulate.modelled.bytes import BlockBytes, activation_bytes
+from tpengine.simulate.modelled.activations import activation_bytes
+from tpengine.simulate.modelled.bytes import BlockBytes
 
 
 @dataclass(frozen=True)

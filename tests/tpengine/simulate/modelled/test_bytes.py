@@ -25,7 +25,7 @@ from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
 from tpengine.plan import Chunk, Gathered, Plan, Recompute, TensorSpec
 from tpengine.simulate import ChunkBytes
-from tpengine.simulate.modelled.bytes import activation_bytes
+from tpengine.simulate.modelled.activations import ChunkWalks, activation_bytes
 
 SMALL = ModelConfig(hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=40, vocab_size=50)
 DROPS = {"residual_dropout": 0.1, "attention_dropout": 0.2, "mlp_dropout": 0.3}
@@ -174,6 +174,24 @@ def test_a_micro_batch_keeps_what_is_predicted(model: dict[str, Any], dtype: str
         config = config_of(dtype, batch, seq, **model)
         want = predicted(config, layers)
         assert kept(config, layers, Communicator(None)) == (want.saved, want.deferred), (batch, seq, layers)
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_walks_end_with_what_is_kept(dtype: str, recompute: Recompute) -> None:
+    """Forward: what is saved, and the output. Backward: the input's gradient; an input half, what it defers too."""
+    for model in MODELS:
+        config = config_of(dtype, 2, 5, **model)
+        for layers, is_local in itertools.product(CHUNKS, (False, True)):
+            plan, index = plan_of(config, layers, is_local, recompute=recompute)
+            walks, size = ChunkWalks(config, 1, plan, index), activation_bytes(config, 1, plan)[index]
+            x = walks.block.x
+            saved = int(size.saved) + (recompute is Recompute.FULL and walks.is_first) * walks.block.embedding
+            if recompute is not Recompute.FULL or not walks.is_last:
+                assert walks.forward(recompute).now == saved + (0 if walks.is_last else x)
+            for defers, stays in ((False, 0), (True, int(size.deferred))):
+                assert walks.backward(int(size.saved), defers=defers).now == stays + (0 if walks.is_first else x)
+            assert min(size.working.values()) >= 0
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))

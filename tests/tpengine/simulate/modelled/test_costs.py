@@ -14,7 +14,7 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import ring_time
-from tpengine.simulate.modelled.bytes import activation_bytes
+from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, bytes_per_rank, model_costs
 from tpengine.training.optimizer import AdamW
 

@@ -1,0 +1,122 @@
+"""Rung: gloo ranks. The most that a rank holds in a step, counted by torch's allocator, is what the simulator says.
+
+Counted is what torch allocates on the thread that trains: every tensor, however short its life. Not counted, because
+the allocator does not make it: memory that ranks share to exchange tensors, which a run's first lines and profile.json
+state on their own; what a matrix library takes inside a product; and the slice in which the thread of a communicator
+adds up a sum.
+
+What only GPUs check: what torch.cuda counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.data_parallel.sliced_buckets import SlicedBuckets
+from tpengine.simulate.modelled.memory import memory_of
+from tpengine.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+STEP = "the step that is measured"
+
+
+def peaks(config: Config) -> tuple[int, int]:
+    """The bytes that this rank held at most in its second step, and what was predicted."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer = Trainer(config, open_corpus(config), CPU)
+        trainer.train_step(0)
+        with record_function(STEP):
+            trainer.train_step(1)
+    return peak_bytes(recorded), memory_of(config, trainer.layout, trainer.plan)[trainer.mesh.at.pp].peak
+
+
+def peak_bytes(recorded: profile) -> int:
+    """The most that was allocated at once while the step ran, of all that was allocated since the recording began."""
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    (step,) = (event for event in events if event.name() == STEP)
+    held, most = 0, 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            if step.start_ns() <= event.start_ns() <= step.start_ns() + step.duration_ns():
+                most = max(most, held)
+    return most
+
+
+def peaks_with_a_double(config: Config) -> tuple[int, int]:
+    """The same where every whole gradient buffer leaves a copy behind until its sum is there."""
+    arm, doubles = SlicedBuckets.arm, []
+
+    def armed(buckets: SlicedBuckets, order: Any, on_start: Any = None) -> None:
+        doubles.clear()
+        arm(buckets, order, on_start)
+        doubles.extend(buckets.flat[index].clone() for index in order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlicedBuckets, "arm", armed)
+        return peaks(config)
+
+
+def config_for(zero: int, schedule: str, dtype: str, **changes: Any) -> Config:
+    """A model in which weights, states and what micro-batches keep are all of one size, a few MB in all."""
+    config = config_of(2, 1, 2, tied=False, schedule=schedule, zero=zero, **{"kv_heads": 4, "num_layers": 4, **changes})
+    model = replace(config.model, hidden_size=64, ffn_size=192, vocab_size=256)
+    parallel = replace(config.parallel, bucket_bytes=200_000)
+    train = replace(config.train, seq_len=64, num_micro_batches=4, dtype=dtype)
+    return replace(config, model=model, parallel=parallel, train=train)
+
+
+def check(found: list[tuple[int, int]]) -> None:
+    for rank, (measured, predicted) in enumerate(found):
+        assert abs(measured / predicted - 1) <= 0.05, f"rank {rank}: {measured:,} bytes measured, {predicted:,} said"
+
+
+# By default what holds most at once and frees most often.
+@pytest.mark.parametrize(
+    ("zero", "schedule", "dtype"),
+    [
+        pytest.param(
+            zero, schedule, dtype, marks=() if (zero, schedule, dtype) == (3, "zbv", "float32") else pytest.mark.slow
+        )
+        for zero in range(4)
+        for schedule in ("1f1b", "zbv")
+        for dtype in ("float32", "bfloat16")
+    ],
+)
+def test_the_peak_is_the_simulators(ranks: RankPool, zero: int, schedule: str, dtype: str) -> None:
+    check(ranks.run(peaks, 4, config_for(zero, schedule, dtype)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"residency": "use"},
+        {"recompute": "attention"},
+        {"recompute": "block"},
+        {"recompute": "full"},
+        {"schedule": "interleaved"},
+        {"schedule": "gpipe", "residency": "use"},
+        {"kv_heads": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_is_the_simulators_with_other_settings(ranks: RankPool, dtype: str, changes: dict[str, Any]) -> None:
+    check(ranks.run(peaks, 4, config_for(**{"zero": 3, "schedule": "1f1b", "dtype": dtype, **changes})))
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_left_behind_is_noticed(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="bytes measured"):
+        check(ranks.run(peaks_with_a_double, 4, config_for(3, "1f1b", "float32")))
