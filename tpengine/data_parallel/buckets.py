@@ -92,7 +92,7 @@ class GradientBuckets:
             self.sums[index], self.usage[index] = self.flat[index][:numel].split([num_gradients, num_counts])
             pieces = self.sums[index].split(list(layout.numels))
             for name, member, piece in zip(layout.names, members, pieces, strict=True):
-                self.gradients[name] = piece.as_strided(member.shape, _strides(member))
+                self.gradients[name] = piece.as_strided(member.shape, dense_strides(member))
                 self._bucket_of[name] = index
             self._expected[index] = sum(contributions[name] for name in layout.names)
             self.made(index)
@@ -131,6 +131,9 @@ class GradientBuckets:
         if index not in self._missing:
             return
         self._missing[index] -= 1
+        self._start_due()
+
+    def _start_due(self) -> None:
         while self._order and self._missing[self._order[0]] == 0:
             due = self._order.pop(0)
             self._pending[due] = self.reduce(due)
@@ -179,8 +182,8 @@ class GradientBuckets:
         return self._pending[index].is_complete()
 
 
-def _strides(member: Tensor) -> tuple[int, ...]:
-    """Those a dense tensor laid out like the parameter has: optimizers take their fast path where they agree."""
+def dense_strides(member: Tensor) -> tuple[int, ...]:
+    """Return those of a dense tensor laid out like the parameter: optimizers take their fast path where they agree."""
     return torch.empty_like(member, device="meta").stride()
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.layers.collectives import Communicator, Work
@@ -39,10 +38,10 @@ class SlicedBuckets(GradientBuckets):
     def __init__(
         self,
         layouts: Mapping[int, BucketLayout],
-        shaped: Mapping[str, Parameter],
+        shaped: Mapping[str, Tensor],
         contributions: Mapping[str, int],
         comm: Communicator,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
         *,
         each: bool,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tpengine.data_parallel.buckets import dense_strides
 from tpengine.data_parallel.sliced_buckets import set_memory
 from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.parameters import BucketLayout
@@ -29,7 +30,8 @@ class SlicedWeights:
 
     Args:
         layouts: which parameters lie in each bucket, in the order of their use in forward, by bucket index.
-        held: the parameters, by name, dense; from now on they are views of `flat`. All of one dtype and device.
+        held: the parameters, by name; from now on they are views of `flat`, and dense. All of a bucket are of one dtype
+            and device.
         comm: the replicas.
         kept: buckets that are always whole (Weights.UPDATED); the others are SLICED.
 
@@ -62,7 +64,7 @@ class SlicedWeights:
             flat = members[0].detach().new_zeros(comm.size * size)
             for member, piece in zip(members, flat[: layout.numel].split(list(layout.numels)), strict=True):
                 # Without a common count of writes: a gather is none that autograd should see.
-                member.data = piece.view(member.shape)
+                member.data = piece.as_strided(member.shape, dense_strides(member)).copy_(member.detach())
             own = flat[comm.rank * size :][:size]
             self.flat[index] = flat
             self.own[index] = own if index in kept else own.clone()

@@ -1,0 +1,377 @@
+"""Rung: gloo ranks. Zero 1 to 3 of any module against one process: weights, bytes held, masters, state dicts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.engine.odd_module import world
+from support.engine.stacked_module import STEPS, Weights, reference, stacked, train, weights_of
+from support.kernels.mutations import survivors
+from support.ranks.rank_pool import RankPool
+from torch import Tensor, nn
+
+from tpengine.data_parallel import DataParallel
+from tpengine.data_parallel.any_module.sliced_replicas import SlicedReplicas
+
+TOLERANCE = 1e-9
+
+Outcome = tuple[list[list[str]], Weights]
+
+
+def compare(got: list[Outcome], wanted: Outcome) -> None:
+    """Every rank has one process's weights, and no gradient where it has none."""
+    for rank, (without, weights) in enumerate(got):
+        assert [sorted(names) for names in without] == [sorted(names) for names in wanted[0]], rank
+        assert list(weights) == list(wanted[1])
+        for name, value in wanted[1].items():
+            worst = float((weights[name] - value).abs().max() / value.abs().max().clamp(min=1e-3))
+            assert worst <= TOLERANCE, f"rank {rank} {name}: off by {worst}"
+
+
+def slow_but_one(zero: int, num_ranks: int) -> Any:
+    return pytest.param(zero, num_ranks, marks=() if (zero, num_ranks) == (3, 2) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("zero", "num_ranks"), [slow_but_one(zero, num) for zero in range(4) for num in (2, 3, 4)])
+def test_replicas_train_as_one_process(ranks: RankPool, zero: int, num_ranks: int) -> None:
+    """Frozen, shared, skipped, repeated, recomputed and unused weights; replicas with less to do, or nothing."""
+    compare(ranks.run(train, num_ranks, zero), reference(num_ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_over_shared_memory(ranks: RankPool, zero: int) -> None:
+    compare(ranks.run(train, 2, zero, STEPS, None, 100_000), reference(2))
+
+
+# Mutations.
+
+
+def no_mutation(stage: SlicedReplicas) -> None:
+    """The same program must be green without a mutation."""
+
+
+def scaled_twice(stage: SlicedReplicas) -> None:
+    after(stage, "finish", lambda: [own.div_(2) for own in stage.gradients.slices.values()])
+
+
+def added_twice(stage: SlicedReplicas) -> None:
+    add = stage._add
+
+    def twice(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        add(parameter)
+        parameter.grad = gradient
+        add(parameter)
+
+    stage._add = twice  # type: ignore[method-assign]
+
+
+def updates_not_gathered(stage: SlicedReplicas) -> None:
+    stage.refresh = lambda: None  # type: ignore[method-assign]
+
+
+def only_the_last_backward_counts(stage: SlicedReplicas) -> None:
+    def forget() -> None:
+        stage._is_cleared = False
+
+    before(stage, "_begin_backward" if stage._zero > 1 else "_enter_backward", forget)
+
+
+def one_bucket_not_summed(stage: SlicedReplicas) -> None:
+    """A replica keeps its own term."""
+    start, index = stage.gradients._start_sum, stage._order[0]
+    alone = type(stage._comm)(None)
+
+    def start_sum(which: int, flat: Tensor) -> Any:
+        size = len(stage.gradients.slices[which])
+        if which != index:
+            return start(which, flat)
+        stage.gradients._received[which] = flat[stage._comm.rank * size :][:size].clone()
+        return alone.start_all_reduce(flat)
+
+    stage.gradients._start_sum = start_sum  # type: ignore[method-assign]
+
+
+def usage_stays_at_home(stage: SlicedReplicas) -> None:
+    stage._comm.all_reduce_max_ = lambda x: (
+        x if x.dtype == torch.uint8 else type(stage._comm).all_reduce_max_(stage._comm, x)
+    )  # type: ignore[method-assign]
+
+
+def slices_of_the_neighbour(stage: SlicedReplicas) -> None:
+    """The optimizer is given the gradients of other elements."""
+    after(stage, "finish", lambda: [own.copy_(own.roll(1)) for own in stage.gradients.slices.values()])
+
+
+def after(stage: SlicedReplicas, method: str, action: Callable[[], object]) -> None:
+    inner = getattr(stage, method)
+
+    def changed(*args: Any, **kwargs: Any) -> None:
+        inner(*args, **kwargs)
+        action()
+
+    setattr(stage, method, changed)
+
+
+def before(stage: SlicedReplicas, method: str, action: Callable[[], object]) -> None:
+    inner = getattr(stage, method)
+
+    def changed(*args: Any, **kwargs: Any) -> None:
+        action()
+        inner(*args, **kwargs)
+
+    setattr(stage, method, changed)
+
+
+def train_mutated(zero: int, mutation: str) -> Outcome:
+    def change(replicas: DataParallel) -> None:
+        assert isinstance(replicas.stage, SlicedReplicas)
+        globals()[mutation](replicas.stage)
+
+    return train(zero, STEPS, change)
+
+
+MUTATIONS = {
+    1: (scaled_twice, added_twice, updates_not_gathered, usage_stays_at_home, slices_of_the_neighbour),
+    2: (only_the_last_backward_counts, one_bucket_not_summed, added_twice, updates_not_gathered),
+    3: (only_the_last_backward_counts, one_bucket_not_summed, scaled_twice, usage_stays_at_home),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", MUTATIONS)
+def test_every_mutation_turns_the_comparison_red(
+    ranks: RankPool, zero: int, count_mutations: Callable[[str, int, int], None]
+) -> None:
+    wanted = reference(2)
+    compare(ranks.run(train_mutated, 2, zero, "no_mutation"), wanted)
+    names = [mutation.__name__ for mutation in MUTATIONS[zero]]
+    unnoticed = survivors(names, lambda name: ranks.run(train_mutated, 2, zero, name), lambda got: compare(got, wanted))
+    count_mutations("sharded data parallelism for any module", len(names) - len(unnoticed), len(names))
+    assert not unnoticed, f"the comparison did not notice {unnoticed}"
+
+
+# Memory.
+
+WIDTH, DEPTH = 32, 4
+
+
+class Narrow(nn.Module):
+    """Layers without bias, of which each divides by the slices' alignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def held_bytes() -> int:
+    """Count the memory of all tensors that live in this process, each once."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def bytes_after_a_step(zero: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+    """Return what a step leaves behind, and how many layers were whole at the beginning of each layer's forward."""
+    before_all = held_bytes()
+    model = Narrow().to(dtype)
+    replicas = DataParallel(model, world(), zero=zero)
+    optimizer = torch.optim.AdamW(replicas.parameters(), foreach=True)
+    whole = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: whole.append(sum(not bool(p.isnan().any()) for p in model.parameters()))
+        )
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(3, WIDTH, dtype=dtype)).float().square().mean().backward()
+        replicas.finish()
+        optimizer.step()
+    replicas.gather()
+    # AdamW counts the steps of each parameter in a float32.
+    counts = sum(state["step"].nbytes for state in optimizer.state.values())
+    held = held_bytes() - before_all - counts
+    replicas.remove()
+    return held, whole
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_weight"),
+    [
+        (torch.bfloat16, {2: lambda d: 2 + 16 / d, 3: lambda d: 18 / d}),
+        pytest.param(torch.float32, {2: lambda d: 4 + 12 / d, 3: lambda d: 16 / d}, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_held_are_those_of_the_table(
+    ranks: RankPool, dtype: torch.dtype, per_weight: dict[int, Callable[[int], float]]
+) -> None:
+    numel = DEPTH * WIDTH * WIDTH
+    for zero, wanted in per_weight.items():
+        for held, whole in ranks.run(bytes_after_a_step, 2, zero, dtype):
+            nans = DEPTH * dtype.itemsize if zero == 3 else 0
+            assert held == wanted(2) * numel + nans
+            assert max(whole) <= (2 if zero == 3 else DEPTH)
+
+
+def bytes_at_zero_1(dtype: torch.dtype) -> int:
+    before_all = held_bytes()
+    model = Narrow().to(dtype)
+    replicas = DataParallel(model, world(), zero=1)
+    optimizer = torch.optim.AdamW(replicas.parameters(), foreach=True)
+    model(torch.ones(3, WIDTH, dtype=dtype)).float().square().mean().backward()
+    replicas.finish()
+    optimizer.step()
+    counts = sum(state["step"].nbytes for state in optimizer.state.values())
+    return held_bytes() - before_all - counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "fixed"), [(torch.bfloat16, 6), (torch.float32, 8)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_held_at_zero_1(ranks: RankPool, num_ranks: int, dtype: torch.dtype, fixed: int) -> None:
+    own = 12 if dtype == torch.bfloat16 else 8
+    for held in ranks.run(bytes_at_zero_1, num_ranks, dtype):
+        assert held == (fixed + own / num_ranks) * DEPTH * WIDTH * WIDTH
+
+
+# 16 bits.
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+
+
+def narrow_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Narrow().bfloat16()
+
+
+def train_in_bfloat16(zero: int) -> tuple[Weights, Weights, bool]:
+    """Return the weights, the masters of this rank, and whether masters hold more than the weights."""
+    comm = world()
+    model = narrow_model()
+    replicas = DataParallel(model, comm, zero=zero)
+    optimizer = torch.optim.SGD(replicas.parameters(), lr=1e-3)
+    for step in range(3):
+        model(inputs_of(comm.rank, step)).float().square().sum().backward()
+        replicas.finish()
+        optimizer.step()
+    with replicas.whole():
+        weights = weights_of(model)
+    masters = {name: p.detach().clone() for name, p in replicas.named_parameters()}
+    replicas.remove()
+    finer = any(not torch.equal(p, p.bfloat16().float()) for p in masters.values())
+    return weights, masters, finer
+
+
+@pytest.mark.parametrize("zero", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_16_bit_weights_are_rounded_masters(ranks: RankPool, zero: int) -> None:
+    model = narrow_model()
+    wide = {name: p.detach().float() for name, p in model.named_parameters()}
+    for step in range(3):
+        total = {name: torch.zeros_like(p) for name, p in wide.items()}
+        for rank in range(2):
+            model.zero_grad()
+            model(inputs_of(rank, step)).float().square().sum().backward()
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                total[name] += p.grad.float() / 2
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                wide[name] -= 1e-3 * total[name]
+                p.copy_(wide[name])
+    results = ranks.run(train_in_bfloat16, 2, zero)
+    for name, p in wide.items():
+        parts = torch.cat([masters[name] for _, masters, _ in results])
+        assert torch.allclose(parts, p.flatten(), rtol=1e-5, atol=1e-6)
+        for weights, _, finer in results:
+            assert finer
+            assert torch.equal(weights[name].flatten(), parts.bfloat16())
+
+
+# State dicts, norms, gradients that come late.
+
+
+def load_on_rank_0(zero: int) -> tuple[list[str], Weights, Weights, float, float]:
+    """Load on one rank; return names, weights after it, weights after a step and gather, and gradient norms."""
+    comm = world()
+    model = stacked(comm.rank)
+    names = list(model.state_dict())
+    replicas = DataParallel(model, comm, zero=zero)
+    with replicas.whole():
+        assert list(model.state_dict()) == names
+        if comm.rank == 0:
+            model.load_state_dict(stacked(5).state_dict())
+    with replicas.whole():
+        loaded = weights_of(model)
+    model(torch.arange(9), "").backward()
+    replicas.finish()
+    norm = float(replicas.clip_grad_norm_(0.5))
+    clipped = float(replicas.clip_grad_norm_(100.0))
+    torch.optim.SGD(replicas.parameters(), lr=0.1).step()
+    with replicas.whole():
+        stepped = weights_of(model)
+    replicas.remove()
+    return names, loaded, stepped, norm, clipped
+
+
+@pytest.mark.parametrize("zero", [3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2))])
+def test_weights_are_loaded_and_saved_whole(ranks: RankPool, zero: int) -> None:
+    model = stacked(5)
+    before_step = weights_of(model)
+    model(torch.arange(9), "").backward()
+    wanted = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    for names, loaded, stepped, norm, clipped in ranks.run(load_on_rank_0, 2, zero):
+        assert names == list(before_step)
+        assert all(torch.equal(loaded[name], value) for name, value in before_step.items())
+        assert norm == pytest.approx(wanted, rel=1e-9)
+        assert clipped == pytest.approx(min(0.5, wanted), rel=1e-5)
+        for name, value in weights_of(model).items():
+            assert torch.allclose(stepped[name], value, rtol=1e-7, atol=1e-9), name
+
+
+class Early(nn.Module):
+    """Reads a layer's weight before the layer is called, so that its gradient comes after the layer's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.tanh(self.second.weight).sum()
+        y: Tensor = self.second(self.first(x)).square().sum() + early
+        return y
+
+
+def late_gradients() -> tuple[bool, Weights]:
+    comm = world()
+    model = Early()
+    replicas = DataParallel(model, comm, zero=2)
+    (model(torch.ones(2, 3).double()) * (comm.rank + 1)).backward()
+    assert isinstance(replicas.stage, SlicedReplicas)
+    was_late = replicas.stage._is_late
+    replicas.finish()
+    torch.optim.SGD(replicas.parameters(), lr=0.1).step()
+    with replicas.whole():
+        return was_late, weights_of(model)
+
+
+@pytest.mark.slow
+def test_a_gradient_after_its_bucket_began_is_summed_by_finish(ranks: RankPool) -> None:
+    model = Early()
+    (model(torch.ones(2, 3).double()) * 1.5).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for was_late, weights in ranks.run(late_gradients, 2):
+        assert was_late
+        assert all(torch.allclose(weights[name], value, rtol=1e-12) for name, value in weights_of(model).items())

@@ -1,0 +1,89 @@
+"""The gradients of any module where replicas own slices of their sums (ZeRO 1 to 3).
+
+At zero 1 whole gradients are added up, and reduce-scattered once. From zero 2 on every backward pass reduce-scatters: a
+bucket has memory from its first gradient in a pass to the end of its sum, and what is kept is the slice.
+
+Nothing here waits before the pass ends. A rank that waited for a sum in the middle of backward could wait for a rank
+that waits for its next gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.data_parallel.sliced_buckets import SlicedBuckets, set_memory
+from tpengine.layers.collectives import Communicator, Work
+from tpengine.layout.parameters import BucketLayout
+
+
+class UnitGradients(SlicedBuckets):
+    """The gradients of all trained buckets, in promote_types(dtype, float32).
+
+    Args:
+        layouts: of the trained buckets, by index.
+        held: the parameters, by name.
+        comm: the replicas.
+        each: every backward pass is summed on its own (zero 2 and 3).
+    """
+
+    def __init__(
+        self, layouts: Mapping[int, BucketLayout], held: Mapping[str, Parameter], comm: Communicator, *, each: bool
+    ) -> None:
+        names = [name for layout in layouts.values() for name in layout.names]
+        super().__init__(
+            layouts,
+            {name: _wide(held[name]) for name in names},
+            dict.fromkeys(names, 1),
+            comm,
+            None,
+            held[names[0]].device if names else torch.device("cpu"),
+            each=each,
+        )
+
+    def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
+        """As GradientBuckets; a buffer gets its memory with its first gradient."""
+        GradientBuckets.arm(self, order, on_start)
+
+    def view(self, name: str) -> Tensor:
+        """Return where a gradient is to be added."""
+        self._open(self.place(name)[1])
+        return self.gradients[name]
+
+    def is_started(self, index: int) -> bool:
+        """Return whether it is too late in this pass to add to a bucket."""
+        return self._each and index not in self._order
+
+    def complete(self, index: int) -> None:
+        """Hear that a bucket gets no more gradients in this pass."""
+        if index in self._order:
+            self._missing[index] = 0
+            self._start_due()
+
+    def drain(self) -> None:
+        """Start all sums that are left, and wait for all."""
+        self.flush()
+        for index in list(self._pending):
+            self.wait(index)
+
+    def reduce(self, index: int) -> Work:
+        """As GradientBuckets; let go of buffers whose sums are there."""
+        for earlier in [i for i, work in self._pending.items() if work.is_complete()]:
+            self.wait(earlier)
+        self._open(index)
+        return super().reduce(index)
+
+    def _open(self, index: int) -> None:
+        if not self.has_memory(index):
+            set_memory(self.flat[index], True)
+            self.flat[index].zero_()
+
+
+def _wide(parameter: Parameter) -> Tensor:
+    """Return a tensor without memory of a gradient's shape, strides and dtype."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.empty_like(parameter, device="meta", dtype=dtype, requires_grad=False)

@@ -1,0 +1,171 @@
+"""Whole gradients of any `nn.Module` (zero 0): buckets that are summed while backward still runs.
+
+Nothing wraps the model: hooks on its parameters move each gradient into a flat bucket, and the model, its state dict
+and its optimizer stay the user's own. `.grad` itself becomes a view of the bucket, so that a reduction needs no copy
+back and a second backward accumulates in place.
+
+The decision a reader will question: which parameters took part is not found by walking the graph. A parameter's hook
+either fires or does not; `finish` reduces what is still missing. Each bucket carries a count of users per parameter,
+which is summed along with the gradients and tells "zero" from "unused by all" without a second collective. The price:
+from the first bucket with a parameter unused on this rank, reductions start in `finish` and overlap with nothing.
+
+What is deliberately elsewhere: counting and order (buckets), transport (collectives). torch's
+`nn.parallel.DistributedDataParallel` offers the same, tuned for NCCL and with more knobs (communication hooks, buffers
+synchronised at each forward, uneven inputs), and is the one to take for those. Different here: the order of reductions
+is fixed when the buckets are made and never rebuilt, unused parameters need no option and no second pass over the
+graph, and there is no wrapper.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpengine.data_parallel.any_module.units import check_unchanged
+from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.layers.collectives import Communicator
+
+
+class WholeGradients:
+    """Zero 0 of `DataParallel`, which documents the methods.
+
+    Args:
+        model: equal on all ranks.
+        communicator, bucket_bytes: as DataParallel.
+
+    Attributes:
+        buckets: the flat buffers; bucket 0 holds the parameters registered last.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator, bucket_bytes: int) -> None:
+        self._num_replicas = communicator.size
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        layouts = _layouts(trained, bucket_bytes)
+        self.buckets = GradientBuckets(
+            dict(enumerate(layouts)),
+            trained,
+            contributions=dict.fromkeys(trained, 1),
+            comms=dict.fromkeys(range(len(layouts)), communicator),
+            dtype=None,
+            device=None,
+            before_sum=self._fill,
+            count_usage=True,
+        )
+        self._model = model
+        self._places = {p: self.buckets.place(name) for name, p in trained.items()}
+        self._members = [[trained[name] for name in layout.names] for layout in layouts]
+        self._used_here: dict[int, list[bool]] = {}
+        self._synchronises = True
+        self._backward: int | None = None
+        # Parameters on several devices have their hooks called from several threads.
+        self._lock = threading.Lock()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained.values()]
+        self.buckets.arm(range(len(layouts)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """As DataParallel."""
+        check_unchanged(self._model, self._places, self._frozen)
+        self.buckets.flush()
+        for index, members in enumerate(self._members):
+            self.buckets.wait(index)
+            self.buckets.sums[index].div_(self._num_replicas)
+            used = self._used_here.pop(index)
+            if not all(used):
+                used = (self.buckets.usage[index] != 0).tolist()
+            for parameter, anyone in zip(members, used, strict=True):
+                parameter.grad = self._places[parameter][0] if anyone else None
+        self._backward = None
+        self.buckets.arm(range(len(self._members)))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DataParallel."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def remove(self) -> None:
+        """As DataParallel."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Count a complete gradient; autograd's hook, which runs once per backward and parameter."""
+        assert isinstance(parameter, Parameter)
+        # Another number in each backward pass; torch.utils.checkpoint tells passes apart by it too.
+        backward: int = torch._C._current_graph_task_id()
+        with self._lock:
+            if self._backward not in (None, backward):
+                raise RuntimeError(
+                    "each backward outside no_sync() must be followed by finish(): this one began while the last one's "
+                    "gradients were still being summed: call finish() after loss.backward(), and checkpoint "
+                    "activations with use_reentrant=False"
+                )
+            self.move_to_bucket(parameter)
+            if self._synchronises:
+                self._backward = backward
+                self.buckets.contributed(self._places[parameter][1])
+
+    def move_to_bucket(self, parameter: Parameter) -> bool:
+        """Make `.grad` the parameter's view; return whether there was a gradient. Without one the view is zero."""
+        (view, _), grad = self._places[parameter], parameter.grad
+        if grad is None:
+            view.zero_()
+            return False
+        if grad is not view:
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    f"buckets hold dense gradients: a parameter of shape {list(parameter.shape)} has one of layout "
+                    f"{grad.layout}: build its module with sparse=False"
+                )
+            view.copy_(grad)
+            parameter.grad = view
+        return True
+
+    def _fill(self, index: int) -> None:
+        """Fill a bucket before its sum: what only no_sync saw is already in it, what nobody made is zero."""
+        used = [self.move_to_bucket(parameter) for parameter in self._members[index]]
+        self._used_here[index] = used
+        if all(used):
+            self.buckets.usage[index].fill_(1)
+        else:
+            # Summed in the bucket's dtype, where large counts may round; only "more than none" is asked of them.
+            self.buckets.usage[index].copy_(torch.tensor(used))
+
+
+@dataclass(frozen=True)
+class _BucketLayout:
+    """One bucket: its parameters in the reverse order of registration, and their sizes."""
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+
+
+def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_BucketLayout]:
+    """Cut the parameters into buckets of one dtype and device, ordered by their last parameter."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    closed: list[list[str]] = []
+    for name in reversed(parameters):
+        kind = parameters[name].dtype, parameters[name].device
+        open_buckets.setdefault(kind, []).append(name)
+        num_bytes[kind] += parameters[name].nbytes
+        if num_bytes[kind] >= bucket_bytes:
+            closed.append(open_buckets.pop(kind))
+            num_bytes[kind] = 0
+    closed.extend(open_buckets.values())
+    place = {name: i for i, name in enumerate(reversed(parameters))}
+    closed.sort(key=lambda bucket: place[bucket[-1]])
+    return [_BucketLayout(tuple(bucket), tuple(parameters[name].numel() for name in bucket)) for bucket in closed]
