@@ -27,6 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from tpkernels.exchange.arena import NUM_GENERATIONS
 
 from tpengine.data_parallel.any_module.gather_order import GatherOrder
 from tpengine.data_parallel.any_module.passes import Pass, Passes
@@ -68,7 +69,7 @@ class SlicedReplicas:
         self._frozen = {name: p for name, p in held.items() if not p.requires_grad}
         self._own = set(model.modules())
         # Gathers and sums begin in orders of their own, so each has its own group.
-        self._sums = _communicator_like(comm) if self._sliced else comm
+        self._sums = _beside(comm) if self._sliced else comm
         self.gradients = UnitGradients(trained, held, self._sums, each=zero > 1)
         self.weights = UnitWeights(layouts, held, comm, kept=not self._sliced)
         self._gathers = GatherOrder(
@@ -192,8 +193,6 @@ class SlicedReplicas:
                 self.weights.gather(index)
                 self.weights.wait(index)
         self._remove.close()
-        if self._sums is not self._comm:
-            dist.destroy_process_group(self._sums.group)
 
     # Hooks.
 
@@ -406,15 +405,21 @@ class SlicedReplicas:
             self.weights.read_back(names)
 
 
-def _communicator_like(comm: Communicator) -> Communicator:
-    """Return another communicator of the same ranks; collective."""
-    assert comm.group is not None
-    ranks = dist.get_process_group_ranks(comm.group)
-    backend = dist.get_backend(comm.group)
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    arena_bytes = 2 * comm.arena.generation_bytes if comm.arena is not None else 0
-    return Communicator(group, arena_bytes=arena_bytes)
+# A group for sums beside that of a communicator. It is never destroyed: torch would give its name, under which ranks
+# meet, to the next group of the same ranks, whose ranks could then find addresses of the old one.
+_BESIDE: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
+
+
+def _beside(comm: Communicator) -> Communicator:
+    """Return another communicator of the same ranks, always the same one; collective."""
+    if comm not in _BESIDE:
+        assert comm.group is not None
+        ranks, backend = dist.get_process_group_ranks(comm.group), dist.get_backend(comm.group)
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        arena_bytes = NUM_GENERATIONS * comm.arena.generation_bytes if comm.arena is not None else 0
+        _BESIDE[comm] = Communicator(group, arena_bytes=arena_bytes)
+    return _BESIDE[comm]
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
