@@ -69,7 +69,7 @@ def stacked(seed: int, dtype: torch.dtype = torch.float64) -> Stacked:
 
 
 def routes(rank: int, num_ranks: int, step: int) -> list[str]:
-    """What a replica computes in a step: one entry per micro-batch."""
+    """Return what a replica computes in a step: one entry per micro-batch."""
     last = rank == num_ranks - 1
     return [
         ["again", "branch skip" if last else "segment"],
@@ -83,14 +83,14 @@ def batch(rank: int, step: int, microbatch: int) -> Tensor:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Unlike Adam's, its step sees how large a gradient is."""
+    """Return an optimizer whose step, unlike Adam's, sees how large a gradient is."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def reference(
     num_ranks: int, num_steps: int = STEPS, optimizer_of: Callable[..., torch.optim.Optimizer] = sgd
 ) -> tuple[list[list[str]], Weights]:
-    """One process: the parameters without gradient, by step; the weights in the end."""
+    """Train in one process; return the parameters without gradient, by step, and the weights in the end."""
     model = stacked(0)
     optimizer = optimizer_of(p for p in model.parameters() if p.requires_grad)
     without = []
@@ -107,7 +107,7 @@ def reference(
 def train(
     zero: int, num_steps: int = STEPS, change: Callable[[DataParallel], None] | None = None, arena_bytes: int = 0
 ) -> tuple[list[list[str]], Weights]:
-    """The same on replicas."""
+    """Train the same on replicas; return the same."""
     comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     model = stacked(comm.rank)  # rank 0's values are broadcast
     replicas = DataParallel(model, comm, 500, zero=zero)

@@ -53,14 +53,19 @@ class SlicedReplicas:
         bucket_bytes: as DataParallel.
 
     Attributes:
+        zero, comm: as given.
+        sums: the communicator of reduce-scatters.
         weights, gradients: the buckets.
         units: what is gathered together; the last is the model itself.
+        order: buckets, in that of their sums.
+        is_cleared: the last step's gradients have been let go of.
+        is_late: a gradient came after the sum of its bucket had begun in its backward pass.
     """
 
     def __init__(
         self, model: nn.Module, comm: Communicator, zero: int, units: Sequence[nn.Module], bucket_bytes: int
     ) -> None:
-        self._model, self._comm, self._zero = model, comm, zero
+        self._model, self.comm, self.zero = model, comm, zero
         self._sliced = zero == _GATHERED_EACH_TIME
         self.units, layouts = lay_out(model, units, bucket_bytes, with_frozen=self._sliced)
         held = dict(model.named_parameters())
@@ -69,19 +74,19 @@ class SlicedReplicas:
         self._frozen = {name: p for name, p in held.items() if not p.requires_grad}
         self._own = set(model.modules())
         # Gathers and sums begin in orders of their own, so each has its own group.
-        self._sums = _beside(comm) if self._sliced else comm
-        self.gradients = UnitGradients(trained, held, self._sums, each=zero > 1)
+        self.sums = _beside(comm) if self._sliced else comm
+        self.gradients = UnitGradients(trained, held, self.sums, each=zero > 1)
         self.weights = UnitWeights(layouts, held, comm, kept=not self._sliced)
         self._gathers = GatherOrder(
             self.weights, [(*unit.trained, *unit.frozen) for unit in self.units], [unit.name for unit in self.units]
         )
         self._passes = Passes(comm, device_of(model), self._serve)
-        self._order = [index for unit in reversed(self.units[:-1]) for index in reversed(unit.trained)]
-        self._order += self.units[-1].trained
+        self.order = [index for unit in reversed(self.units[:-1]) for index in reversed(unit.trained)]
+        self.order += self.units[-1].trained
         # What has happened since the last finish.
         self._used: set[str] = set()
-        self._is_late = self._is_stale = False
-        self._is_cleared = True
+        self.is_late = self._is_stale = False
+        self.is_cleared = True
         self._expected = [0] * len(self.units)
         # Where this rank is.
         self._backward: int | None = None
@@ -92,7 +97,7 @@ class SlicedReplicas:
         self._remove = contextlib.ExitStack()
         self._hook()
         if zero == 1:
-            self.gradients.arm(self._order)
+            self.gradients.arm(self.order)
 
     def __deepcopy__(self, memo: object) -> SlicedReplicas:
         """Return self: the hooks that a copy of the model inherits do nothing for it."""
@@ -107,24 +112,24 @@ class SlicedReplicas:
         self._check_last_backward()
         self.refresh()
         self._clear_old()
-        if self._zero == 1:
+        if self.zero == 1:
             self.gradients.drain()
         else:
-            while self._is_late:
+            while self.is_late:
                 self._reduce_late()
             self._passes.begin(Pass.FINISH)
         names = list(self._names.values())
         used = torch.tensor([name in self._used for name in names], dtype=torch.uint8, device=device_of(self._model))
-        used = self._comm.all_reduce_max_(used)
+        used = self.comm.all_reduce_max_(used)
         for own in self.gradients.slices.values():
-            own.div_(self._comm.size)
+            own.div_(self.comm.size)
         for name, anyone in zip(names, used.tolist(), strict=True):
             self.weights.masters[name].grad = self._slice_of(name) if anyone else None
-        self._used, self._backward, self._is_cleared = set(), None, False
+        self._used, self._backward, self.is_cleared = set(), None, False
         self._expected = [0] * len(self.units)
         self._is_stale = True
-        if self._zero == 1:
-            self.gradients.arm(self._order)
+        if self.zero == 1:
+            self.gradients.arm(self.order)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,7 +184,7 @@ class SlicedReplicas:
         gradients = [master.grad for master in self.weights.masters.values() if master.grad is not None]
         squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
         total = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
-        norm = self._comm.all_reduce_(sum(squares, total)).sqrt()
+        norm = self.comm.all_reduce_(sum(squares, total)).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.dtype))
@@ -204,9 +209,9 @@ class SlicedReplicas:
         for module in model.modules():
             handles.append(module.register_state_dict_pre_hook(functools.partial(_refuse_state, me)))
             handles.append(module.register_load_state_dict_pre_hook(functools.partial(_refuse_state, me)))
-            if module not in places or self._zero == 1:
+            if module not in places or self.zero == 1:
                 handles.append(module.register_forward_pre_hook(self._refresh_before))
-        for module, unit in places.items() if self._zero > 1 else ():
+        for module, unit in places.items() if self.zero > 1 else ():
             before = functools.partial(self._before_forward, unit)
             after = functools.partial(self._after_forward, unit)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -275,7 +280,7 @@ class SlicedReplicas:
             self._gathers.end()
 
     def _before_backward(self, unit: int) -> None:
-        self._enter_backward()
+        self.enter_backward()
         if self._sliced and not self._in_whole and unit < len(self.units) - 1:
             self._gathers.need(unit)
 
@@ -289,28 +294,29 @@ class SlicedReplicas:
         if self._sliced and not self._in_whole:
             self._gathers.release(unit)
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Begin a backward pass with its first hook, of an output or of a parameter."""
         backward: int = torch._C._current_graph_task_id()
         if self._backward == backward:
             return
         if self._backward is not None:
-            raise RuntimeError(_MANY + "were still being summed, or failed" if self._zero == 1 else _REENTRANT)
+            raise RuntimeError(_MANY + "were still being summed, or failed" if self.zero == 1 else _REENTRANT)
         self.refresh()
-        if self._zero == 1:
+        if self.zero == 1:
             self._backward = backward if self._synchronises else None
             return
         self._passes.begin(Pass.BACKWARD)
         self._backward = backward
-        self._begin_backward(is_wanted=lambda unit: self._expected[unit] > 0)
+        self.begin_backward(is_wanted=lambda unit: self._expected[unit] > 0)
         for unit, expected in zip(self.units[:-1], self._expected, strict=False):
             for index in () if expected else unit.trained:
                 self.gradients.complete(index)
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _begin_backward(self, is_wanted: Any) -> None:
+    def begin_backward(self, is_wanted: Any) -> None:
+        """Make ready for a backward pass, of this rank or of others."""
         self._clear_old()
-        self.gradients.arm(self._order)
+        self.gradients.arm(self.order)
         if self._sliced and not self._in_whole:
             self._gathers.begin(backward=True, is_wanted=is_wanted)
 
@@ -328,16 +334,16 @@ class SlicedReplicas:
         assert isinstance(parameter, Parameter)
         if self._names.get(parameter) is None:
             return
-        self._enter_backward()
+        self.enter_backward()
         index = self.gradients.place(self._names[parameter])[1]
         if self.gradients.is_started(index):
-            self._is_late = True  # `.grad` keeps it for a sum of its own
+            self.is_late = True  # `.grad` keeps it for a sum of its own
             return
-        self._add(parameter)
-        if self._zero > 1 or self._synchronises:
+        self.add(parameter)
+        if self.zero > 1 or self._synchronises:
             self.gradients.contributed(index)
 
-    def _add(self, parameter: Parameter) -> None:
+    def add(self, parameter: Parameter) -> None:
         """Move a gradient into its bucket."""
         name, grad = self._names[parameter], parameter.grad
         assert grad is not None
@@ -346,7 +352,7 @@ class SlicedReplicas:
                 f"buckets hold dense gradients: a parameter of shape {list(parameter.shape)} has one of layout "
                 f"{grad.layout}: build its module with sparse=False"
             )
-        if self._zero == 1:
+        if self.zero == 1:
             self._clear_old()
         self.gradients.view(name).add_(grad)
         parameter.grad = None
@@ -354,9 +360,9 @@ class SlicedReplicas:
 
     def _clear_old(self) -> None:
         """Let go of the last step's gradients when the first of a new one comes."""
-        if not self._is_cleared:
+        if not self.is_cleared:
             self.gradients.zero()
-            self._is_cleared = True
+            self.is_cleared = True
 
     # Taking part in what others do.
 
@@ -367,21 +373,21 @@ class SlicedReplicas:
             self._gathers.end()
             return
         with torch.no_grad():
-            self._begin_backward(is_wanted=lambda unit: False)
+            self.begin_backward(is_wanted=lambda unit: False)
             self._end_backward()
 
     def _reduce_late(self) -> None:
         """Sum gradients that came after their buckets' sums had begun, in a pass of their own."""
         self._passes.begin(Pass.BACKWARD)
-        self._begin_backward(is_wanted=lambda unit: False)
+        self.begin_backward(is_wanted=lambda unit: False)
         for parameter in self._names:
             if parameter.grad is not None:
-                self._add(parameter)
-        self._is_late = False
+                self.add(parameter)
+        self.is_late = False
         self._end_backward()
 
     def _check_last_backward(self) -> None:
-        if self._zero > 1 and self._backward is not None:
+        if self.zero > 1 and self._backward is not None:
             raise RuntimeError(
                 "a backward pass must end before the next call: the last one failed, and this replica's sums are not "
                 "those of the others: make the model and DataParallel anew, from a checkpoint"
@@ -399,9 +405,9 @@ class SlicedReplicas:
         """Make masters and slices of weights that were written while they were whole; rank 0's values count."""
         here = [p._version != before[name] or self.weights.differs(name) for name, p in self._model.named_parameters()]
         written = torch.tensor(here, dtype=torch.uint8, device=device_of(self._model))
-        names = [name for name, yes in zip(before, self._comm.all_reduce_max_(written).tolist(), strict=True) if yes]
+        names = [name for name, yes in zip(before, self.comm.all_reduce_max_(written).tolist(), strict=True) if yes]
         if names:
-            broadcast_model(self._model, self._comm)
+            broadcast_model(self._model, self.comm)
             self.weights.read_back(names)
 
 
@@ -446,7 +452,7 @@ def _refuse_state(me: weakref.ref[SlicedReplicas], *_: Any) -> None:
     replicas = me()
     if replicas is not None and not replicas._in_whole:
         raise RuntimeError(
-            f"at zero {replicas._zero} weights are whole inside replicas.whole() only: call state_dict and "
+            f"at zero {replicas.zero} weights are whole inside replicas.whole() only: call state_dict and "
             "load_state_dict there, on all ranks"
         )
 
@@ -458,7 +464,7 @@ def _refuse_optimizer(me: weakref.ref[SlicedReplicas], optimizer: torch.optim.Op
     wrong = [replicas._names[p] for group in optimizer.param_groups for p in group["params"] if p in replicas._names]
     if wrong:
         raise RuntimeError(
-            f"at zero {replicas._zero} an optimizer updates slices: got the model's own {wrong[0]}: make it with "
+            f"at zero {replicas.zero} an optimizer updates slices: got the model's own {wrong[0]}: make it with "
             "replicas.parameters() instead of model.parameters()"
         )
 

@@ -68,9 +68,13 @@ def refused(case: str) -> str:
                 DataParallel(model, comm, zero=3)
                 model[1](x)
             case "used again":
-                DataParallel(Twice(), comm, zero=3).stage._model(x)
+                twice = Twice()
+                DataParallel(twice, comm, zero=3)
+                twice(x)
             case "hidden output":
-                DataParallel(nn.Sequential(Hides(3, 3), nn.Identity()), comm, zero=3).stage._model(x)
+                hides = nn.Sequential(Hides(3, 3), nn.Identity())
+                DataParallel(hides, comm, zero=3)
+                hides(x)
             case "two backwards":
                 DataParallel(model, comm, zero=1)
                 model(x).sum().backward()
