@@ -13,7 +13,7 @@ from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced
 from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_only, make_schedule
 from tpengine.plan.text import parse_plan
 from tpengine.plan.timeline import RankTimeline, Span, Timeline
-from tpengine.plan.verify import check_bytes, verify
+from tpengine.plan.verify import verify
 from tpengine.plan.verify.fault import PlanError
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "Tie",
     "Timeline",
     "Weights",
-    "check_bytes",
     "clock",
     "counterpart",
     "format_actions",

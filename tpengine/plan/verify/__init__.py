@@ -3,7 +3,6 @@
 A check takes a plan and returns None or raises PlanError. It may rely on the checks that run before it.
 """
 
-from tpengine.plan.verify.held_bytes import check_bytes
 from tpengine.plan.verify.plan import verify
 
-__all__ = ["check_bytes", "verify"]
+__all__ = ["verify"]

@@ -25,7 +25,7 @@ def verify(plan: Plan) -> None:
     bucket or tie is reduced once, before CLIP STEP; weights are gathered before their use and freed after it;
     everything posted is waited for in time; no receive slot is overwritten; no deadlock, with blocking transfers or
     in-order channels. The order in which micro-batches add to a weight's gradient is not checked here: see
-    `Schedule.keeps_order`. Bytes are not known here: see `check_bytes`.
+    `Schedule.keeps_order`. Bytes are not known here: `simulate` counts them.
 
     Raises: PlanError: the first rule that is broken, with rank, position and picture.
     Cost: linear in the number of actions, sub-actions included; 0.75 s for 16 ranks with 4 chunks each and 64

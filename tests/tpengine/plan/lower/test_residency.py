@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans.held_bytes import held_bytes
 from support.plans.oracle import why_illegal
 from support.plans.random_schedules import schedules
 from support.plans.sharded import lower_with, sharded
@@ -28,7 +29,6 @@ from tpengine.plan import (
     verify,
 )
 from tpengine.plan.actions import BUCKET, COMPUTE
-from tpengine.plan.verify.held_bytes import held_bytes
 
 
 def computing(plan: Plan, rank: int) -> str:
