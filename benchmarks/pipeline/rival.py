@@ -64,7 +64,7 @@ class TorchSide:
         self._batch = lambda: batch_of(config, corpus)
 
     def step(self) -> float:
-        """As Side."""
+        """See Side."""
         tokens, labels = self._batch()
         for stage in self._stages:
             stage.submod.zero_grad()
@@ -75,11 +75,11 @@ class TorchSide:
         return float(torch.stack(losses).detach().sum()) if losses else float("-inf")
 
     def gradients(self) -> dict[str, Tensor]:
-        """As Side."""
+        """See Side."""
         return {name: grad for stage in self._stages for name, grad in gradients_of(stage.submod).items()}
 
     def most_live(self) -> int:
-        """As Side."""
+        """See Side."""
         return self._most_live
 
     def _count(self) -> None:

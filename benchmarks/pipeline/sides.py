@@ -72,11 +72,11 @@ class EngineSide:
         return float(self.trainer.batch.losses.sum()) / self._num_targets
 
     def gradients(self) -> dict[str, Tensor]:
-        """As Side."""
+        """See Side."""
         return dict(self.trainer.gradients.of)
 
     def most_live(self) -> int:
-        """As Side."""
+        """See Side."""
         return self.trainer.pipeline.most_live
 
 
@@ -99,12 +99,12 @@ class SequentialSide:
         self._batch = lambda: batch_of(config, corpus)
 
     def step(self) -> float:
-        """As Side."""
+        """See Side."""
         self._pipe.stage.zero_grad()
         return self._pipe.step(*self._batch())
 
     def gradients(self) -> dict[str, Tensor]:
-        """As Side."""
+        """See Side."""
         return gradients_of(self._pipe.stage)
 
     def most_live(self) -> int:

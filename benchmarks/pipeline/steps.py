@@ -178,11 +178,11 @@ class _Same:
         """Nothing: no layer drops."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """As Batch."""
+        """See Batch."""
         return self._tensor
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """As Batch."""
+        """See Batch."""
         return y.sum()
 
 

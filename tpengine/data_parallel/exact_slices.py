@@ -99,7 +99,7 @@ class PackedBuckets(GradientBuckets):
         }
 
     def wait(self, index: int) -> Work:
-        """As GradientBuckets; the sums are in `parts`."""
+        """See GradientBuckets; the sums are in `parts`."""
         work = super().wait(index)
         del self._under_way[index]
         return work
@@ -157,14 +157,14 @@ class PackedWeights:
                 set_memory(flat, False)
 
     def gather(self, index: int) -> None:
-        """As SlicedWeights."""
+        """See SlicedWeights."""
         assert index not in self._pending, f"bucket {index} is being gathered"
         packed = self.own[index].new_empty(self._comm.size * self._packings[index].size)
         self._pending[index] = self._comm.start_all_gather(self.own[index], packed), packed
 
     @torch.no_grad()
     def wait(self, index: int) -> Work:
-        """As SlicedWeights."""
+        """See SlicedWeights."""
         work, packed = self._pending.pop(index)
         work.wait()
         set_memory(self.flat[index], True)
@@ -172,10 +172,10 @@ class PackedWeights:
         return work
 
     def is_complete(self, index: int) -> bool:
-        """As SlicedWeights."""
+        """See SlicedWeights."""
         return self._pending[index][0].is_complete()
 
     def free(self, index: int) -> None:
-        """As SlicedWeights."""
+        """See SlicedWeights."""
         assert index not in self._pending and index not in self._kept, f"bucket {index} cannot be freed"
         set_memory(self.flat[index], False)

@@ -89,7 +89,7 @@ class FastGradients:
         sink.attach({parameter: self.buckets.place(name) for name, parameter in held.items()}, self.buckets)
 
     def begin(self) -> None:
-        """As StepGradients."""
+        """See StepGradients."""
         self.buckets.zero()
 
     def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
@@ -193,7 +193,7 @@ class ExactGradients:
         return self.buckets.place(self._first_leaf[piece])[1]
 
     def begin(self) -> None:
-        """As StepGradients."""
+        """See StepGradients."""
         self.buckets.zero()
         self.blocks.begin()
 

@@ -68,7 +68,7 @@ class SlicedBuckets(GradientBuckets):
             set_memory(self.flat[index], False)
 
     def zero(self) -> None:
-        """As GradientBuckets."""
+        """See GradientBuckets."""
         if not self._each:
             super().zero()
             return
@@ -76,7 +76,7 @@ class SlicedBuckets(GradientBuckets):
             own.zero_()
 
     def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
-        """As GradientBuckets; buffers that have no memory get some, and are zero."""
+        """See GradientBuckets; buffers that have no memory get some, and are zero."""
         if self._each:
             for index in order:
                 set_memory(self.flat[index], True)
@@ -84,11 +84,11 @@ class SlicedBuckets(GradientBuckets):
         super().arm(order, on_start)
 
     def has_memory(self, index: int) -> bool:
-        """As GradientBuckets."""
+        """See GradientBuckets."""
         return not self._each or has_memory(self.flat[index])
 
     def wait(self, index: int) -> Work:
-        """As GradientBuckets; the sum is in the slice."""
+        """See GradientBuckets; the sum is in the slice."""
         work = super().wait(index)
         if self._each:
             self.slices[index].add_(self._own[index])

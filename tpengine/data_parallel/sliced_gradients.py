@@ -77,7 +77,7 @@ class SlicedGradients:
         sink.attach({parameter: self.buckets.place(name) for name, parameter in held.items()}, self.buckets)
 
     def begin(self) -> None:
-        """As StepGradients."""
+        """See StepGradients."""
         self.buckets.zero()
 
     def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:

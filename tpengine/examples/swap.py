@@ -40,7 +40,7 @@ def swap_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Every rank's x[num_rows, WORLD * width], and y[WORLD * num_rows, width] here."""
+    """Send columns r of x[num_rows, WORLD * width] * scale to rank r; what arrives is y[WORLD * num_rows, width]."""
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)  # 1
     rank = rank_of(p_control)

@@ -79,7 +79,7 @@ class _ImmediateSink:
 
     @property
     def defers(self) -> bool:
-        """As GradientSink."""
+        """See GradientSink."""
         return False
 
     def weight_grads(
@@ -90,13 +90,13 @@ class _ImmediateSink:
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
     ) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         full = x if gather_x is None else gather_x.all_gather(x)
         for param, dy, partial in pairs:
             self.weight_grad(param, full, dy if gather_dy is None else gather_dy.all_gather(dy.contiguous()), partial)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         raise NotImplementedError
 
 
@@ -225,7 +225,7 @@ class DeferringSink:
 
     @property
     def defers(self) -> bool:
-        """As GradientSink."""
+        """See GradientSink."""
         return self.halves.is_open
 
     def weight_grads(
@@ -236,7 +236,7 @@ class DeferringSink:
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
     ) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         # Not through _now_or_later, to save a call: nearly all weight gradients come this way.
         if self.halves.is_open:
             self.halves.add(
@@ -246,15 +246,15 @@ class DeferringSink:
             self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         self._now_or_later(self.inner.weight_grad, param, x, dy, partial)
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         self._now_or_later(self.inner.add, param, grad, partial)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        """As GradientSink."""
+        """See GradientSink."""
         self._now_or_later(self.inner.add_rows, param, rows, grad)
 
     def _now_or_later(self, contribute: Callable[..., None], *args: Any) -> None:

@@ -200,7 +200,7 @@ class ExactParts:
         return self.shards.held
 
     def norm(self) -> ExactNorm:
-        """As FastParts.norm."""
+        """See FastParts.norm."""
         return ExactNorm(self.shards, [parts.norm() for parts in self._each])
 
     def attention(self, dropout: Dropout | None) -> nn.Module:
@@ -218,11 +218,11 @@ class ExactParts:
         return ExactMatmuls(self.shards, [parts.attention(dropout) for parts in self._each], collect)
 
     def mlp(self, dropout: Dropout | None) -> nn.Module:
-        """As FastParts.mlp."""
+        """See FastParts.mlp."""
         return ExactMatmuls(self.shards, [parts.mlp(dropout) for parts in self._each], collect)
 
     def embedding(self, num_embeddings: int) -> nn.Module:
-        """As FastParts.embedding."""
+        """See FastParts.embedding."""
         return ExactLayer(self.shards, [parts.embedding(num_embeddings) for parts in self._each], whole, collect)
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:

@@ -31,11 +31,11 @@ class HostClock:
     """The clock of this process's CPU; on Linux all processes of the host read the same one."""
 
     def now(self) -> int:
-        """As Clock."""
+        """See Clock."""
         return time.perf_counter_ns()
 
     def ns(self, moment: int) -> int:
-        """As Clock."""
+        """See Clock."""
         return moment
 
 

@@ -34,11 +34,11 @@ class _Evaluated:
         """Do nothing: without training no layer drops elements."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """As Batch."""
+        """See Batch."""
         return self.all_tokens[microbatch]
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """As Batch."""
+        """See Batch."""
         self.on_logits(y, microbatch)
         return y
 

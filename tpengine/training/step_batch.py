@@ -123,11 +123,11 @@ class TrainingBatch:
         return self._first_number + microbatch
 
     def begin(self, microbatch: int) -> None:
-        """As Batch."""
+        """See Batch."""
         self._position.microbatch = self.number_of(microbatch)
 
     def tokens(self, microbatch: int) -> Tensor:
-        """As Batch."""
+        """See Batch."""
         return self.step.tokens[microbatch]
 
     def loss(self, y: Tensor, microbatch: int) -> Tensor:

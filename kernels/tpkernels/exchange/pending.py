@@ -32,14 +32,14 @@ class Done:
     """A collective that has ended, or one of a single rank."""
 
     def wait(self) -> None:
-        """As Work."""
+        """See Work."""
 
     def is_complete(self) -> bool:
-        """As Work."""
+        """See Work."""
         return True
 
     def ended_ns(self) -> None:
-        """As Work."""
+        """See Work."""
         return None
 
 
@@ -55,18 +55,18 @@ class Collective:
         self._work, self._staged = work, staged
 
     def wait(self) -> None:
-        """As Work."""
+        """See Work."""
         self._work.wait()
         if self._staged is not None:
             copy, target = self._staged
             target.copy_(copy)
 
     def is_complete(self) -> bool:
-        """As Work."""
+        """See Work."""
         return bool(self._work.is_completed())
 
     def ended_ns(self) -> None:
-        """As Work."""
+        """See Work."""
         return None
 
 
@@ -83,7 +83,7 @@ class Parts:
         self._work, self._parts, self._out = work, parts, out
 
     def wait(self) -> None:
-        """As Work."""
+        """See Work."""
         self._work.wait()
         if self._parts[0].device == self._out.device:
             tree_sum(self._parts, self._out)
@@ -92,11 +92,11 @@ class Parts:
         self._parts = ()
 
     def is_complete(self) -> bool:
-        """As Work."""
+        """See Work."""
         return bool(self._work.is_completed())
 
     def ended_ns(self) -> None:
-        """As Work."""
+        """See Work."""
         return None
 
 
@@ -107,15 +107,15 @@ class Submitted:
         self._future = future
 
     def wait(self) -> None:
-        """As Work."""
+        """See Work."""
         self._future.result()
 
     def is_complete(self) -> bool:
-        """As Work."""
+        """See Work."""
         return self._future.done()
 
     def ended_ns(self) -> int:
-        """As Work."""
+        """See Work."""
         return self._future.result()
 
     def settle(self) -> None:

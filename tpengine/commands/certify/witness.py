@@ -202,7 +202,7 @@ class _Watched:
         self.begin, self.after_backward = gradients.begin, gradients.after_backward
 
     def finish(self) -> None:
-        """As StepGradients.finish."""
+        """See StepGradients.finish."""
         self.inner.finish()
         self._see()
 

@@ -107,7 +107,7 @@ class SlicedReplicas:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """As DataParallel."""
+        """See DataParallel."""
         check_unchanged(self._model, self._names, self._frozen)
         self._check_last_backward()
         self.refresh()
@@ -133,7 +133,7 @@ class SlicedReplicas:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DataParallel."""
+        """See DataParallel."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -153,13 +153,13 @@ class SlicedReplicas:
                 self.weights.wait(index)
 
     def gather(self) -> None:
-        """As DataParallel."""
+        """See DataParallel."""
         self._is_stale = True
         self.refresh()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """As DataParallel."""
+        """See DataParallel."""
         if self._in_whole:
             yield
             return
@@ -180,7 +180,7 @@ class SlicedReplicas:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As DataParallel."""
+        """See DataParallel."""
         gradients = [master.grad for master in self.weights.masters.values() if master.grad is not None]
         squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
         total = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
@@ -191,7 +191,7 @@ class SlicedReplicas:
         return norm
 
     def remove(self) -> None:
-        """As DataParallel."""
+        """See DataParallel."""
         self.refresh()
         if self._sliced:
             for index in self.weights.flat:

@@ -46,7 +46,7 @@ class UnitGradients(SlicedBuckets):
         )
 
     def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
-        """As GradientBuckets; a buffer gets its memory with its first gradient."""
+        """See GradientBuckets; a buffer gets its memory with its first gradient."""
         GradientBuckets.arm(self, order, on_start)
 
     def view(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class UnitGradients(SlicedBuckets):
             self.wait(index)
 
     def reduce(self, index: int) -> Work:
-        """As GradientBuckets; let go of buffers whose sums are there."""
+        """See GradientBuckets; let go of buffers whose sums are there."""
         for earlier in [i for i, work in self._pending.items() if work.is_complete()]:
             self.wait(earlier)
         self._open(index)

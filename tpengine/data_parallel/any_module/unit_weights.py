@@ -85,7 +85,7 @@ class UnitWeights(SlicedWeights):
 
     @torch.no_grad()
     def wait(self, index: int) -> Work:
-        """As SlicedWeights; the weights have their values from here on."""
+        """See SlicedWeights; the weights have their values from here on."""
         work = super().wait(index)
         if self._absent:
             for name in self._layouts[index].names:
@@ -93,7 +93,7 @@ class UnitWeights(SlicedWeights):
         return work
 
     def free(self, index: int) -> None:
-        """As SlicedWeights; the weights are NaN from here on."""
+        """See SlicedWeights; the weights are NaN from here on."""
         super().free(index)
         self._leave(index)
 

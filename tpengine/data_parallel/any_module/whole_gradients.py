@@ -72,7 +72,7 @@ class WholeGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """As DataParallel."""
+        """See DataParallel."""
         check_unchanged(self._model, self._places, self._frozen)
         self.buckets.flush()
         for index, members in enumerate(self._members):
@@ -88,7 +88,7 @@ class WholeGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DataParallel."""
+        """See DataParallel."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -96,7 +96,7 @@ class WholeGradients:
             self._synchronises = before
 
     def remove(self) -> None:
-        """As DataParallel."""
+        """See DataParallel."""
         for hook in self._hooks:
             hook.remove()
 
