@@ -19,6 +19,7 @@ from support.engine.parity import Outcome, compare, config_of, whole_weights
 from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
 
+from tpengine.checkpoint.index import CheckpointError
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
@@ -240,3 +241,24 @@ def test_a_run_goes_on_at_another_stage_in_another_layout(
     reference = ranks.run(straight, 1, of(1, 1, 1, 0))[0]
     ranks.run(train_and_save, math.prod(first[:3]), of(*first), str(tmp_path))
     compare(ranks.run(go_on, math.prod(second[:3]), of(*second), str(tmp_path)), reference)
+
+
+def resumed_without_masters(config: Config, run_dir: str) -> str:
+    """Save a checkpoint whose masters were left out, and go on from it; return what is said."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    blocks = {name: block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.master.")}
+    assert len(blocks) < len(blocks_of(trainer))
+    saver = Saver(checkpoints_of(run_dir), keep=2)
+    saver.save(SAVED, blocks, state_of(config, trainer.corpus.fingerprint(), SAVED, trainer.num_updates))
+    assert saver.wait() is None
+    with pytest.raises(CheckpointError) as error:
+        resumed(config, run_dir, SAVED)
+    return str(error.value)
+
+
+def test_a_checkpoint_without_masters_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    config = config_of(2, 1, 1, tied=False, kv_heads=2, zero=3)
+    config = replace(config, train=replace(config.train, dtype="bfloat16"))
+    for message in ranks.run(resumed_without_masters, 2, config, str(tmp_path)):
+        assert "\n" not in message and "a checkpoint must hold every tensor of the model" in message
+        assert " has no optimizer.master." in message
