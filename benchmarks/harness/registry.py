@@ -63,6 +63,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "every Triton kernel compiled for every target, without a GPU: registers, spills",
             ),
             (
+                "data_parallel",
+                "data_parallel.command",
+                "DataParallel at zero 0 to 3 against DDP, ZeroRedundancyOptimizer and FSDP2",
+            ),
+            (
                 "exchange",
                 "overlap.exchange",
                 "gathers, sums and messages through shared memory, against gloo's",

@@ -42,9 +42,9 @@ class Options:
     """Compare training steps."""
 
     against: str = "torch"
-    """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), one-process (tpengine
-    in one process), a layout of tpengine such as tp2, or a git revision such as HEAD~5 (tpengine of that revision in
-    the same layout)."""
+    """torch (its own tools in the same layout), exact (tpengine's exact mode in the same layout), zero0 (tpengine in
+    the same layout at --parallel.zero 0, where --config sets another stage), one-process (tpengine in one process), a
+    layout of tpengine such as tp2, or a git revision such as HEAD~5 (tpengine of that revision in the same layout)."""
     layouts: tuple[str, ...] = ("tp1", "tp2", "pp2", "dp2", "tp2pp2")
     """Layouts of tpengine: sizes of tp, pp and dp; an axis that is not named has size 1."""
     steps: int = 7
@@ -125,6 +125,8 @@ def case_row(
         "model": {name: getattr(config.model, name) for name in _MODEL_FIELDS},
         "batch": {name: getattr(config.train, name) for name in _BATCH_FIELDS},
         "tp_comm": config.parallel.tp_comm,
+        "zero": config.parallel.zero,
+        "residency": config.parallel.residency,
     }
     if entries[theirs].engine == "torch":
         fields["rival_options"] = asdict(entries[theirs].rival)
@@ -209,7 +211,7 @@ def base_config(preset: str, toml: Path | None) -> Config:
 
 def _is_known(against: str) -> bool:
     """Return whether --against names a known rival or a layout; else it must be a git revision."""
-    return against in ("torch", "exact", _ONE_PROCESS) or _LAYOUT.fullmatch(against) is not None
+    return against in ("torch", "exact", "zero0", _ONE_PROCESS) or _LAYOUT.fullmatch(against) is not None
 
 
 def commit_of_rival(against: str) -> str:
@@ -222,7 +224,7 @@ def commit_of_rival(against: str) -> str:
         return commit_of(against)
     except ValueError:
         raise ValueError(
-            f"--against must be torch, exact, {_ONE_PROCESS}, a layout or a git revision: got {against!r}: "
+            f"--against must be torch, exact, zero0, {_ONE_PROCESS}, a layout or a git revision: got {against!r}: "
             "use torch, tp2, or HEAD~1"
         ) from None
 
@@ -243,6 +245,9 @@ def entries_of(base: Config, layout: str, options: Options, tree: Path | None = 
     if options.against == "exact":
         exact = replace(ours.config, train=replace(ours.config.train, reduction="exact"))
         return {OURS: ours, "exact": Entry("tpengine", validate(exact, ours.num_ranks))}
+    if options.against == "zero0":
+        whole = replace(ours.config, parallel=replace(ours.config.parallel, zero=0, residency="auto"))
+        return {OURS: ours, "zero0": Entry("tpengine", validate(whole, ours.num_ranks))}
     if tree is not None:
         return {OURS: ours, _REVISION: replace(ours, tree=tree)}
     other = "tp1" if options.against == _ONE_PROCESS else options.against

@@ -86,7 +86,7 @@ def test_a_small_run_stores_its_rows(tmp_path: Path, arguments: str, cases: int)
         ("overlap --out /nowhere/at/all.jsonl", "make /nowhere/at first"),
         (
             "train --against nosuch",
-            "--against must be torch, exact, one-process, a layout or a git revision: got 'nosuch'",
+            "--against must be torch, exact, zero0, one-process, a layout or a git revision: got 'nosuch'",
         ),
         ("exchange --ranks 1", "2 or more ranks"),
         ("exchange --buckets 5", "buckets must be divisible by 4"),

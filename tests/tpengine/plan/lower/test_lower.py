@@ -271,9 +271,11 @@ def test_every_plan_verifies(build_plan: BuildPlan, name: str, p: int, m: int, v
 @pytest.mark.parametrize("p", range(1, 17))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_plan_of_the_grid_verifies(build_plan: BuildPlan, name: str, p: int) -> None:
-    """All m up to 25, where p and 3p/2 lie, and some beyond."""
+    """All m up to 25 and some beyond; where p is large those around p, 3p/2, 2p and 4p."""
+    around = {m for places in (p, 3 * p // 2, 2 * p, 4 * p) for m in (places - 1, places, places + 1)}
+    every_m = (*range(1, 26), 31, 32, 33, 48, 63, 64) if p <= 8 else (1, 2, 3, *sorted(around))
     for num_chunks in range(1, 5) if name == "interleaved" else [1]:
-        for m in (*range(1, 26), 31, 32, 33, 48, 63, 64):
+        for m in every_m:
             check(build_plan(name, p, m, num_chunks=num_chunks))
 
 
