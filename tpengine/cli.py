@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     for axis in ("tp", "pp", "dp"):
         certify.add_argument(f"--{axis}", type=_count, default=1, help=f"size of the axis {axis} (default 1)")
     certify.add_argument(
-        "--zero", type=int, choices=range(4), default=0, help="what replicas share out, as in training (default 0)"
+        "--zero", type=int, choices=range(4), default=0, help="what replicas shard, as in training (default 0)"
     )
     certify.add_argument(
         "--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 or tp=4 (default one process)"

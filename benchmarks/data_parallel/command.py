@@ -31,7 +31,7 @@ from tpengine.distributed.local_ranks import THREADS_PER_RANK, Ranks
 
 __all__ = ["Options", "main"]
 
-# The rival that shares out as much as a stage does.
+# The rival that shards as much as a stage does.
 RIVAL_OF = {0: "ddp", 1: "ddp_zero", 2: "fsdp2_keep", 3: "fsdp2_reshard"}
 OURS = tuple(f"zero{stage}{transport}" for transport in ("", "_memory") for stage in RIVAL_OF)
 _WARMUP_ROUNDS = 1

@@ -126,14 +126,8 @@ class Member:
         return difference(got, self._before, self._after)
 
     def step_memory(self) -> int:
-        """Run a step; return this rank's peak memory in it, minus what it held before it had a model.
-
-        Of memory that ranks share, each page is counted once over all ranks.
-        """
-        resident_memory.follow_what_lives()
-        resident_memory.forget_peak()
-        self.step()
-        return resident_memory.peak_bytes() - resident_memory.others_share_bytes() - self._held
+        """Run a step; return this rank's peak memory in it, minus what it held before it had a model."""
+        return resident_memory.peak_of(self.step) - self._held
 
     def begin_timing(self) -> None:
         """Let the heap keep what is freed from here on."""

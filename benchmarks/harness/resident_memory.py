@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 # Constants of malloc.h.
@@ -35,6 +36,17 @@ def keep_what_is_freed() -> None:
     if libc is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Run a step; return the peak memory of this process in it.
+
+    Of memory that ranks share, each page is counted once over all ranks.
+    """
+    follow_what_lives()
+    forget_peak()
+    step()
+    return peak_bytes() - others_share_bytes()
 
 
 def resident_bytes() -> int:

@@ -56,14 +56,9 @@ class Member:
     def step_memory(self) -> int:
         """Run a step; return this rank's peak memory in it, minus what it held before it had a model.
 
-        So weights, gradients, copies of weights and activations are counted. Of memory that ranks share, each page is
-        counted once over all ranks.
-        page once over all ranks.
+        So weights, gradients, copies of weights and activations are counted.
         """
-        resident_memory.follow_what_lives()
-        resident_memory.forget_peak()
-        self.step()
-        return resident_memory.peak_bytes() - resident_memory.others_share_bytes() - self._before
+        return resident_memory.peak_of(self.step) - self._before
 
     def begin_timing(self) -> None:
         """Let the heap keep what is freed from here on."""

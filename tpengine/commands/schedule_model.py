@@ -50,7 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
         "--zero",
         type=int,
         choices=range(4),
-        help="what replicas share out: 1 moments, 2 gradients, 3 weights (default 0)",
+        help="what replicas shard: 1 moments, 2 gradients, 3 weights (default 0)",
     )
     for name, choices, words in (
         ("residency", Residency, "with --zero 3, how long gathered weights stay: in a step, or for one use"),

@@ -284,8 +284,7 @@ def _check_zero(config: Config, dp: int) -> None:
     zero, residency = config.parallel.zero, config.parallel.residency
     if zero and dp == 1:
         raise ValueError(
-            f"zero shares out what dp replicas hold alike: zero {zero} with dp 1 saves nothing: use dp 2 or more, or "
-            "zero 0"
+            f"zero shards what dp replicas hold alike: zero {zero} with dp 1 saves nothing: use dp 2 or more, or zero 0"
         )
     if zero != _STAGE_OF_SLICED_WEIGHTS and residency != "auto":
         raise ValueError(

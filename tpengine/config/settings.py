@@ -77,7 +77,7 @@ class ParallelConfig:
     """How tensor-parallel ranks exchange activations: by matmuls that read the peers' memory while it is written (ranks
     of one host, GPUs that can access each other), or by collectives."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What data-parallel replicas share out, instead of each holding all of it (ZeRO): 1 moments and masters, 2
+    """What data-parallel replicas shard, instead of each holding all of it (ZeRO): 1 moments and masters, 2
     gradients too, 3 weights too."""
     residency: Literal["auto", "step", "use"] = "auto"
     """With zero 3, how long gathered weights stay: from first to last use in a step, or for one use each; auto chooses

@@ -1,4 +1,4 @@
-"""Data parallelism for any `nn.Module`, whole (zero 0) or shared out over the replicas (zero 1, 2, 3).
+"""Data parallelism for any `nn.Module`, whole (zero 0) or sharded over the replicas (zero 1, 2, 3).
 
 Nothing wraps the model: hooks on it do the work, and its names and its state dict stay its own.
 
@@ -51,7 +51,7 @@ class DataParallel:
         communicator: the replicas.
         bucket_bytes: a bucket is closed as soon as it holds at least so many; one parameter is never cut, and a bucket
             holds one dtype and one device, from zero 1 on of one unit. torch's own default is about the same.
-        zero: what the replicas share out: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, trained
+        zero: what the replicas shard: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, trained
             and frozen.
         units: modules inside the model that are gathered, freed and summed together, in the order of their use. None
             for the layers of its stacks (ModuleList, Sequential) and the children beside them, in the order of
@@ -207,10 +207,10 @@ class DataParallel:
 
 def _check_stage(model: nn.Module, communicator: Communicator, zero: int) -> None:
     if zero not in _STAGES:
-        raise ValueError(f"zero is a stage of sharing out: got {zero}: use 0, 1, 2 or 3")
+        raise ValueError(f"zero must be one of the stages 0 to 3: got {zero}: use 0, 1, 2 or 3")
     if zero and communicator.size == 1:
         raise ValueError(
-            f"zero shares out what replicas hold alike: zero {zero} with one replica saves nothing: use two ranks or "
+            f"zero shards what replicas hold alike: zero {zero} with one replica saves nothing: use two ranks or "
             "more, or zero 0"
         )
     devices = {str(parameter.device) for parameter in model.parameters()}

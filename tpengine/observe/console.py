@@ -75,7 +75,7 @@ def show_plan(
 
 
 def _sharing(layout: Layout) -> str:
-    """Return what the replicas share out, in words."""
+    """Return what the replicas shard, in words."""
     stays = f" residency {layout.residency}" if layout.zero == 3 else ""
     return f", zero {layout.zero}{stays}" if layout.zero else ""
 

@@ -40,7 +40,7 @@ def setting_names(config: Any) -> list[str]:
 
 def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
-    length of the learning rate's schedule, and what replicas share out (2) within what memory.
+    length of the learning rate's schedule, and what replicas shard (2) within what memory.
     """
     names = setting_names(Config())
     assert len(names) == len(set(names)) <= 55

@@ -90,8 +90,8 @@ def refused(case: str) -> str:
 
 
 WANTED = {
-    "stage": "ValueError: zero is a stage of sharing out: got 4: use 0, 1, 2 or 3",
-    "alone": "ValueError: zero shares out what replicas hold alike: zero 3 with one replica saves nothing:",
+    "stage": "ValueError: zero must be one of the stages 0 to 3: got 4: use 0, 1, 2 or 3",
+    "alone": "ValueError: zero shards what replicas hold alike: zero 3 with one replica saves nothing:",
     "stages differ": "ValueError: all ranks must build the same model: ranks [1] differ from rank 0",
     "foreign unit": "ValueError: units are modules inside the model: got a Linear that is not:",
     "nested units": "ValueError: a module lies in one unit only: 0.0 is given twice, or lies inside another one:",
