@@ -115,10 +115,13 @@ def _dropout() -> None:
 
 
 def _adamw() -> None:
-    master = _empty(1 << 26, dtype=torch.float32)
+    """Launch without and with a copy of the masters, and, as the engine does, with the flag that skips."""
+    master, skip = _empty(1 << 26, dtype=torch.float32), _empty(1, dtype=torch.bool)
     for grad in (master, master.bfloat16()):
         for parameter in (None, master.bfloat16()):
-            launch_adamw_(master, master, master, grad, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter)
+            launch_adamw_(master, master, master, grad, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter, None)
+    for parameter in (master.bfloat16(), master.half()):
+        launch_adamw_(master, master, master, master, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter, skip)
 
 
 def _attention() -> None:

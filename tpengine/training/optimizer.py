@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from tpkernels import adamw_
+from tpkernels.launch import by_triton
 
 from tpengine.config import OptimConfig
 
@@ -50,21 +52,20 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale
 
 
 class _Moments(NamedTuple):
-    """The state of one master weight: both moments, and their number of updates, a float32 scalar."""
+    """The state of one master weight."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    step: Tensor
 
 
 class AdamW:
-    """AdamW with torch's fused kernel, on master weights in the accumulation dtype.
+    """AdamW on master weights in the accumulation dtype, by torch's fused kernel; on a GPU also by tpkernels.adamw_.
 
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = (1 - lr decay) w - lr (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^n)) + eps)
 
     Parameters in float32 and float64 are their own masters. A parameter in a narrower dtype has a master copy: the
-    optimizer updates the copy, and rounds it into the parameter.
+    optimizer updates the copy, and rounds it into the parameter: on a GPU in the same pass.
 
     The decision a reader will question: torch.optim.AdamW runs the same kernel, but importing its class imports torch's
     compiler, which costs 2 CPU seconds per start.
@@ -99,7 +100,6 @@ class AdamW:
             name: _Moments(
                 torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False),
                 torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False),
-                torch.zeros((), dtype=torch.float32, device=master.device),
             )
             for name, master in self.masters.items()
         }
@@ -130,42 +130,66 @@ class AdamW:
             parameter, master = self._copies[name]
             parameter.copy_(master)
 
-    def resume_after(self, num_updates: int) -> None:
-        """Set the number of updates done so far, which decides the moments' bias correction."""
-        for moments in self._moments.values():
-            moments.step.fill_(num_updates)
-
     @torch.no_grad()
-    def step(self, lr: float, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, update: int, skip: Tensor | None = None) -> None:
         """Update every parameter with the current gradients.
 
         Args:
-            skip: bool [] on the device. If it is true, no parameter, moment or count changes. The host does not wait to
+            update: the number of this update, the first is 1: it decides the moments' bias correction. A skipped step
+                is no update, so that the next one has the same number.
+            skip: bool [] on the device. If it is true, no parameter and no moment changes. The host does not wait to
                 know it.
         """
-        # Update masters and moments, first those with weight decay, then the others.
         for weight_decay, names in self._groups:
-            if not names:
-                continue
-            moments = [self._moments[name] for name in names]
-            adamw(
-                [self.masters[name] for name in names],
-                [self._gradients[name] for name in names],
-                [of_one.exp_avg for of_one in moments],
-                [of_one.exp_avg_sq for of_one in moments],
-                [],
-                [of_one.step for of_one in moments],
-                fused=True,
-                # As a GradScaler passes it: if this is 1, the kernel changes nothing.
-                found_inf=None if skip is None else skip.float(),
-                amsgrad=False,
-                beta1=self._config.beta1,
-                beta2=self._config.beta2,
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=self._config.eps,
-                maximize=False,
-            )
+            numbers: dict[str, Any] = {
+                "lr": lr,
+                "beta1": self._config.beta1,
+                "beta2": self._config.beta2,
+                "eps": self._config.eps,
+                "weight_decay": weight_decay,
+            }
+            # Masters that are rounded into a copy: one kernel updates and rounds, where there is one.
+            in_one_pass = [name for name in names if name in self._copies and by_triton(self.masters[name])]
+            for name in in_one_pass:
+                tensors = (self.masters[name], *self._moments[name], self._gradients[name], self._copies[name][0])
+                *state, gradient, parameter = map(_in_memory_order, tensors)
+                adamw_(*state, gradient, step=update, **numbers, parameter=parameter, skip=skip)
+            # All others together, by torch.
+            self._update_by_torch([name for name in names if name not in in_one_pass], numbers, update, skip)
+
+    def _update_by_torch(
+        self, names: Sequence[str], numbers: Mapping[str, Any], update: int, skip: Tensor | None
+    ) -> None:
+        if not names:
+            return
+        masters = [self.masters[name] for name in names]
+        moments = [self._moments[name] for name in names]
+        updates_before = torch.full((len(names),), update - 1.0, device=masters[0].device)
+        adamw(
+            masters,
+            [self._gradients[name] for name in names],
+            [of_one.exp_avg for of_one in moments],
+            [of_one.exp_avg_sq for of_one in moments],
+            [],
+            list(updates_before.unbind()),  # the fused adamw counts the update itself
+            fused=True,
+            # As a GradScaler passes it: if this is 1, the kernel changes nothing.
+            found_inf=None if skip is None else skip.float(),
+            amsgrad=False,
+            maximize=False,
+            **numbers,
+        )
         # Round the masters into their parameters.
-        for parameter, master in self._copies.values():
-            parameter.copy_(master)
+        for name in names:
+            if name in self._copies:
+                parameter, master = self._copies[name]
+                parameter.copy_(master)
+
+
+def _in_memory_order(x: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in one dim, in the order in which they lie in memory; a view.
+
+    A parameter, its master, its moments and its gradient have the same strides, so that their elements agree.
+    """
+    by_stride = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return x.detach().permute(by_stride).view(-1)

@@ -346,7 +346,7 @@ class Trainer:
 
     def _step(self) -> None:
         self.model.release()
-        self.optimizer.step(self._lr, self._skip)
+        self.optimizer.step(self._lr, self.num_updates + 1, self._skip)
 
     def _clip(self) -> None:
         self.gradients.finish()

@@ -90,6 +90,7 @@ def _adamw_kernel(
     p_exp_avg_sq: tl.tensor,
     p_grad: tl.tensor,
     p_parameter: tl.tensor,
+    p_skip: tl.tensor,
     num_elements: tl.int64,
     decay: tl.float64,
     new_of_first: tl.float64,
@@ -100,7 +101,7 @@ def _adamw_kernel(
     eps: tl.float64,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update BLOCK elements per program; p_parameter may be None."""
+    """Update BLOCK elements per program, none of them where p_skip holds true; p_parameter and p_skip may be None."""
     # Round the step's numbers to the masters' dtype. Only tl.full works in the interpreter: there the numbers are
     # Python floats, and every other conversion makes them float32.
     dtype: tl.constexpr = p_master.dtype.element_ty
@@ -113,6 +114,8 @@ def _adamw_kernel(
     eps = tl.full([], eps, dtype)
     o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_inside = o_element < num_elements
+    if p_skip is not None:
+        m_inside = m_inside & (tl.load(p_skip) == 0)
     # [BLOCK]
     b_grad = widened(tl.load(p_grad + o_element, mask=m_inside, other=0.0)).to(dtype)
     # [BLOCK]
@@ -145,6 +148,7 @@ def launch_adamw_(
     eps: float,
     weight_decay: float,
     parameter: Tensor | None,
+    skip: Tensor | None,
 ) -> None:
     """Run the operator tpkernels::adamw_ with its kernel."""
     num_elements = master.numel()
@@ -159,6 +163,7 @@ def launch_adamw_(
         exp_avg_sq,
         grad.contiguous(),
         parameter,
+        None if skip is None else skip.view(torch.uint8),
         num_elements,
         *_numbers(step, lr, beta1, beta2, eps, weight_decay),
         BLOCK=block,
@@ -178,6 +183,7 @@ def _on_host_(
     eps: float,
     weight_decay: float,
     parameter: Tensor | None,
+    skip: Tensor | None,
 ) -> None:
     adamw(
         [master],
@@ -187,6 +193,8 @@ def _on_host_(
         [],
         [torch.tensor(step - 1.0)],  # the fused adamw counts the step itself
         fused=True,
+        # As a GradScaler passes it: where this is 1, nothing changes.
+        found_inf=None if skip is None else skip.float(),
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -212,10 +220,11 @@ def adamw_op_(
     eps: float,
     weight_decay: float,
     parameter: Tensor | None,
+    skip: Tensor | None,
 ) -> None:
     """Run adamw_ with all its arguments."""
     update = launch_adamw_ if by_triton(master) else _on_host_
-    update(master, exp_avg, exp_avg_sq, grad, step, lr, beta1, beta2, eps, weight_decay, parameter)
+    update(master, exp_avg, exp_avg_sq, grad, step, lr, beta1, beta2, eps, weight_decay, parameter, skip)
 
 
 @adamw_op_.register_fake
@@ -236,13 +245,14 @@ def adamw_(
     eps: float,
     weight_decay: float,
     parameter: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """Take one AdamW step on a flat shard, in place, and write the parameters' low-precision copy.
 
         m[n] = beta1 * m + (1 - beta1) * g;   v[n] = beta2 * v + (1 - beta2) * g^2
         p[n] = p * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
-    The engine uses it only where a measurement shows that it is faster than torch's fused AdamW.
+    The engine uses it on a GPU for 16-bit weights, whose masters it would else have to read again to round them.
 
     Args:
         master: p, [n], float32 or float64, contiguous.
@@ -254,9 +264,11 @@ def adamw_(
         eps: added to the denominator.
         weight_decay: the fraction of p removed per step, times lr; 0 for none.
         parameter: [n], any floating-point dtype, contiguous: gets p, rounded. None if there is no copy of the masters.
+        skip: bool, [], on the device: if it is true, nothing is written but parameter, on a CPU, with the unchanged p.
+            The host does not wait to know it. None never skips.
 
     Raises:
-        ValueError: tensors that do not fit; a step below 1, a beta outside [0, 1).
+        ValueError: tensors that do not fit; a step below 1, a beta outside [0, 1); skip is no bool of one element.
 
     Cost: with float32 masters, per element, reads 12 bytes and grad's and writes 12 bytes and parameter's: 28 with both
     in bfloat16. torch's fused AdamW moves 4 more for the copy and, since it takes only one dtype, 8 to convert such a
@@ -269,6 +281,11 @@ def adamw_(
         raise ValueError(
             f"AdamW counts steps from 1 and has betas in [0, 1): step {step}, beta1 {beta1}, beta2 {beta2}: "
             "pass the number of the step that this is"
+        )
+    if skip is not None and (skip.dtype != torch.bool or skip.numel() != 1 or skip.device != master.device):
+        raise ValueError(
+            f"skip is one bool on the device of the masters, {master.device}: got {skip.dtype} {tuple(skip.shape)} on "
+            f"{skip.device}: pass a comparison's result"
         )
     written = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "parameter": parameter}
     for name, tensor in {**written, "grad": grad}.items():
@@ -283,4 +300,4 @@ def adamw_(
                 f"float64: master {tuple(master.shape)} {master.dtype}, {name} {tuple(tensor.shape)} {tensor.dtype} of "
                 f"strides {tensor.stride()}: flatten them, keep masters and moments in the accumulation dtype"
             )
-    adamw_op_(master, exp_avg, exp_avg_sq, grad, step, lr, beta1, beta2, eps, weight_decay, parameter)
+    adamw_op_(master, exp_avg, exp_avg_sq, grad, step, lr, beta1, beta2, eps, weight_decay, parameter, skip)

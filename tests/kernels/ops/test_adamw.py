@@ -162,6 +162,28 @@ def test_without_gradient(rung: Rung) -> None:
     rung(check_nothing_to_do)
 
 
+def check_skip(device: str) -> None:
+    """With a flag that is true nothing changes, whatever the gradients are; with one that is false it makes no odds."""
+    given = draw(1000, torch.float16, device, 1, seed=0)
+    after = []
+    for skip in (None, torch.tensor(False, device=device), torch.tensor(True, device=device)):
+        state = [given[name].clone() for name in ("master", "exp_avg", "exp_avg_sq")]
+        parameter, grad = given["master"].half(), given["grads"][0].clone()
+        if skip is not None and skip:
+            grad[::3], grad[1] = torch.inf, torch.nan
+        adamw_(*state, grad, **settings(3), parameter=parameter, skip=skip)
+        after.append((*state, parameter))
+    before = (given["master"], given["exp_avg"], given["exp_avg_sq"], given["master"].half())
+    assert all(torch.equal(a, b) for a, b in zip(after[2], before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after[0], after[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(after[1], before, strict=True))
+
+
+@every_rung
+def test_a_flag_on_the_device_skips_the_step(rung: Rung) -> None:
+    rung(check_skip)
+
+
 def check_cuts(device: str) -> None:
     """A shard's elements have the bits they have in the whole, and its neighbours are left alone."""
     given = draw(1300, torch.float16, device, 2, seed=0)
@@ -195,12 +217,12 @@ def test_steps_compile_nothing_again() -> None:
 
 
 @pytest.mark.parametrize("num_elements", [0, 5])
-@pytest.mark.parametrize("with_parameter", [False, True])
-def test_opcheck(num_elements: int, with_parameter: bool) -> None:
+@pytest.mark.parametrize("as_in_the_engine", [False, True])
+def test_opcheck(num_elements: int, as_in_the_engine: bool) -> None:
     given = draw(num_elements, torch.bfloat16, "cpu", 1, seed=0)
     state = [given[name] for name in ("master", "exp_avg", "exp_avg_sq")]
-    parameter = given["parameter"] if with_parameter else None
-    torch.library.opcheck(adamw_op_, (*state, given["grads"][0], 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, parameter))
+    last = (given["parameter"], torch.tensor(False)) if as_in_the_engine else (None, None)
+    torch.library.opcheck(adamw_op_, (*state, given["grads"][0], 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, *last))
 
 
 def test_compiled_as_eager() -> None:
@@ -232,6 +254,8 @@ def test_compiled_as_eager() -> None:
         ({"grad": torch.ones(4).int()}, r"grad \(4,\) torch.int32"),
         ({"grad": torch.ones(5)}, r"grad \(5,\)"),
         ({"parameter": torch.ones(8).half()[::2]}, r"parameter \(4,\) torch.float16 of strides \(2,\)"),
+        ({"skip": torch.zeros(())}, r"skip is one bool on the device of the masters, cpu: got torch.float32 \(\)"),
+        ({"skip": torch.zeros(4, dtype=torch.bool)}, r"got torch.bool \(4,\) on cpu: pass"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:

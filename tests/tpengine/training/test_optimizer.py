@@ -1,9 +1,10 @@
-"""Rung: pure. Learning-rate schedule, clipping, and AdamW with and without masters."""
+"""Rung: host, interpreter, GPU. Learning-rate schedule, clipping, and AdamW with and without masters."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.kernels.rungs import Rung
 from torch.nn import Parameter
 
 from tpengine.config import OptimConfig
@@ -44,10 +45,10 @@ def test_masters_follow_float32_and_are_rounded_into_bfloat16() -> None:
     gradients = {"w": torch.zeros(64)}
     config = OptimConfig(lr=1e-3)
     narrow_optim, wide_optim = (AdamW(p, gradients, ["w"], config) for p in (narrow, wide))
-    for _ in range(20):
+    for update in range(1, 21):
         gradients["w"].normal_()
-        narrow_optim.step(1e-3)
-        wide_optim.step(1e-3)
+        narrow_optim.step(1e-3, update)
+        wide_optim.step(1e-3, update)
     assert torch.equal(narrow["w"], wide["w"].bfloat16())
     assert torch.equal(narrow_optim.masters["w"], wide["w"])
 
@@ -55,7 +56,7 @@ def test_masters_follow_float32_and_are_rounded_into_bfloat16() -> None:
 def test_only_named_parameters_decay() -> None:
     parameters = {name: Parameter(torch.ones(2)) for name in ("matrix", "norm")}
     gradients = {name: torch.zeros(2) for name in parameters}
-    AdamW(parameters, gradients, ["matrix"], OptimConfig(weight_decay=0.5)).step(0.1)
+    AdamW(parameters, gradients, ["matrix"], OptimConfig(weight_decay=0.5)).step(0.1, 1)
     assert parameters["norm"].tolist() == [1, 1]
     torch.testing.assert_close(parameters["matrix"].detach(), torch.full((2,), 0.95))
 
@@ -76,13 +77,49 @@ def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -
         for name, tensor in one.state_of("w").items():
             assert torch.equal(tensor, other.state_of("w")[name]), name
 
-    for poison in (torch.nan, torch.inf):
+    for update, poison in enumerate((torch.nan, torch.inf), 1):
         gradients[1]["w"].fill_(poison)
-        other.step(1e-2, yes)
+        other.step(1e-2, update, yes)
         assert torch.equal(parameters[1]["w"], parameters[0]["w"])
         for both in gradients:
             both["w"].copy_(torch.arange(33 * 7.0).view(33, 7) / 100)
-        one.step(1e-2)
-        other.step(1e-2, no)
+        one.step(1e-2, update)
+        other.step(1e-2, update, no)
         compare()
     assert not torch.equal(parameters[0]["w"], start)
+
+
+def check_one_pass(device: str, dtype: torch.dtype) -> None:
+    """Weights that are narrow, in the layouts that parameters have, against wide ones that torch updates."""
+    torch.manual_seed(0)
+    starts = {"matrix": torch.randn(33, 7), "transposed": torch.randn(7, 33).T, "vector": torch.randn(5)}
+    starts = {name: start.to(device, dtype) for name, start in starts.items()}
+    narrow = {name: Parameter(start.clone()) for name, start in starts.items()}
+    wide = {name: Parameter(start.float()) for name, start in starts.items()}
+    gradients = {name: torch.zeros_like(parameter) for name, parameter in wide.items()}
+    ours, torchs = (AdamW(held, gradients, ["matrix", "transposed"], OptimConfig()) for held in (narrow, wide))
+    skip, applied = torch.tensor(True, device=device), torch.tensor(False, device=device)
+    for update in range(1, 5):
+        for gradient in gradients.values():
+            gradient.fill_(torch.inf)
+        before = {name: parameter.clone() for name, parameter in narrow.items()}
+        ours.step(1e-2, update, skip)
+        assert all(torch.equal(before[name], parameter) for name, parameter in narrow.items())
+        for gradient in gradients.values():
+            gradient.normal_()
+        ours.step(1e-2, update, applied)
+        torchs.step(1e-2, update, applied)
+    for name, parameter in narrow.items():
+        assert parameter.stride() == starts[name].stride()
+        torch.testing.assert_close(ours.masters[name], torchs.masters[name], rtol=1e-6, atol=1e-7)
+        assert torch.equal(parameter, ours.masters[name].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [("host", torch.bfloat16), ("interpreter", torch.float16), ("gpu", torch.bfloat16)],
+    indirect=["rung"],
+)
+def test_narrow_weights_follow_their_masters(rung: Rung, dtype: torch.dtype) -> None:
+    """Interpreted and on a GPU the masters are updated and rounded in one pass."""
+    rung(check_one_pass, dtype)

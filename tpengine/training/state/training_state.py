@@ -49,7 +49,6 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
     load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
     # An old checkpoint has no number of updates: its version could not skip steps.
     trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
-    trainer.optimizer.resume_after(trainer.num_updates)
     trainer.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
     return checkpoint.index.step
 

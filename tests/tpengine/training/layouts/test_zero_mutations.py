@@ -92,7 +92,7 @@ def last_steps_weights_are_used(trainer: Trainer) -> None:
 def step_counters_apart(trainer: Trainer) -> None:
     """One replica corrects the bias of other moments."""
     if trainer.mesh.at.dp:
-        trainer.optimizer.resume_after(1)
+        trainer.num_updates = 1
 
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:

@@ -211,12 +211,12 @@ def newest(run_dir: Path) -> Index:
 def moments_forgotten(trainer: Trainer, checkpoint: Checkpoint) -> None:
     blocks = {name: block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.exp_avg.")}
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.optimizer.resume_after(BEFORE)
+    trainer.num_updates = BEFORE
 
 
 def steps_forgotten(trainer: Trainer, checkpoint: Checkpoint) -> None:
     restore(trainer, checkpoint)
-    trainer.optimizer.resume_after(0)
+    trainer.num_updates = 0
 
 
 def moments_swapped(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -234,7 +234,7 @@ def shards_exchanged(trainer: Trainer, checkpoint: Checkpoint) -> None:
     other = (block.offset[0] + rows) % block.global_shape[0]
     blocks[name] = Block(block.tensor, (other, 0), block.global_shape)
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.optimizer.resume_after(BEFORE)
+    trainer.num_updates = BEFORE
 
 
 def tied_copy_not_loaded(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -243,7 +243,7 @@ def tied_copy_not_loaded(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if trainer.mesh.at.pp > 0:
         blocks.pop("model.embed_tokens.weight")
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.optimizer.resume_after(BEFORE)
+    trainer.num_updates = BEFORE
 
 
 def data_starts_again(trainer: Trainer, checkpoint: Checkpoint) -> None:
