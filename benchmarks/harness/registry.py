@@ -73,6 +73,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "gathers, sums and messages through shared memory, against gloo's",
             ),
             (
+                "host",
+                "host_time",
+                "the host's time of every fused call, its launches and copies; needs no GPU",
+            ),
+            (
                 "kernels",
                 "kernels.command",
                 "each operator against torch's, compiled torch's, Liger's, or its own of any revision",

@@ -1,0 +1,176 @@
+"""`python -m benchmarks.run host`: the host's time of every fused call, its launches and its copies, without a GPU.
+
+Kernels are bound by triton and launched on a GPU that does nothing (harness/still_gpu.py). An eager layer is bound by
+the host where this time is longer than the kernels'. Sizes are small, because the host's work does not depend on them:
+one piece, one split per shard.
+
+Numbers of launches and copies are exact, and a test asserts them. Times depend on the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, matmul_then_gather, scatter_and_gather
+from tpkernels.launch import INTERPRETED, Target, observed
+from tpkernels.symmetric.cuda_memory import VirtualMemory
+
+from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.still_gpu import StillCopies, still_gpu, still_streams
+
+# Per rank: tokens, features, and columns of a weight. Whole tiles, rows that TMA reads.
+_TOKENS, _WIDTH, _COLUMNS = 64, 64, 64
+_GENERATION_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The first rank of a group whose other ranks never come."""
+
+    comm: Communicator
+    num_tokens: int
+    x: torch.Tensor
+    wide: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, world: int, strategy: str) -> _Rank:
+        memory = VirtualMemory.allocate(world, CONTROL_BYTES + 4096 + NUM_GENERATIONS * _GENERATION_BYTES, "cpu")[0]
+        record = torch.zeros(8, dtype=torch.int32)
+        copies = StillCopies()
+        arena = DeviceArena(memory, record, copies, _GENERATION_BYTES, "of no ranks", range(world), timeout_seconds=1.0)
+        comm = Communicator(None, strategy=strategy)
+        comm.size, comm.device_arena = world, arena
+        tokens = world * _TOKENS
+        x, wide, weight = (torch.zeros(rows, _WIDTH, dtype=torch.bfloat16) for rows in (_TOKENS, tokens, _COLUMNS))
+        return cls(comm, tokens, x, wide, weight)
+
+
+def _gather(rank: _Rank, *, keep: bool) -> None:
+    gather_matmul(rank.x, [rank.weight.T], rank.comm, rank.num_tokens, "all_gather_matmul", keep=keep)
+
+
+def _scatter(rank: _Rank) -> None:
+    matmul_scatter([(rank.wide, rank.weight.T)], rank.comm, "matmul_reduce_scatter")
+
+
+def _scatter_and_gather(rank: _Rank) -> None:
+    scatter_and_gather([(rank.wide, rank.weight)], rank.x, rank.comm, rank.num_tokens, "all_gather_matmul")
+
+
+def _all_reduce(rank: _Rank) -> None:
+    matmul_then_gather(rank.wide, rank.weight.T, rank.comm, "matmul_all_reduce")
+
+
+# Each call by name: the group's strategy, and the call.
+CALLS: Mapping[str, tuple[str, Callable[[_Rank], None]]] = MappingProxyType(
+    {
+        "gather_matmul/fused": ("fused", lambda rank: _gather(rank, keep=False)),
+        "gather_matmul/fused/keep": ("fused", lambda rank: _gather(rank, keep=True)),
+        "gather_matmul/push": ("push", lambda rank: _gather(rank, keep=False)),
+        "gather_matmul/push/keep": ("push", lambda rank: _gather(rank, keep=True)),
+        "matmul_scatter": ("fused", _scatter),
+        "scatter_and_gather": ("fused", _scatter_and_gather),
+        "matmul_then_gather": ("fused", _all_reduce),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The host's time of a fused call, on a GPU that does nothing."""
+
+    call: tuple[str, ...] = tuple(CALLS)
+    """Calls."""
+    ranks: tuple[int, ...] = (2, 4, 8)
+    """Tensor-parallel ranks, 2 to 8."""
+    calls: int = 50
+    """Calls in a round."""
+    rounds: int = 5
+    """Rounds; the fastest counts."""
+    out: Path | None = None
+    """Append one JSON line per case to this file."""
+
+
+@dataclass
+class _Copies(TorchDispatchMode):
+    """Counts torch's copies."""
+
+    number: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket is torch.ops.aten.copy_
+        return func(*args, **(kwargs or {}))
+
+
+def counted(name: str, world: int) -> tuple[Counter[str], int]:
+    """Return how often a call launches each kernel, and how many copies it makes."""
+    strategy, call = CALLS[name]
+    launches: Counter[str] = Counter()
+    rank = _Rank.of(world, strategy)
+    look = observed(Target("cuda", 90), lambda kernel, *_: launches.update([kernel.fn.__name__]))
+    with look, still_streams(), _Copies() as copies:
+        call(rank)
+    return launches, copies.number
+
+
+def host_us(name: str, world: int, num_calls: int, num_rounds: int) -> float:
+    """Return the CPU time of one call in microseconds, the fastest of the rounds; use it within `still_gpu`."""
+    strategy, call = CALLS[name]
+    rank = _Rank.of(world, strategy)
+    times = []
+    # Compile first.
+    for _ in range(4):
+        call(rank)
+    for _ in range(num_rounds):
+        gc.collect()
+        gc.disable()
+        begin = time.process_time()
+        for _ in range(num_calls):
+            call(rank)
+        times.append(time.process_time() - begin)
+        gc.enable()
+    return min(times) / num_calls * 1e6
+
+
+def main(options: Options) -> int:
+    """Time and count every call, print a table; return 0."""
+    if unknown := [name for name in options.call if name not in CALLS]:
+        raise ValueError(f"--call must be of {', '.join(CALLS)}: got {', '.join(unknown)}: leave it out for all")
+    if wrong := [world for world in options.ranks if not 2 <= world <= 8]:
+        raise ValueError(f"--ranks must be 2 to 8, as groups with an arena: got {wrong[0]}: use 8")
+    if INTERPRETED:
+        raise ValueError("kernels must be bound as for a GPU: TRITON_INTERPRET is set, which interprets: unset it")
+    torch.set_num_threads(1)
+    table = Table(title="host time of a fused call, without the driver's", box=box.SIMPLE)
+    for column in ("call", "ranks", "us", "launches", "copies"):
+        table.add_column(column, justify="left" if column == "call" else "right")
+    for name in options.call:
+        for world in options.ranks:
+            launches, copies = counted(name, world)
+            with still_gpu():
+                time_us = host_us(name, world, options.calls, options.rounds)
+            fields: dict[str, Any] = {"ranks": world, "host_us": time_us}
+            fields |= {"launches": launches.total(), "copies": copies, "kernels": dict(sorted(launches.items()))}
+            table.add_row(name, str(world), f"{time_us:.1f}", str(launches.total()), str(copies))
+            if options.out is not None:
+                append(options.out, make_row(f"host/{name}", threads_per_rank=1, fields=fields))
+    Console().print(table)
+    return 0
