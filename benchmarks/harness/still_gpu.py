@@ -1,4 +1,4 @@
-"""A GPU that does nothing: triton binds and launches kernels as for sm_90, and every call of the driver returns at once.
+"""A GPU that does nothing: triton binds and launches kernels as for sm_90, and calls of the driver return at once.
 
 So the host's part of a launch can be timed without a GPU: triton compiles each kernel, binds its arguments and builds
 its descriptors. What the driver itself would take (about 3 us per launch, 5 us per copy) is not in it. Tensors lie on
@@ -82,7 +82,7 @@ def still_streams() -> Iterator[None]:
 @contextlib.contextmanager
 def still_gpu() -> Iterator[None]:
     """Let triton launch on a GPU that does nothing."""
-    kinds = {name: getattr(nvidia, name) or 0 for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
+    kinds: dict[str, Any] = {name: getattr(nvidia, name) or 0 for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     before = triton.runtime.driver._active
     with (
         patch.multiple(nvidia, PyKernelArg=SimpleNamespace, **kinds),
