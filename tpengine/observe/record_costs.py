@@ -21,7 +21,7 @@ from tpengine.observe.records import (
     posts_of,
 )
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
-from tpengine.plan.plan import Bucket, Plan
+from tpengine.plan.plan import Bucket, Plan, Residency, Weights
 from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile
 
 
@@ -40,13 +40,19 @@ class MeasuredStep:
     pipelines: tuple[PipelineRecord, ...]
 
 
-def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[int, int]) -> CostProfile:
+def profile_of(
+    plan: Plan,
+    steps: Sequence[MeasuredStep],
+    bucket_bytes: Mapping[int, int],
+    residency: Residency = Residency.STEP,
+) -> CostProfile:
     """Return what the actions of a plan cost, measured.
 
     Args:
         plan: what ran in every pipeline.
         steps: at least one.
         bucket_bytes: by bucket index.
+        residency: that the plan was lowered with.
     """
     pipelines = [pipeline for step in steps for pipeline in step.pipelines]
     timelines = [measured_timeline(plan, pipeline) for pipeline in pipelines]
@@ -85,7 +91,12 @@ def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[
         link_seconds=link,
         buckets={
             bucket.index: BucketProfile(
-                bucket.chunks, _reduction_seconds(plan, bucket, steps), bucket_bytes.get(bucket.index, 0)
+                bucket.chunks,
+                _bucket_seconds(plan, bucket, Kind.REDUCE, steps),
+                bucket_bytes.get(bucket.index, 0),
+                0.0 if bucket.weights is Weights.WHOLE else _bucket_seconds(plan, bucket, Kind.GATHER, steps),
+                bucket.weights,
+                bucket.reduced,
             )
             for bucket in plan.buckets
         },
@@ -94,6 +105,7 @@ def profile_of(plan: Plan, steps: Sequence[MeasuredStep], bucket_bytes: Mapping[
         step=slowest(Kind.STEP),
         plan_seconds=_median(lengths),
         outside_seconds=_median([max(0.0, step.seconds - length) for step, length in zip(steps, lengths, strict=True)]),
+        residency=residency,
     )
 
 
@@ -128,10 +140,10 @@ def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[
     return send, receive, max(0.0, link - receive)
 
 
-def _reduction_seconds(plan: Plan, bucket: Bucket, steps: Sequence[MeasuredStep]) -> float:
-    """Return how long a bucket's reduction takes, once all its ranks have begun it and have ended the one before."""
+def _bucket_seconds(plan: Plan, bucket: Bucket, kind: Kind, steps: Sequence[MeasuredStep]) -> float:
+    """Return how long a reduction or gather takes, once all its ranks have begun it and have ended the one before."""
     rank = plan.chunks[bucket.chunks[0]].rank
-    action = Action(Kind.REDUCE, index=bucket.index)
+    action = Action(kind, index=bucket.index)
     measured: list[float] = []
     bounds: list[float] = []
     for step in steps:
@@ -143,7 +155,7 @@ def _reduction_seconds(plan: Plan, bucket: Bucket, steps: Sequence[MeasuredStep]
 
 
 def _runs_alone(record: RankRecord, action: Action) -> list[BucketRun]:
-    """Return each run of a reduction, from when it began, or from when what was before it ended if that is later."""
+    """Return each run of a reduction or gather, from when it began, or from the end of what was before it if later."""
     found, until = [], 0
     for run in bucket_runs(record):
         if run.action == action:

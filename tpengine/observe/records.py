@@ -253,7 +253,8 @@ def bucket_runs(record: RankRecord) -> list[BucketRun]:
                 end = waited.begin_ns if waited.was_complete else waited.end_ns
             is_known = waited.done_ns is not None or not waited.was_complete
             runs.append(BucketRun(action, begin, max(end, begin), is_known))
-    return sorted(runs, key=lambda run: run.begin_ns)
+    # They are one stream: of those that one action begins, the first ends first.
+    return sorted(runs, key=lambda run: (run.begin_ns, run.end_ns))
 
 
 def _by_start(spans: Iterator[Span]) -> tuple[Span, ...]:

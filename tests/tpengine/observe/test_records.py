@@ -23,7 +23,19 @@ from tpengine.observe.records import (
     encode_record,
     measured_timeline,
 )
-from tpengine.plan import Kind, Plan, Span, parse_action, parse_actions
+from tpengine.plan import (
+    Kind,
+    Plan,
+    Reduced,
+    Residency,
+    Span,
+    Weights,
+    lower,
+    make_schedule,
+    parse_action,
+    parse_actions,
+    verify,
+)
 from tpengine.plan.clock import unit_durations
 from tpengine.simulate import Costs, StepFigures, simulate
 from tpengine.simulate.costs import spec_bytes
@@ -210,6 +222,27 @@ def test_the_costs_of_a_step_give_the_step(build_plan: BuildPlan, schedule: str)
     assert {i: bucket.seconds for i, bucket in profile.buckets.items()} == pytest.approx(costs.reductions, abs=1e-8)
     assert profile.link_seconds == pytest.approx(0.01, rel=0.01)
     assert (profile.plan_seconds, profile.outside_seconds) == pytest.approx((simulated.makespan, 0.5), abs=1e-6)
+    assert simulate(plan, costs_for(profile, plan)).makespan == pytest.approx(simulated.makespan, rel=1e-3)
+
+
+@pytest.mark.parametrize("residency", Residency)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_the_costs_of_a_sharded_step_give_its_gathers(
+    build_plan: BuildPlan, schedule: str, residency: Residency
+) -> None:
+    whole = build_plan(schedule, 2, 4)
+    buckets = [replace(bucket, weights=Weights.SLICED, reduced=Reduced.MICROBATCH) for bucket in whole.buckets]
+    made = make_schedule(schedule, 2, 4)
+    plan = lower(made, whole.chunks, buckets, whole.ties, 4, whole.num_layers, training=True, residency=residency)
+    verify(plan)
+    costs = replace(costs_of(plan), gathers={bucket.index: 0.2 + 0.03 * bucket.index for bucket in buckets})
+    simulated = simulate(plan, costs)
+    step = MeasuredStep(0, simulated.makespan, (recorded(plan, simulated),))
+    profile = profile_of(plan, [step], {bucket.index: 100 for bucket in buckets}, residency)
+    assert {i: b.gather_seconds for i, b in profile.buckets.items()} == pytest.approx(costs.gathers, abs=1e-8)
+    assert {i: b.seconds for i, b in profile.buckets.items()} == pytest.approx(costs.reductions, abs=1e-8)
+    assert {(b.weights, b.reduced) for b in profile.buckets.values()} == {(Weights.SLICED, Reduced.MICROBATCH)}
+    assert profile.residency is residency
     assert simulate(plan, costs_for(profile, plan)).makespan == pytest.approx(simulated.makespan, rel=1e-3)
 
 

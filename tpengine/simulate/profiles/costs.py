@@ -15,7 +15,7 @@ because the simulator's transfers occupy no rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tpengine.plan.actions import COMPUTE, Kind
@@ -24,7 +24,7 @@ from tpengine.plan.partition import partition_layers
 from tpengine.plan.plan import Bucket, Chunk, Plan, Tie
 from tpengine.plan.schedules import Schedule
 from tpengine.simulate.costs import Costs, spec_bytes
-from tpengine.simulate.profiles.file import ChunkProfile, CostProfile
+from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def costs_for(profile: CostProfile, plan: Plan) -> Costs:
         compute=_compute(profile, plan),
         # With one tensor size, latency and bandwidth cannot be separated.
         bytes_per_time=num_bytes / profile.link_seconds if profile.link_seconds else math.inf,
-        reductions=_reductions(profile, plan),
+        reductions=_of_buckets(profile, plan, lambda bucket: bucket.seconds),
+        gathers=_of_buckets(profile, plan, lambda bucket: bucket.gather_seconds),
         ties=profile.ties,
         # Both take time for every element of a rank.
         clip=profile.clip * scale,
@@ -83,7 +84,8 @@ def plan_for(profile: CostProfile, schedule: Schedule) -> Plan:
     """Lower a schedule over the profile's model; the plan is not verified.
 
     Layers are split as in the profile if it has as many chunks on the same ranks, else so that the fitted costs are
-    balanced. Each chunk has one bucket if the profile has any, and the ends share a parameter if the profile's do.
+    balanced. Each chunk has one bucket if the profile has any, gathered, kept and reduced as those of the profile, and
+    the ends share a parameter if the profile's do.
     """
     num_chunks, num_layers = len(schedule.ranks), profile.num_layers
     if schedule.ranks == tuple(chunk.rank for chunk in profile.chunks):
@@ -102,9 +104,11 @@ def plan_for(profile: CostProfile, schedule: Schedule) -> Plan:
         Chunk(rank, layers[number], boundary if number else None, boundary if number < end else None)
         for number, rank in enumerate(schedule.ranks)
     ]
-    buckets = [Bucket(number, (number,)) for number in range(num_chunks) if profile.buckets]
+    # All buckets of a run have their weights alike.
+    like = next(iter(profile.buckets.values()), None)
+    buckets = [Bucket(number, (number,), like.weights, like.reduced) for number in range(num_chunks) if like]
     ties = [Tie(0, (0, end))] if profile.ties and schedule.ranks[0] != schedule.ranks[end] else []
-    return lower(schedule, chunks, buckets, ties, schedule.num_microbatches, num_layers, training=True)
+    return lower(schedule, chunks, buckets, ties, schedule.num_microbatches, num_layers, True, profile.residency)
 
 
 def _compute(profile: CostProfile, plan: Plan) -> dict[tuple[Kind, int], float]:
@@ -132,17 +136,18 @@ def _busy(profile: CostProfile, plan: Plan, kind: Kind, chunk: int) -> float:
     return crosses(chunk - ahead) * profile.receive_seconds + crosses(chunk + ahead) * profile.send_seconds
 
 
-def _reductions(profile: CostProfile, plan: Plan) -> dict[int, float]:
-    """Return each bucket's seconds: as measured for the same chunks, else its share of its chunks' time."""
+def _of_buckets(profile: CostProfile, plan: Plan, seconds_of: Callable[[BucketProfile], float]) -> dict[int, float]:
+    """Return seconds by bucket: as measured for the same chunks, else the bucket's share of its chunks' time."""
+    measured = {index: seconds_of(bucket) for index, bucket in profile.buckets.items()}
     same_chunks = [chunk.layers for chunk in plan.chunks] == [chunk.layers for chunk in profile.chunks]
     if same_chunks and {bucket.index: bucket.chunks for bucket in plan.buckets} == {
         index: bucket.chunks for index, bucket in profile.buckets.items()
     }:
-        return {index: bucket.seconds for index, bucket in profile.buckets.items()}
+        return measured
     of_chunk = [0.0] * len(profile.chunks)
-    for measured in profile.buckets.values():
-        for chunk in measured.chunks:
-            of_chunk[chunk] += measured.seconds / len(measured.chunks)
+    for index, bucket in profile.buckets.items():
+        for chunk in bucket.chunks:
+            of_chunk[chunk] += measured[index] / len(bucket.chunks)
     fit = LayerFit.over([(_num_layers(c.layers), s) for c, s in zip(profile.chunks, of_chunk, strict=True)])
     sharing = [sum(chunk in bucket.chunks for bucket in plan.buckets) for chunk in range(len(plan.chunks))]
     return {

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tpengine.plan.actions import COMPUTE, Kind
-from tpengine.plan.plan import TensorSpec
+from tpengine.plan.plan import Reduced, Residency, TensorSpec, Weights
 
 T = TypeVar("T")
+Word = TypeVar("Word", bound=StrEnum)
 
 _FORMAT = "tpengine profile"
 _VERSION = 1
@@ -44,11 +46,22 @@ class ChunkProfile:
 
 @dataclass(frozen=True)
 class BucketProfile:
-    """A gradient bucket: the chunks that fill it, the time of its reduction over its ranks, and its bytes."""
+    """A gradient bucket.
+
+    Args:
+        chunks: that fill it.
+        seconds: of one reduction over its ranks.
+        num_bytes: of its gradients.
+        gather_seconds: of one gather of its weights; 0 where none is gathered.
+        weights, reduced: as the plan's bucket: what a replica holds of its weights, and when it is reduced.
+    """
 
     chunks: tuple[int, ...]
     seconds: float
     num_bytes: int
+    gather_seconds: float = 0.0
+    weights: Weights = Weights.WHOLE
+    reduced: Reduced = Reduced.STEP
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,7 @@ class CostProfile:
         plan_seconds: from the beginning of the plan to its end.
         outside_seconds: the rest of a step: reading the batch, ending the step together with all ranks.
         memory: by stage; empty where the profile was written before there was such a field.
+        residency: how long gathered weights stayed.
     """
 
     schedule: str
@@ -104,6 +118,7 @@ class CostProfile:
     plan_seconds: float
     outside_seconds: float
     memory: tuple[StageMemory, ...] = ()
+    residency: Residency = Residency.STEP
 
     @property
     def num_layers(self) -> int:
@@ -125,9 +140,18 @@ class CostProfile:
             ],
             "boundary": boundary,
             "buckets": [
-                {"index": index, "chunks": bucket.chunks, "seconds": bucket.seconds, "bytes": bucket.num_bytes}
+                {
+                    "index": index,
+                    "chunks": bucket.chunks,
+                    "seconds": bucket.seconds,
+                    "bytes": bucket.num_bytes,
+                    "gather_seconds": bucket.gather_seconds,
+                    "weights": bucket.weights,
+                    "reduced": bucket.reduced,
+                }
                 for index, bucket in self.buckets.items()
             ],
+            "residency": self.residency,
             "seconds": seconds,
             "memory": [
                 {
@@ -216,6 +240,8 @@ def _parse(content: Any) -> CostProfile:
         buckets=buckets,
         **{name: _number(seconds, name) for name in _SECONDS},
         memory=tuple(_memory(content, len(ranks))),
+        # Profiles of earlier versions do not say.
+        residency=_word(content, "residency", Residency) if "residency" in content else Residency.STEP,
     )
 
 
@@ -243,7 +269,15 @@ def _bucket(item: Any) -> tuple[int, BucketProfile]:
     chunks = _field(item, "chunks", list)
     if not chunks or not all(type(chunk) is int and chunk >= 0 for chunk in chunks):
         raise _Wrong(f"a bucket has chunks: got {chunks!r}")
-    return _count(item, "index"), BucketProfile(tuple(chunks), _number(item, "seconds"), _count(item, "bytes"))
+    held = BucketProfile(tuple(chunks), _number(item, "seconds"), _count(item, "bytes"))
+    if "weights" in item:  # profiles of earlier versions do not say
+        held = replace(
+            held,
+            gather_seconds=_number(item, "gather_seconds"),
+            weights=_word(item, "weights", Weights),
+            reduced=_word(item, "reduced", Reduced),
+        )
+    return _count(item, "index"), held
 
 
 def _memory(content: dict[str, Any], num_stages: int) -> list[StageMemory]:
@@ -298,6 +332,13 @@ def _name(content: Any, name: str) -> str:
     if not value.isprintable() or len(value) > 200:
         raise _Wrong(f"{name} is {_shown(value)}")
     return value
+
+
+def _word(content: Any, name: str, words: type[Word]) -> Word:
+    value = _field(content, name, str)
+    if value not in list(words):
+        raise _Wrong(f"{name} is one of {', '.join(words)}: got {_shown(value)}")
+    return words(value)
 
 
 def _count(content: Any, name: str, least: int = 0) -> int:

@@ -112,7 +112,8 @@ class Profiler:
         if not steps or self._run_dir is None:
             return
         plan = self._trainer.plan
-        profile = replace(profile_of(plan, steps, self._bucket_bytes()), memory=self._memory())
+        measured_costs = profile_of(plan, steps, self._bucket_bytes(), self._trainer.layout.residency)
+        profile = replace(measured_costs, memory=self._memory())
         # Choose the step of median length, and its pipeline that computes longest.
         drawn = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         ends = [computed_until(pipeline) for pipeline in drawn.pipelines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from support.plans.records import recorded
 
 from tpengine.observe.record_costs import MeasuredStep, profile_of
-from tpengine.plan import Chunk, Kind, Plan, TensorSpec, lower, make_schedule, verify
+from tpengine.plan import Chunk, Kind, Plan, Reduced, Residency, TensorSpec, Weights, lower, make_schedule, verify
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import spec_bytes
 from tpengine.simulate.profiles.costs import LayerFit, costs_for, plan_for
@@ -131,7 +132,10 @@ def example(**changes: Any) -> CostProfile:
         "send_seconds": 0.001,
         "receive_seconds": 0.002,
         "link_seconds": 0.004,
-        "buckets": {0: BucketProfile((0,), 0.03, 1000), 2: BucketProfile((1,), 0.06, 2000)},
+        "buckets": {
+            0: BucketProfile((0,), 0.03, 1000, 0.0, Weights.WHOLE, Reduced.STEP),
+            2: BucketProfile((1,), 0.06, 2000, 0.0, Weights.WHOLE, Reduced.STEP),
+        },
         "ties": 0.0,
         "clip": 0.01,
         "step": 0.02,
@@ -174,6 +178,26 @@ def test_reductions_follow_the_layers() -> None:
     assert sum(layers) == NUM_LAYERS
 
 
+@pytest.mark.parametrize("residency", Residency)
+def test_a_sharded_run_predicts_others_with_their_gathers(residency: Residency) -> None:
+    """Of a profile of zero 3, another schedule gathers, frees and reduces as often as one that was lowered so."""
+    buckets = {
+        index: BucketProfile((index,), 0.03, 1000, 0.006, Weights.SLICED, Reduced.MICROBATCH) for index in (0, 1)
+    }
+    profile = example(buckets=buckets, residency=residency)
+    plan = plan_for(profile, make_schedule("interleaved", 2, 4, 2))
+    verify(plan)
+    gathers = [str(sub) for actions in plan.actions for action in actions for sub in action.gathers]
+    assert {text: gathers.count(text) for text in gathers} == {
+        f"g{bucket}": 1 if residency is Residency.STEP else 2 * 4 for bucket in range(4)
+    }
+    layers = [chunk.layers[1] - chunk.layers[0] for chunk in plan.chunks]
+    costs = costs_for(profile, plan)
+    assert [costs.gathers[bucket] for bucket in range(4)] == pytest.approx([0.001 * n for n in layers])
+    slow = simulate(plan, replace(costs, gathers=dict.fromkeys(range(4), 10.0))).makespan
+    assert slow > simulate(plan, costs).makespan + 10.0
+
+
 def test_a_profile_is_of_one_model() -> None:
     model_of_20 = example(chunks=(ChunkProfile(0, (0, 20), {Kind.F: 0.1, Kind.B: 0.2}),), buckets={})
     with pytest.raises(ValueError, match="it has 20 layers, the plan 12: profile a run of that model"):
@@ -183,14 +207,21 @@ def test_a_profile_is_of_one_model() -> None:
 
 
 def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
-    for profile in (example(), profiled("zbv", 2, 4)):
+    sharded = BucketProfile((0, 1), 0.03, 1000, 0.5, Weights.SLICED, Reduced.MICROBATCH)
+    for profile in (
+        example(),
+        profiled("zbv", 2, 4),
+        example(buckets={1: sharded}, residency=Residency.USE),
+    ):
         (tmp_path / "profile.json").write_bytes(profile.to_json())
         assert read_profile(tmp_path / "profile.json") == profile
 
 
-def test_a_file_of_before_there_was_memory_is_read(tmp_path: Path) -> None:
+def test_a_file_of_before_there_was_memory_or_zero_is_read(tmp_path: Path) -> None:
     content = json.loads(example().to_json())
-    del content["memory"]
+    del content["memory"], content["residency"]
+    for bucket in content["buckets"]:
+        del bucket["gather_seconds"], bucket["weights"], bucket["reduced"]
     (tmp_path / "profile.json").write_text(json.dumps(content))
     assert read_profile(tmp_path / "profile.json") == example(memory=())
 
