@@ -225,7 +225,7 @@ def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
 def _check_text(name: str, text: str, setting: _Setting) -> None:
     """Raise ValueError if the text is not a value of the flag's type."""
     if get_origin(setting.hint) is Literal:
-        choices = get_args(setting.hint)
+        choices = [str(choice) for choice in get_args(setting.hint)]
         if text not in choices:
             near = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
             raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: use {near}")

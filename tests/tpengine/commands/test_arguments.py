@@ -36,6 +36,7 @@ FLAGS: list[tuple[str, str, str, Any, int]] = [
     ("--parallel.pp", "4", "parallel.pp", 4, 4),
     ("--parallel.dp", "4", "parallel.dp", 4, 4),
     ("--parallel.schedule", "gpipe", "parallel.schedule", "gpipe", 1),
+    ("--parallel.zero", "0", "parallel.zero", 0, 1),
     ("--train.seq-len", "64", "train.seq_len", 64, 1),
     ("--train.micro-batch-size", "2", "train.micro_batch_size", 2, 1),
     ("--train.num-micro-batches", "3", "train.num_micro_batches", 3, 1),
@@ -66,6 +67,7 @@ BAD: list[tuple[str, str | None, int, list[str]]] = [
     ("--parallel.dp", "3", 4, ["number of processes", "3", "processes 4", "dp"]),
     ("--parallel.schedule", "1f1", 1, ["schedule must be one of gpipe, 1f1b, interleaved", "'1f1'", "use 1f1b"]),
     ("--parallel.recompute", "blocks", 1, ["--parallel.recompute must be one of none,", "'blocks'", "use block"]),
+    ("--parallel.zero", "4", 4, ["--parallel.zero must be one of 0, 1, 2, 3", "got '4'", "use 3"]),
     ("--train.seq-len", "0", 1, ["seq_len must be at least 1", "got 0"]),
     ("--train.micro-batch-size", "-3", 1, ["micro_batch_size must be at least 1", "got -3"]),
     ("--train.num-micro-batches", "0", 1, ["num_micro_batches must be at least 1", "got 0"]),
@@ -107,6 +109,12 @@ def test_flag_arrives(flag: str, text: str, key: str, expected: Any, world_size:
 
 def test_every_flag_of_the_table_has_a_bad_value() -> None:
     assert {flag for flag, *_ in FLAGS} <= {flag for flag, *_ in BAD}
+
+
+def test_the_wrong_one_of_several_flags_is_named() -> None:
+    """Choices that are numbers are right as text too."""
+    with pytest.raises(ValueError, match=r"--train\.steps must be an integer: got 'many'"):
+        parse_config(["--parallel.zero", "2", "--train.steps", "many"], 4)
 
 
 @pytest.mark.parametrize(
