@@ -36,8 +36,9 @@ from torch import Tensor
 from tpkernels.launch import Target, observed
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.harness.journal import append
 from benchmarks.harness.revision import ROOT
-from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.rows import make_row
 from benchmarks.launches import LAUNCHES
 from tpengine.files import write_beside
 

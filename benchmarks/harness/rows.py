@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.journal import append
 from benchmarks.harness.timing import PASSED
 from tpengine.distributed.launch import num_cores
 
@@ -86,12 +86,6 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     name = values.get("model name", platform.machine())
     family, model = values.get("cpu family"), values.get("model")
     return f"{name} (family {family}, model {model})" if family and model else name
-
-
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row as one line."""
-    with path.open("a") as file:
-        file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def stored(rows: Sequence[Mapping[str, Any]], out: Path | None) -> int:

@@ -49,3 +49,10 @@ MODELS = (
     Model("llama3_70b", 8192, 64 // TP, 8 // TP, 128, 28672 // TP, _VOCABULARY),
     Model("llama3_405b", 16384, 128 // TP, 8 // TP, 128, 53248 // TP, _VOCABULARY),
 )
+# Undivided, on one GPU.
+WHOLE_MODELS = (
+    Model("llama3_8b_whole", 4096, 32, 8, 128, 14336, 128256),
+    Model("llama_1b", 2048, 32, 8, 64, 8192, 32768),
+)
+# For a CPU that interprets the kernels.
+REHEARSED = Model("rehearsed", 64, 4, 2, 16, 48, 96)

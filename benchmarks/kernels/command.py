@@ -26,9 +26,10 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from benchmarks.harness.journal import append
 from benchmarks.harness.revision import ROOT, checked_out, commit_of
-from benchmarks.harness.rows import append, make_row
-from benchmarks.harness.shapes import MODELS, SEQUENCES
+from benchmarks.harness.rows import make_row
+from benchmarks.harness.shapes import MODELS, REHEARSED, SEQUENCES, WHOLE_MODELS
 from benchmarks.harness.timing import PASSED, Comparison, interleave, spread_fields
 from benchmarks.kernels.cases.cases import (
     CASES,
@@ -52,7 +53,7 @@ from benchmarks.kernels.timing import measure_ceilings
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 _RESULTS = ROOT / "benchmarks" / "results"
-MODELS_BY_NAME = {model.name: model for model in MODELS}
+MODELS_BY_NAME = {model.name: model for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
 HOST_MODELS, _HOST_SEQUENCES = (MODELS[0].name,), (512,)
 _WORKING_TREE, _REVISION = "working_tree", "revision"
 _TABLE_COLUMNS = 136
@@ -65,7 +66,8 @@ class Options:
     op: tuple[str, ...] | None = None
     """Operators; by default all."""
     models: tuple[str, ...] | None = None
-    """Models whose per-rank shapes, at tp 8, are used: llama3_8b, llama3_70b, llama3_405b; by default all."""
+    """Models whose per-rank shapes, at tp 8, are used: llama3_8b, llama3_70b, llama3_405b, by default these; undivided
+    llama3_8b_whole, llama_1b."""
     seqs: tuple[int, ...] | None = None
     """Tokens per sequence; by default 4096, 8192 and 32768."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
@@ -164,7 +166,7 @@ def _shapes(options: Options, device: str) -> list[Shape]:
                 raise ValueError(f"{flag} must be of {', '.join(known)}: got {name!r}: use {nearest[0]}")
     on_host = device == "cpu"
     dtype = getattr(torch, options.dtype or ("float32" if on_host else "bfloat16"))
-    models = options.models or (HOST_MODELS if on_host else tuple(MODELS_BY_NAME))
+    models = options.models or (HOST_MODELS if on_host else tuple(model.name for model in MODELS))
     seqs = options.seqs or (_HOST_SEQUENCES if on_host else SEQUENCES)
     return [Shape(MODELS_BY_NAME[model], seq, dtype, device) for model in models for seq in seqs]
 

@@ -24,8 +24,9 @@ from tpkernels.exchange.arena import CallMismatch, exchange_bytes
 from tpkernels.exchange.device_arena import NUM_GENERATIONS, DeviceArena
 from tpkernels.symmetric.signals import PeerError
 
+from benchmarks.harness.journal import append
 from benchmarks.harness.revision import ROOT
-from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.rows import make_row
 from benchmarks.harness.shapes import MODELS, Model
 from benchmarks.harness.timing import PASSED, Comparison, interleave
 from benchmarks.overlap.cases import Case, Operands, cases_of

@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.journal import append
 from benchmarks.harness.revision import checked_out, commit_of
-from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED, Comparison, interleave
 from benchmarks.training.contestants import Contestant, Entry, RivalOptions, check_agreement, started
 from benchmarks.training.torch_rival import check_rival

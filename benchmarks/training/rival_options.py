@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.journal import append
+from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED
 from benchmarks.training.command import base_config, compare_contestants, in_layout
 from benchmarks.training.contestants import Entry, RivalOptions, started

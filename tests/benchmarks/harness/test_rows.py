@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.rows import append, cpu_model, environment, make_row, stored
+from benchmarks.harness.journal import append
+from benchmarks.harness.rows import cpu_model, environment, make_row, stored
 
 WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
 
