@@ -1,4 +1,4 @@
-"""How a matmul is cut into tiles, by its sizes, dtype and target: starting points, not tuned on a GPU yet.
+"""How a matmul is cut into tiles, by its sizes, dtype and target: where tuned.py knows none for the GPU that is here.
 
 The decision a reader will question: among the tiles that a target multiplies well, those are chosen that give the
 busiest processor the least work, estimated from sizes alone; nothing is timed. So all ranks and runs choose alike.
@@ -181,7 +181,7 @@ def config_of(
         return table.fixed
     if scattered:
         return table.scattered
-    rows, depth = _nearest_power_of_2(m), _nearest_power_of_2(k)
+    rows, depth = nearest_power_of_2(m), nearest_power_of_2(k)
     # Tiles of which less than half is empty.
     filled = [c for c in table.choices if c.config.block_m < 2 * rows and c.config.block_n < 2 * n]
     # Of equally good tiles take tall ones for many rows: they share B's columns longer.
@@ -205,5 +205,6 @@ def _table(dtype: torch.dtype, target: Target, gated: bool) -> _Table:
     return _GATED_AMPERE if gated else AMPERE
 
 
-def _nearest_power_of_2(size: int) -> int:
+def nearest_power_of_2(size: int) -> int:
+    """Return the power of two that is nearest to a size, by its logarithm."""
     return 1 << round(math.log2(max(1, size)))

@@ -21,6 +21,7 @@ from tpkernels.launch import Target, cdiv, jit, num_processors, run, target_of, 
 from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.tiles import described, may_be_described, multiply, place
+from tpkernels.ops.matmul.tuned import tuned_config
 
 # Dtypes of the kernels; in float64 a GPU's own library is as good.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -190,7 +191,10 @@ def launch_matmul(
     left, right = Operand.of(a, target), Operand.of(b, target)
     if config is None:
         scattered = left.is_scattered or right.is_scattered
-        config = config_of(m, n, k, a.dtype, target, fixed=fixed, scattered=scattered, num_processors=processors)
+        config = None if fixed or scattered else tuned_config(a, n, left.by_rows, right.by_rows)
+        config = config or config_of(
+            m, n, k, a.dtype, target, fixed=fixed, scattered=scattered, num_processors=processors
+        )
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     num_tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)

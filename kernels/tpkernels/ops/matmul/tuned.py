@@ -1,0 +1,199 @@
+"""Tiles that were timed on a GPU: one file per kind of GPU, read when the first matmul on such a GPU is launched.
+
+`python -m benchmarks.run gpu` writes `tuned/<gpu>.json`; without one the tables of configs.py hold. A size that was not
+tuned takes the tables too. Nothing is timed in a training run, so all runs and ranks that have the same file choose
+alike. What must not depend on sizes (`fixed`) is never looked up.
+
+The file comes from outside and decides what is compiled, so all of it is checked; a wrong one is an error and not left
+out in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels.launch import Target, target_of
+from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
+
+FOLDER = Path(__file__).resolve().parents[2] / "tuned"
+_FORMAT = 1
+_MOST_BYTES = 4 << 20
+_DTYPES = ("bfloat16", "float16")
+_SIZES = ("m", "n", "k")
+_ORDERS = ("a_by_rows", "b_by_rows")
+_BLOCKS = (16, 32, 64, 128, 256)
+
+
+class Tile(NamedTuple):
+    """The fastest tile of one product, C[m, n] = A[m, k] @ B[k, n].
+
+    Attributes:
+        m, n, k: sizes at which it was timed.
+        dtype: of the operands.
+        a_by_rows, b_by_rows: whether an operand's rows have no gaps; else its columns.
+        config: the tile.
+        us, torch_us: microseconds of our product, and of torch.mm's.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    a_by_rows: bool
+    b_by_rows: bool
+    config: MatmulConfig
+    us: float
+    torch_us: float
+
+
+class TunedFile(NamedTuple):
+    """The contents of a file: for which GPU, when, from which commit and versions, and the tiles."""
+
+    gpu: str
+    date: str
+    commit: str | None
+    torch: str
+    triton: str | None
+    tiles: list[Tile]
+
+
+Key = tuple[int, int, int, str, bool, bool]
+
+
+def path_for(gpu: str) -> Path:
+    """Return the file of a GPU, by the name that the driver gives it: "NVIDIA H200" has h200.json."""
+    words = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_").removeprefix("nvidia_")
+    return FOLDER / f"{words}.json"
+
+
+def tile_key(tile: Tile) -> Key:
+    """Return the key that finds a tile."""
+    return key_of(tile.m, tile.n, tile.k, tile.dtype, tile.a_by_rows, tile.b_by_rows)
+
+
+def key_of(m: int, n: int, k: int, dtype: str, a_by_rows: bool, b_by_rows: bool) -> Key:
+    """Return the key of a product; m and k are rounded, as in `config_of`: they may be numbers of tokens."""
+    return nearest_power_of_2(m), n, nearest_power_of_2(k), dtype, a_by_rows, b_by_rows
+
+
+def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
+    """Return whether a tile may be compiled: legal blocks, warps and stages, and room in shared memory."""
+    stage_bytes = (config.block_m + config.block_n) * config.block_k * item_bytes
+    return (
+        all(block in _BLOCKS for block in config[:3])
+        and 1 <= config.group_m <= 64
+        and config.num_warps in (4, 8)
+        and 1 <= config.num_stages <= 8
+        and config.num_stages * stage_bytes <= target.shared_memory_bytes
+        # As many sums as a thread has registers for.
+        and config.block_m * config.block_n <= 128 * 32 * config.num_warps
+    )
+
+
+def written(file: TunedFile) -> bytes:
+    """Return a file's bytes: a line per tile."""
+    head = {"format": _FORMAT} | {name: value for name, value in file._asdict().items() if name != "tiles"}
+    lines = [json.dumps(tile._asdict() | {"config": list(tile.config[:6])}) for tile in file.tiles]
+    body = ",\n".join(lines)
+    return f'{json.dumps(head)[:-1]}, "tiles": [\n{body}\n]}}\n'.encode()
+
+
+def read_tiles(path: Path, gpu: str, target: Target) -> list[Tile]:
+    """Return the tiles of a file.
+
+    Args:
+        path: the file.
+        gpu: name of the GPU that is here.
+        target: of that GPU.
+
+    Raises:
+        ValueError: what must hold and does not, in one line.
+    """
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    _require(len(raw) <= _MOST_BYTES, path, f"have at most {_MOST_BYTES} bytes", "more")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        content = None
+    _require(isinstance(content, dict), path, "be a JSON object", "something else")
+    found = content.get("format"), content.get("gpu")
+    _require(found == (_FORMAT, gpu), path, f"have format {_FORMAT} and be of {gpu!r}", repr(found))
+    tiles = content.get("tiles")
+    _require(isinstance(tiles, list), path, "have a list of tiles", repr(type(tiles).__name__))
+    return [_tile(path, place, entry, target) for place, entry in enumerate(tiles)]
+
+
+def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool) -> MatmulConfig | None:
+    """Return the tile that was tuned for a's GPU and C[m, n] = a[m, k] @ B[k, n]; None if there is none.
+
+    Raises:
+        ValueError: the GPU's file is wrong.
+    """
+    if not a.is_cuda:
+        return None
+    known = _tiles_of(a.device.index or 0)
+    if not known:
+        return None
+    m, k = a.shape
+    return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows))
+
+
+@functools.cache
+def _tiles_of(device: int) -> Mapping[Key, MatmulConfig]:
+    gpu = torch.cuda.get_device_name(device)
+    path = path_for(gpu)
+    if not path.exists():
+        return {}
+    target = target_of(torch.empty(0, device=torch.device("cuda", device)))
+    return {tile_key(tile): tile.config for tile in read_tiles(path, gpu, target)}
+
+
+def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
+    where = f"tile {place}"
+    _require(
+        isinstance(entry, dict) and set(entry) == set(Tile._fields), path, f"have every field in {where}", _short(entry)
+    )
+    for name in _SIZES:
+        _require(_is_int(entry[name]) and 1 <= entry[name] < 2**31, path, f"have sizes in {where}", _short(entry[name]))
+    _require(
+        entry["dtype"] in _DTYPES, path, f"have a dtype of {', '.join(_DTYPES)} in {where}", _short(entry["dtype"])
+    )
+    for name in _ORDERS:
+        _require(isinstance(entry[name], bool), path, f"say {name} in {where}", _short(entry[name]))
+    numbers = entry["config"]
+    legal = isinstance(numbers, list) and len(numbers) == 6 and all(map(_is_int, numbers))
+    _require(
+        legal and is_allowed(MatmulConfig(*numbers), 2, target),
+        path,
+        f"have a legal config in {where}",
+        _short(numbers),
+    )
+    for name in ("us", "torch_us"):
+        value = entry[name]
+        _require(_is_int(value) or isinstance(value, float), path, f"have numbers in {where}", _short(value))
+        _require(0 < value < 1e12, path, f"have times in {where}", _short(value))
+    return Tile(**entry | {"config": MatmulConfig(*numbers)})
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _require(holds: bool, path: Path, rule: str, got: str) -> None:
+    if not holds:
+        raise ValueError(
+            f"tuned tiles must {rule}: {path} has {got}: remove the file, or write it again with benchmarks.run gpu"
+        )
