@@ -29,7 +29,8 @@ from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, matmu
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 
-from benchmarks.harness.rows import append, make_row
+from benchmarks.harness.journal import append
+from benchmarks.harness.rows import make_row
 from benchmarks.harness.still_gpu import StillCopies, still_gpu, still_streams
 
 # Per rank: tokens, features, and columns of a weight. Whole tiles, rows that TMA reads.

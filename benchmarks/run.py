@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import tyro
-
 from benchmarks.harness.registry import BENCHMARKS, find
 
 _USAGE = "usage: python -m benchmarks.run NAME [options]     (options of one: NAME --help)"
@@ -34,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         benchmark = find(name)
         try:
-            function, options_type = benchmark.load()
+            function = benchmark.load()
         except (ImportError, AttributeError) as error:
             raise ValueError(f"benchmark {name} cannot be loaded: {error}: run it from the repository root") from error
-        prog = f"benchmarks.run {name}"
-        options: Any = tyro.cli(options_type, prog=prog, description=benchmark.description, args=rest)
+        options = benchmark.parsed(f"benchmarks.run {name}", rest)
         check_options(options)
         return function(options)
     except ValueError as error:

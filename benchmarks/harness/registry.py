@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,20 +23,38 @@ class Benchmark:
         description: one line.
         function: "module:name" of a function from the options to an exit code.
         options: "module:name" of a frozen dataclass whose field docstrings are the help.
+        parse: "module:name" of a function from the arguments to the options, for a benchmark that must start on a
+            machine without tyro; else tyro makes them.
     """
 
     name: str
     description: str
     function: str
     options: str
+    parse: str | None = None
 
-    def load(self) -> tuple[Callable[[Any], int], type]:
+    def parsed(self, prog: str, arguments: Sequence[str]) -> Any:
+        """Return the options that the arguments say.
+
+        Raises:
+            SystemExit: --help, or an option that is not known.
+            ValueError: tyro is missing, or values do not fit together.
+        """
+        if self.parse is not None:
+            return _resolve(self.parse)(arguments)
+        try:
+            import tyro
+        except ImportError as error:
+            raise ValueError(f"benchmark {self.name} needs tyro, which is not installed: pip install tyro") from error
+        return tyro.cli(_resolve(self.options), prog=prog, description=self.description, args=arguments)
+
+    def load(self) -> Callable[[Any], int]:
         """Import the benchmark's module.
 
-        Returns: its function and the type of its options.
+        Returns: its function.
         Raises: ImportError, AttributeError: the module, or what it must define, is not there.
         """
-        return _resolve(self.function), _resolve(self.options)
+        return _resolve(self.function)
 
 
 def _resolve(path: str) -> Any:
@@ -45,7 +63,8 @@ def _resolve(path: str) -> Any:
 
 
 def _benchmark(name: str, module: str, description: str) -> Benchmark:
-    return Benchmark(name, description, f"benchmarks.{module}:main", f"benchmarks.{module}:Options")
+    parse = f"benchmarks.{module}:parse" if name == "gpu" else None
+    return Benchmark(name, description, f"benchmarks.{module}:main", f"benchmarks.{module}:Options", parse)
 
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
@@ -71,6 +90,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "exchange",
                 "overlap.exchange",
                 "gathers, sums and messages through shared memory, against gloo's",
+            ),
+            (
+                "gpu",
+                "gpu.command",
+                "everything worth knowing about one GPU, in the minutes that there are; needs nothing else to start",
             ),
             (
                 "host",

@@ -1,0 +1,89 @@
+"""The bars for a first day on a GPU: what must be reached, decided from rows of results. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+_MODELS = ("llama3_8b", "llama3_70b")
+_SEQUENCES = (4096, 8192)
+_CUBLAS_MEDIAN, _CUBLAS_LEAST = 1.0, 0.9
+_HIDDEN = 0.95
+_HOST_US, _HOST_AIM_US = 60.0, 25.0
+_MFU_PERCENT = 45.0
+
+
+class Verdict(NamedTuple):
+    """A bar, and whether it was reached.
+
+    Attributes:
+        bar: what was asked.
+        state: "met", "short", or "not measured".
+        found: the figures.
+    """
+
+    bar: str
+    state: str
+    found: str
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Return every bar's verdict."""
+    passed = [row for row in rows if row.get("check", "passed") == "passed"]
+    found = [
+        _judged(
+            "matmul >= 1.0 of cuBLAS at the median", _matmul(passed), lambda r: median(r) >= _CUBLAS_MEDIAN, median
+        ),
+        _judged("no matmul below 0.9 of cuBLAS", _matmul(passed), lambda r: min(r) >= _CUBLAS_LEAST, min),
+    ]
+    for direction in ("forward", "backward"):
+        ratios = _attention(passed, direction)
+        found.append(
+            _judged(f"attention {direction} >= the best SDPA at 4k and 8k", ratios, lambda r: min(r) >= 1, min)
+        )
+    pairs = [row for row in passed if str(row["case"]).startswith("overlap/pair/")]
+    allowed = [row for row in pairs if row.get("overlap_ceiling_ratio", 0.0) >= _HIDDEN]
+    hidden = [row["overlap_efficiency_ratio"] for row in allowed]
+    found.append(_judged("fused pairs hide >= 0.95 where the ceiling does", hidden, lambda r: min(r) >= _HIDDEN, min))
+    speeds = [row["serial_median_seconds"] / row["fused_median_seconds"] for row in pairs]
+    found.append(_judged("fused pairs are never slower than serial", speeds, lambda r: min(r) >= 1, min))
+    host = [row["host_us"] for row in passed if str(row["case"]).startswith("host/fused/")]
+    bar = f"host time <= {_HOST_US:.0f} us per fused call (aim {_HOST_AIM_US:.0f})"
+    found.append(_judged(bar, host, lambda r: max(r) <= _HOST_US, max))
+    mfu = [row["mfu_percent"] for row in passed if row["case"] == "train/llama_1b"]
+    found.append(
+        _judged("llama_1b >= 45 % MFU, causal attention counted half", mfu, lambda r: r[0] >= _MFU_PERCENT, max)
+    )
+    ahead = [row["speedup_median_ratio"] for row in passed if row["case"] == "train/llama_1b/against_torch"]
+    found.append(_judged("llama_1b ahead of torch.compile with fused AdamW", ahead, lambda r: r[0] > 1, max))
+    return found
+
+
+def _judged(
+    bar: str, figures: list[float], is_met: Callable[[list[float]], bool], shown: Callable[[Iterable[float]], float]
+) -> Verdict:
+    if not figures:
+        return Verdict(bar, "not measured", "")
+    return Verdict(bar, "met" if is_met(figures) else "short", f"{shown(figures):.3g} of {len(figures)} rows")
+
+
+def _matmul(rows: Iterable[Row]) -> list[float]:
+    """Return our speed over torch.mm's for each product of Llama-3 8B and 70B."""
+    name = "tpkernels_speedup_over_torch_median_ratio"
+    of = [row for row in rows if str(row["case"]).startswith("kernels/matmul_") and row.get("model") in _MODELS]
+    return [row[name] for row in of if name in row and row.get("dtype") == "bfloat16" and row["op"] == "matmul"]
+
+
+def _attention(rows: Iterable[Row], direction: str) -> list[float]:
+    """Return our speed over the fastest backend's."""
+    found = []
+    for row in rows:
+        if not str(row["case"]).startswith("kernels/attention/") or row.get("direction") != direction:
+            continue
+        backends = [row[f"{name}_median_seconds"] for name in row["contestants"] if name.startswith("sdpa")]
+        if backends and row["seq"] in _SEQUENCES and row.get("model") in _MODELS:
+            found.append(min(backends) / row["tpkernels_median_seconds"])
+    return found

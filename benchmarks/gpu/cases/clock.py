@@ -1,0 +1,57 @@
+"""Time and rows that the cases share: of a call on a GPU or a CPU, and of the host that launches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.journal import append
+from benchmarks.harness.rows import make_row
+from benchmarks.harness.timing import PASSED, Spread, interleave
+from benchmarks.kernels.timing import make_clock
+
+_WARM_CALLS = 3
+
+
+def device_here() -> torch.device:
+    """Return the GPU; the CPU where there is none, for a rehearsal."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def write(rows: Path, case: str, fields: Mapping[str, Any], check: str = PASSED) -> None:
+    """Append a row of results."""
+    append(rows, make_row(case, threads_per_rank=torch.get_num_threads(), fields={"check": check, **fields}))
+
+
+def medians(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, Spread]:
+    """Return each call's seconds by the device's clock, with a cold cache, in turns."""
+    timers = {}
+    for name, call in calls.items():
+        clock = make_clock(device.type)
+        for _ in range(_WARM_CALLS):
+            clock.learn(call)
+        timers[name] = lambda clock=clock, call=call: clock.seconds(call)
+    return {name: Spread.of(samples) for name, samples in interleave(timers, rounds=rounds).items()}
+
+
+def host_seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Return the host's seconds per call, which are those of a loop that never waits for the device."""
+    for _ in range(_WARM_CALLS):
+        call()
+    settle(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = (time.perf_counter() - begin) / calls
+    settle(device)
+    return seconds
+
+
+def settle(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,158 @@
+"""The case that tunes matmul's tiles for this GPU, against cuBLAS, and writes the file that the operators read."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tpkernels.launch import Target, target_of
+from tpkernels.ops.matmul.configs import MatmulConfig
+from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.tuned import Tile, TunedFile, is_allowed, path_for, read_tiles, tile_key, written
+
+from benchmarks.gpu.cases.clock import device_here, medians, write
+from benchmarks.harness.rows import environment
+from benchmarks.harness.shapes import MODELS, REHEARSED, Model
+from tpengine.files import write_beside
+
+_MODELS = {model.name: model for model in (*MODELS, REHEARSED)}
+# Block sizes, tiles in a column, warps, stages: those of the tables, of the fused operators, and their neighbours.
+CANDIDATES = tuple(
+    MatmulConfig(*numbers)
+    for numbers in (
+        (128, 256, 64, 4, 8, 3),
+        (128, 256, 64, 8, 8, 4),
+        (256, 128, 64, 4, 8, 3),
+        (256, 128, 64, 8, 8, 4),
+        (128, 128, 64, 8, 4, 3),
+        (128, 128, 64, 8, 8, 4),
+        (128, 128, 128, 8, 8, 3),
+        (64, 256, 64, 8, 4, 4),
+        (64, 128, 64, 8, 4, 4),
+        (64, 64, 64, 8, 4, 4),
+    )
+)
+SMALL_CANDIDATES = (MatmulConfig(16, 16, 16, 2, 4, 1), MatmulConfig(32, 16, 16, 2, 4, 1))
+
+
+class Product(NamedTuple):
+    """A product of a rank: its name, and its operands in the order in which training multiplies them."""
+
+    name: str
+    a: Tensor
+    b: Tensor
+
+
+def tune(
+    rows: Path,
+    model: str,
+    tokens: Sequence[int],
+    copy: str | None = None,
+    into: str | None = None,
+    most: int = 100,
+) -> int:
+    """Time every candidate for every product of a model, and write the fastest; return 1 if a product is wrong.
+
+    Args:
+        rows: a row for each product: the fastest tile, and its speed over torch.mm's; and one for each candidate.
+        model: of which one rank's products are tuned.
+        tokens: numbers of rows.
+        copy: a directory that gets a copy of the file.
+        into: the directory of the file; default where the operators look.
+        most: products of each number of tokens.
+    """
+    device = device_here()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    path = path_for(gpu) if into is None else Path(into) / path_for(gpu).name
+    target = target_of(torch.empty(0, device=device))
+    found: dict[tuple[Any, ...], Tile] = {}
+    wrong = 0
+    for num_tokens in tokens:
+        for product in itertools.islice(products(_MODELS[model], num_tokens, device), most):
+            tile, is_right = _tuned(rows, product, f"{model}/tokens_{num_tokens}/{product.name}", target)
+            wrong |= not is_right
+            if tile is not None:
+                found[tile_key(tile)] = tile
+        # Written after each number of tokens: a cut leaves what was found.
+        _save(path, gpu, found, target)
+        if copy is not None:
+            write_beside(Path(copy) / path.name, path.read_bytes())
+    return int(wrong)
+
+
+def products(model: Model, tokens: int, device: torch.device) -> Iterator[Product]:
+    """Yield forward, dgrad and wgrad of each projection, as benchmarks/kernels/cases/matmul.py measures them."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device).to(dtype)
+
+    for name, (out, inner) in model.projections.items():
+        x, dy, weight = normal(tokens, inner), normal(tokens, out), normal(out, inner)
+        yield Product(f"{name}_forward", x, weight.T)
+        yield Product(f"{name}_dgrad", dy, weight)
+        yield Product(f"{name}_wgrad", dy.T, x)
+
+
+def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Tile | None, bool]:
+    """Time the candidates of one product; return the fastest right one, and whether all that ran were right."""
+    _, a, b = product
+    wide = a.double() @ b.double()
+    of_torch = (a @ b).double()
+    unit = torch.finfo(a.dtype).eps * float(wide.abs().max())
+    allowed = max(unit, 2 * float((of_torch - wide).abs().max()))
+    calls: dict[str, Callable[[], object]] = {"torch": functools.partial(torch.mm, a, b)}
+    tiles: dict[str, MatmulConfig] = {}
+    is_right = True
+    for config in CANDIDATES if a.is_cuda else SMALL_CANDIDATES:
+        name = "x".join(map(str, config[:6]))
+        if not is_allowed(config, a.element_size(), target):
+            continue
+        try:
+            error = float((launch_matmul(a, b, config=config).double() - wide).abs().max())
+        except Exception as raised:  # a candidate that does not compile or fit costs itself alone
+            text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+            write(rows, f"tiles/{case}/{name}", {}, f"failed: {text}")
+            continue
+        if not error <= allowed:
+            write(rows, f"tiles/{case}/{name}", {}, f"failed: wrong by {error:.2g}, allowed are {allowed:.2g}")
+            is_right = False
+            continue
+        tiles[name] = config
+        calls[name] = functools.partial(launch_matmul, a, b, config=config)
+    present = functools.partial(launch_matmul, a, b)
+    times = medians({**calls, "present": present}, a.device, rounds=10 if a.is_cuda else 1)
+    for name in tiles:
+        write(rows, f"tiles/{case}/{name}", {"tile_us": 1e6 * times[name].median})
+    if not tiles:
+        return None, is_right
+    best = min(tiles, key=lambda name: times[name].median)
+    seconds, of_cublas = times[best].median, times["torch"].median
+    fields = {
+        "tile": best,
+        "tile_us": 1e6 * seconds,
+        "torch_us": 1e6 * of_cublas,
+        "best_rival": "cublas",
+        "speedup_over_best_rival_median_ratio": of_cublas / seconds,
+        "gain_over_present_ratio": times["present"].median / seconds,
+        "ours": "tile",
+    }
+    write(rows, f"tiles/{case}", fields)
+    (m, k), n = a.shape, b.shape[1]
+    dtype, orders = str(a.dtype).removeprefix("torch."), (a.stride(1) == 1, b.stride(1) == 1)
+    return Tile(m, n, k, dtype, *orders, tiles[best], round(1e6 * seconds, 2), round(1e6 * of_cublas, 2)), is_right
+
+
+def _save(path: Path, gpu: str, found: dict[tuple[Any, ...], Tile], target: Target) -> None:
+    """Write the tiles found, beside those of an earlier run that were not tuned again."""
+    known = {tile_key(tile): tile for tile in read_tiles(path, gpu, target)} if path.exists() else {}
+    where = environment()
+    file = TunedFile(gpu, where["date"], where["commit"], where["torch"], where["triton"], [*(known | found).values()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_beside(path, written(file))

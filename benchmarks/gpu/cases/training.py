@@ -1,0 +1,257 @@
+"""Cases of whole training steps on one GPU: llama_1b against torch, exact mode, the stages of ZeRO."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# As in tpengine.distributed.process: imported after the process group exists, it would keep that group alive.
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.cases.clock import device_here, settle, write
+from benchmarks.harness.timing import Spread, interleave, paired_ratios, spread_fields
+from benchmarks.training.torch_model import LlamaStage
+from tpengine.config import Config
+from tpengine.config.presets import preset_config
+from tpengine.config.rules import validate
+from tpengine.data import open_corpus
+from tpengine.distributed.local_ranks import run_ranks
+from tpengine.distributed.loopback import loopback_variables
+from tpengine.observe.metrics import peak_flops_per_second, step_flops
+from tpengine.training.trainer import Trainer
+
+_WARM_STEPS = 2
+_MODULE = "benchmarks.gpu.cases.training"
+# Of the logarithm of the vocabulary: where a model without knowledge begins.
+_FIRST_LOSS = 0.1
+_MOST_KERNELS = 12
+
+
+class OwnStep:
+    """A step of ours, and how long the host took to launch it."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
+        self.host_seconds, self.loss = 0.0, math.nan
+
+    def seconds(self) -> float:
+        """Run a step; it ends with a wait for the device."""
+        begin = time.perf_counter()
+
+        def tell() -> tuple[float, ...]:
+            self.host_seconds = time.perf_counter() - begin
+            return ()
+
+        self.loss = self._trainer.train_step(self._step, tell).loss
+        self._step += 1
+        return time.perf_counter() - begin
+
+
+class TorchStep:
+    """The same model and batches in torch: compiled, its fused AdamW, weights and moments in the model's dtype."""
+
+    def __init__(self, config: Config, device: torch.device, *, compiles: bool) -> None:
+        self._config, self._device, self._step = config, device, 0
+        train, optim = config.train, config.optim
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, train.dtype))
+        try:
+            with device:
+                model = LlamaStage(config.model, train.seq_len, (0, config.model.num_layers))
+        finally:
+            torch.set_default_dtype(before)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=config.model.hidden_size**-0.5)
+        self._model, self._corpus, self.loss = model, open_corpus(config), math.nan
+        self._loss_of: Any = torch.compile(self._loss) if compiles else self._loss
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+        )
+
+    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._model(tokens).flatten(0, 1).float(), labels.flatten())
+
+    def seconds(self) -> float:
+        """Run a step, and wait for the device."""
+        begin, train = time.perf_counter(), self._config.train
+        num_sequences = train.num_micro_batches * train.micro_batch_size
+        batch = self._corpus.train.batch(self._step * num_sequences, num_sequences)
+        tokens, labels = (torch.from_numpy(part).to(self._device).split(train.micro_batch_size) for part in batch)
+        losses = []
+        for x, y in zip(tokens, labels, strict=True):
+            loss = self._loss_of(x, y) / train.num_micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        clip = self._config.optim.clip_norm
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        self.loss = float(sum(losses))
+        return time.perf_counter() - begin
+
+
+def own_step(rows: Path, preset: str, steps: int, layers: int | None = None) -> int:
+    """Measure our step: tokens/s, MFU, the host's time, what a profile says; return 1 if the loss is not one."""
+    config, device = _started(preset, steps, layers)
+    own = OwnStep(config, device)
+    check = _checked(own, config)
+    seconds, host = [], []
+    for _ in range(steps):
+        seconds.append(own.seconds())
+        host.append(own.host_seconds)
+    step = Spread.of(seconds)
+    fields = _of_step(config, step, device) | {"host_us": 1e6 * Spread.of(host).median}
+    if device.type == "cuda":
+        fields["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    write(rows, f"train/{preset}", fields, check)
+    if device.type == "cuda":
+        _profile(rows, preset, own, device)
+    return int(check != "passed")
+
+
+def against_torch(rows: Path, preset: str, steps: int, layers: int | None = None, compiles: bool = True) -> int:
+    """Measure our step and torch's in turns; return 1 if a loss is not one."""
+    config, device = _started(preset, steps, layers)
+    sides: dict[str, OwnStep | TorchStep] = {
+        "ours": OwnStep(config, device),
+        "torch": TorchStep(config, device, compiles=compiles),
+    }
+    check = next((c for side in sides.values() if (c := _checked(side, config)) != "passed"), "passed")
+    samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
+    fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles}
+    fields |= spread_fields("torch", "seconds", Spread.of(samples["torch"]))
+    fields |= spread_fields("speedup", "ratio", Spread.of(paired_ratios(samples["torch"], samples["ours"])))
+    fields |= {f"{name}_num_nats_in_1000": round(1000 * side.loss) for name, side in sides.items()}
+    write(rows, f"train/{preset}/against_torch", fields, check)
+    return int(check != "passed")
+
+
+def exact_price(rows: Path, preset: str, steps: int, layers: int) -> int:
+    """Measure exact mode's step over fast mode's, in turns, with some of a model's layers."""
+    config, device = _started(preset, steps, layers)
+    exact = validate(replace(config, train=replace(config.train, reduction="exact")), 1)
+    # Exact mode makes torch deterministic for the whole process, so the fast one is timed before.
+    fast = OwnStep(config, device)
+    check = _checked(fast, config)
+    samples = [fast.seconds() for _ in range(steps)]
+    slow = OwnStep(exact, device)
+    check = check if check != "passed" else _checked(slow, exact)
+    ratio = Spread.of(paired_ratios([slow.seconds() for _ in range(steps)], samples))
+    fields: dict[str, Any] = {"layers": layers, "fast_median_seconds": Spread.of(samples).median}
+    write(rows, f"train/{preset}/exact", fields | spread_fields("exact_over_fast", "ratio", ratio), check)
+    return int(check != "passed")
+
+
+def zero_stages(rows: Path, preset: str, ranks: int, steps: int, layers: int) -> int:
+    """Measure tokens/s of each stage of ZeRO against zero 0, by processes that share the GPU in turns.
+
+    They meet over gloo, through the host: the figures compare stages, and say nothing about a link.
+    """
+    medians = {}
+    wrong = 0
+    for zero in range(4):
+        config = _config(preset, steps, layers, ranks)
+        config = validate(replace(config, parallel=replace(config.parallel, dp=ranks, zero=zero)), ranks)  # type: ignore[arg-type]
+        seconds, check = run_ranks(ranks, f"{_MODULE}:rank_seconds", config, steps)
+        medians[zero] = Spread.of(seconds).median
+        tokens = _tokens(config) / medians[zero]
+        fields: dict[str, Any] = {
+            "ranks": f"{ranks} processes on one device",
+            "zero": zero,
+            "step_tokens_per_second": tokens,
+        }
+        fields |= {"speed_over_zero0_ratio": medians[0] / medians[zero], "layers": layers}
+        write(rows, f"train/{preset}/zero_{zero}", fields, check)
+        wrong |= check != "passed"
+    return int(wrong)
+
+
+def rank_seconds(config: Config, steps: int) -> tuple[list[float], str]:
+    """Return the seconds of each step of one rank, and the check of its loss."""
+    own = OwnStep(config, device_here())
+    check = _checked(own, config)
+    return [own.seconds() for _ in range(steps)], check
+
+
+def _started(preset: str, steps: int, layers: int | None) -> tuple[Config, torch.device]:
+    """Return the configuration of one process and its device; the process is the only one of a group."""
+    os.environ |= loopback_variables(os.environ)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return validate(_config(preset, steps, layers, 1), 1), device_here()
+
+
+def _config(preset: str, steps: int, layers: int | None, ranks: int) -> Config:
+    """Return a preset with some of its layers, and enough steps."""
+    base = preset_config(preset)
+    model = base.model if layers is None else replace(base.model, num_layers=layers)
+    train = replace(base.train, steps=10 * (steps + _WARM_STEPS) + 2)
+    return replace(base, model=model, train=train, optim=replace(base.optim, warmup_steps=2))
+
+
+def _checked(side: OwnStep | TorchStep, config: Config) -> str:
+    """Run the first steps; return whether the loss begins where a model without knowledge does, and falls."""
+    side.seconds()
+    first, want = side.loss, math.log(config.model.vocab_size)
+    for _ in range(_WARM_STEPS):
+        side.seconds()
+    name = type(side).__name__
+    if not abs(first - want) <= _FIRST_LOSS * want:
+        return f"failed: {name}: the loss must begin near {want:.2f}: got {first:.2f}"
+    return "passed" if side.loss < first else f"failed: {name}: the loss must fall: {first:.3f}, then {side.loss:.3f}"
+
+
+def _tokens(config: Config) -> int:
+    train = config.train
+    return train.seq_len * train.micro_batch_size * train.num_micro_batches * (config.parallel.dp or 1)
+
+
+def _of_step(config: Config, step: Spread, device: torch.device) -> dict[str, Any]:
+    fields: dict[str, Any] = spread_fields("step", "seconds", step)
+    fields["step_tokens_per_second"] = _tokens(config) / step.median
+    fields["model_flops_per_second"] = step_flops(config, causal_half=True) / step.median
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = peak_flops_per_second(name, config.train.dtype)
+    if peak is not None:
+        fields["mfu_percent"] = 100 * fields["model_flops_per_second"] / peak
+    return fields
+
+
+def _profile(rows: Path, preset: str, own: OwnStep, device: torch.device) -> None:
+    """Write how much of a step the device was idle, and which kernels took its time."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        wall = own.seconds()
+        settle(device)
+    kernels = [event for event in recorded.events() or [] if str(event.device_type).endswith("CUDA")]
+    busy_us = covered((event.time_range.start, event.time_range.end) for event in kernels)
+    idle = 100 * (1 - busy_us / (1e6 * wall))
+    fields: dict[str, Any] = {"busy_us": busy_us, "idle_percent": idle, "num_kernels": len(kernels)}
+    write(rows, f"train/{preset}/profile", fields)
+    times: dict[str, float] = {}
+    for event in kernels:
+        times[event.name] = times.get(event.name, 0.0) + event.time_range.end - event.time_range.start
+    for place, name in enumerate(sorted(times, key=times.__getitem__, reverse=True)[:_MOST_KERNELS]):
+        share = 100 * times[name] / max(busy_us, 1e-9)
+        fields = {"kernel": name[:120], "kernel_us": times[name], "share_percent": share}
+        write(rows, f"train/{preset}/kernel_{place}", fields)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

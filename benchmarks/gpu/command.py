@@ -1,0 +1,98 @@
+"""`python -m benchmarks.run gpu --minutes 25 --out DIR`: learn the most about one GPU in the minutes that there are.
+
+For somebody who has a GPU for a short while and knows nothing of this project. Cases (plan.py) are plain data. Each
+runs in a process of its own (runner.py), and what it finds is in DIR/rows.jsonl at once. The same command with the same
+DIR goes on where the last one ended; `--report DIR` prints the tables again, also of a run that was cut.
+
+    DIR/rows.jsonl     a row for each result, and two for each case: that it started, and how it ended
+    DIR/log.txt        everything that cases printed
+    DIR/report.txt     the tables
+    DIR/<gpu>.json     tuned tiles, a copy of what the operators read from then on (kernels/tpkernels/tuned)
+
+This process imports neither torch nor what a GPU machine may lack. The exit code is 0, also if results are wrong: the
+tables say so; 2 without a GPU; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.plan import cases_for
+from benchmarks.gpu.preflight import described, look
+from benchmarks.gpu.rehearsal import rehearse, small_cases
+from benchmarks.gpu.report import print_report
+from benchmarks.gpu.rows import PREFLIGHT, ROWS, now
+from benchmarks.gpu.run_cases import run_cases
+from benchmarks.harness.journal import append
+
+# Kept for the tables at the end.
+_REPORT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, and where the results go."""
+
+    minutes: float = 25.0
+    """Time for everything; what is worth most per minute is run."""
+    out: Path | None = None
+    """Directory of the results; the same one again goes on."""
+    report: Path | None = None
+    """Print the tables of this directory, and run nothing."""
+    rehearse: bool = False
+    """Run the orchestration without a GPU, with faults put in on purpose; exits with 1 if one is not noticed."""
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return the options; by the standard library, because the machine may lack what other benchmarks parse with.
+
+    Raises:
+        SystemExit: --help, or an unknown option.
+        ValueError: values that do not fit together.
+    """
+    parser = argparse.ArgumentParser("benchmarks.run gpu", description=__doc__, formatter_class=_AsWritten)
+    parser.add_argument("--minutes", type=float, default=Options.minutes, help="time for everything")
+    parser.add_argument("--out", type=Path, help="directory of the results; the same one again goes on")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of this directory, run nothing")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU: everything else, and planted faults")
+    options = Options(**vars(parser.parse_args(argv)))
+    if options.report is None and options.out is None:
+        raise ValueError("a run needs --out: got none: name a directory for the results, or use --report DIR")
+    if not 0 < options.minutes < 24 * 60:
+        raise ValueError(f"--minutes must be above 0 and below a day: got {options.minutes:g}: use 25")
+    return options
+
+
+class _AsWritten(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def main(options: Options) -> int:
+    """Run what fits, and print the tables; return the exit code."""
+    if options.report is not None:
+        if not (options.report / ROWS).exists():
+            raise ValueError(f"--report needs the directory of a run: {options.report} has no {ROWS}: name its --out")
+        print_report(options.report / ROWS, None)
+        return 0
+    assert options.out is not None, "parse asks for it"
+    deadline = time.monotonic() + 60 * options.minutes - _REPORT_SECONDS
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.rehearse:
+        return rehearse(options.out, small_cases(options.out), deadline)
+    cases = cases_for(options.out.absolute())
+    found = look(cases)
+    print("\n".join(described(found)), flush=True)
+    if found["gpu"] is None:
+        raise ValueError(
+            f"benchmarks gpu needs a GPU: torch {found['torch']} sees none: use --rehearse to try the command without"
+        )
+    append(options.out / ROWS, {PREFLIGHT: found, "date": now(), "minutes": options.minutes})
+    try:
+        run_cases(cases, options.out, deadline)
+    finally:
+        print_report(options.out / ROWS, options.out / "report.txt")
+    return 0

@@ -1,0 +1,139 @@
+"""`--rehearse`: the orchestration without a GPU, with faults put in on purpose; what must be noticed is compared.
+
+Planted are a case that raises, one that dies, one that hangs, one whose result is wrong, one that needs what nobody
+has, and a kill of this very command while a case runs, after which it starts again. The other cases are those of a GPU
+at tiny sizes: kernels are compiled for sm_90, or interpreted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.declared import Case
+from benchmarks.gpu.report import print_report
+from benchmarks.gpu.rows import HOW, ROWS, RUN_CASE, STARTED, outcomes
+from benchmarks.gpu.run_cases import run_cases, say
+from benchmarks.harness.journal import read
+
+_FAULTS = "benchmarks.gpu.cases.faults"
+_HANG_SECONDS = 3.0
+# On a busy machine imports alone may take a minute.
+_LONGEST_SECONDS = 600.0
+_LOOK_SECONDS = 0.05
+_ON_HOST = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_INTERPRETED = {**_ON_HOST, "TRITON_INTERPRET": "1"}
+
+
+def faults(out: Path) -> list[Case]:
+    """Return the planted cases, in the order in which they run."""
+
+    def case(name: str, limit_seconds: float = _LONGEST_SECONDS, **arguments: object) -> Case:
+        function = f"{_FAULTS}:{name}"
+        return Case(f"rehearsal/{name}", "a", 100.0, 1.0, function, arguments, limit_seconds=limit_seconds)
+
+    return [
+        case("passes"),
+        case("raises"),
+        case("dies"),
+        case("hangs", limit_seconds=_HANG_SECONDS),
+        case("is_wrong"),
+        case("is_cut", marker=str(out.absolute() / "was_cut")),
+        Case("rehearsal/needs", "a", 1.0, 1.0, f"{_FAULTS}:passes", needs=("a_module_that_nobody_has",)),
+        Case("rehearsal/no_time", "i", 1e-9, 1e9, f"{_FAULTS}:passes"),
+    ]
+
+
+EXPECTED = {
+    "passes": "passed",
+    "raises": "crashed",
+    "dies": "crashed",
+    "hangs": "hung",
+    "is_wrong": "wrong",
+    "is_cut": "passed",
+    "needs": "left out",
+    "no_time": "no time",
+}
+# Said by the last lines of what failed, and found in the tables.
+_SAID = ("illegal memory access", "SIGSEGV", "limit of 3 s", "off by 1", "a_module_that_nobody_has")
+
+
+def small_cases(out: Path) -> list[Case]:
+    """Return the cases of a GPU that a CPU can run, at tiny sizes."""
+    folder = str(out.absolute())
+
+    def case(name: str, function: str, interpreted: bool, **arguments: object) -> Case:
+        environment = _INTERPRETED if interpreted else _ON_HOST
+        where = f"benchmarks.gpu.cases.{function}"
+        return Case(
+            f"small/{name}", "a", 10.0, 5.0, where, arguments, environment=environment, limit_seconds=_LONGEST_SECONDS
+        )
+
+    sizes: dict[str, object] = {"seqs": [24], "rounds": 1, "rivals": ["torch"], "models": ["rehearsed"]}
+    sizes["direction"] = ["forward"]
+    return [
+        case("compile_for_sm_90", "operators:compile_for", False, ops=["adamw"]),
+        case("operators", "operators:measure", True, ops=["rope"], **sizes),
+        case("tiles", "tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1),
+        case("publish", "fused:publish", True, tokens=[3], hidden=8, rounds=1),
+        case("pulls", "protocol:pulls", True, ranks=2, calls=1, late=False),
+        case("launches", "planner:launches", True, calls=1),
+        case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
+    ]
+
+
+def rehearse(out: Path, small: Sequence[Case], deadline: float) -> int:
+    """Run everything, cut in the middle, and print the tables and what was not as planted; return the exit code.
+
+    Raises:
+        ValueError: the directory has the rows of another run.
+    """
+    if (out / ROWS).exists():
+        raise ValueError(f"a rehearsal needs a directory of its own: {out} has {ROWS}: name another --out")
+    planted = faults(out)
+    _run_and_cut(planted, out, deadline)
+    say("killed, as planted: starting again")
+    run_cases([*planted, *small], out, deadline)
+    report = out / "report.txt"
+    print_report(out / ROWS, report)
+    amiss = differences(out, small, report.read_text())
+    for line in amiss:
+        say(f"rehearsal: {line}")
+    say("rehearsal: every planted fault was noticed, and cost nothing else" if not amiss else "rehearsal: failed")
+    return int(bool(amiss))
+
+
+def differences(out: Path, small: Sequence[Case], report: str) -> list[str]:
+    """Return what is not as planted, one line each."""
+    rows = read(out / ROWS)
+    ended = outcomes(rows)
+    want = {f"rehearsal/{name}": how for name, how in EXPECTED.items()} | {case.name: "passed" for case in small}
+    amiss = [f"{name} must be {how}, is {ended.get(name)}" for name, how in want.items() if ended.get(name) != how]
+    starts = Counter(row[RUN_CASE] for row in rows if row.get(HOW) == STARTED)
+    for name, how in want.items():
+        times = {"rehearsal/is_cut": 2}.get(name, 0 if how in ("left out", "no time") else 1)
+        if starts[name] != times:
+            amiss.append(f"{name} must be started {times} times, was {starts[name]}")
+    words = " ".join(report.split())
+    return amiss + [f"the tables do not say {text!r}" for text in _SAID if text not in words]
+
+
+def _run_and_cut(cases: Sequence[Case], out: Path, deadline: float) -> None:
+    """Run cases in a process that is killed while one of them waits for that; it must end by itself then."""
+    pid = os.fork()
+    if not pid:
+        run_cases(cases, out, deadline)
+        os._exit(0)
+    while not (out / "was_cut").exists() and time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(_LOOK_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    case = Path("/proc", (out / "was_cut").read_text()) if (out / "was_cut").exists() else out / "none"
+    while case.exists() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,122 @@
+"""The tables of a run, also of one that was cut: what is right, what is wrong, what is fast, what is slow. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.bars import verdicts
+from benchmarks.gpu.rows import HOW, PREFLIGHT, RUN_CASE, outcomes, results
+from benchmarks.harness.journal import read
+
+_COLUMNS = 150
+_STYLES = {"met": "green", "short": "red", "passed": "green", "wrong": "red", "crashed": "red", "hung": "red"}
+# Fields of a row that are not among its figures.
+_UNITS = ("_us", "_percent", "_per_second", "_ratio")
+_SPREADS = ("_p20_", "_p80_")
+
+Row = Mapping[str, Any]
+
+
+def print_report(path: Path, copy: Path | None) -> None:
+    """Print the tables of a file of rows, and write them to a second place if one is given."""
+    rows = read(path)
+    Console(width=_COLUMNS).print(*tables(rows), sep="\n")
+    if copy is not None:
+        with copy.open("w") as file:
+            Console(width=_COLUMNS, file=file).print(*tables(rows), sep="\n")
+
+
+def tables(rows: Sequence[Row]) -> list[Table | str]:
+    """Return everything that there is to say about a run."""
+    preflight: Mapping[str, Any] = next((row[PREFLIGHT] for row in reversed(rows) if PREFLIGHT in row), {})
+    found = results(rows)
+    title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
+    every: list[Table | str] = [title, _bars(found), _ended(rows)]
+    every += _wrong(found), _fused(found), _speeds(found), _figures(found)
+    return [table for table in every if isinstance(table, str) or table.row_count]
+
+
+def _bars(found: Sequence[Row]) -> Table:
+    table = _table("Bars", "bar", "", "found")
+    for verdict in verdicts(found):
+        table.add_row(verdict.bar, verdict.state, verdict.found, style=_STYLES.get(verdict.state))
+    return table
+
+
+def _ended(rows: Sequence[Row]) -> Table:
+    """Return how cases ended: each that did not pass, and how many did."""
+    table = _table("Cases", "how", "case", "s", "last line")
+    last = {row[RUN_CASE]: row for row in rows if row.get(HOW) not in (None, "started")}
+    ended = outcomes(rows)
+    for how in ("crashed", "hung", "wrong", "cut", "left out", "no time"):
+        for name in (name for name, its in ended.items() if its == how):
+            row = last.get(name, {})
+            lines = row.get("last_lines") or [f"needs {', '.join(row['missing'])}" if "missing" in row else ""]
+            seconds = f"{row['took_seconds']:.0f}" if "took_seconds" in row else ""
+            table.add_row(how, name, seconds, str(lines[-1]), style=_STYLES.get(how))
+    passed = [name for name, how in ended.items() if how == "passed"]
+    table.add_row("passed", f"{len(passed)} of {len(ended)}", "", "", style=_STYLES["passed"])
+    return table
+
+
+def _wrong(found: Sequence[Row]) -> Table:
+    table = _table("Wrong results", "what", "why")
+    for row in found:
+        if row.get("check", "passed") != "passed":
+            table.add_row(str(row["case"]), str(row["check"]))
+    return table
+
+
+def _fused(found: Sequence[Row]) -> Table:
+    table = _table(
+        "Fused operators by co-located ranks", "case", "ranks", "hidden", "ceiling", "serial / fused", "/ matmul"
+    )
+    for row in found:
+        if "fused_median_seconds" in row and "serial_median_seconds" in row:
+            speed = row["serial_median_seconds"] / row["fused_median_seconds"]
+            shares = [
+                f"{row[n]:.2f}" if n in row else "" for n in ("overlap_efficiency_ratio", "overlap_ceiling_ratio")
+            ]
+            over = f"{row['fused_over_matmul_median_ratio']:.2f}"
+            case = str(row["case"]).removeprefix("overlap/")
+            table.add_row(case, str(row.get("virtual_ranks", "")), *shares, f"{speed:.2f}", over)
+    return table
+
+
+def _speeds(found: Sequence[Row]) -> Table:
+    """Return our speed over the fastest rival's, the slowest first."""
+    table = _table("Speed over the fastest rival, slowest first", "ours / rival", "case", "rival", "of the ceiling")
+    name = "speedup_over_best_rival_median_ratio"
+    for row in sorted((row for row in found if name in row), key=lambda row: float(row[name])):
+        percent = row.get(f"{row['ours']}_of_ceiling_percent")
+        ceiling = "" if percent is None else f"{percent:.0f} % of a {row['ceiling']}"
+        style = "red" if row[name] < 1 else "green"
+        case = str(row["case"]).removeprefix("kernels/")
+        table.add_row(f"{row[name]:.2f}", case, row["best_rival"], ceiling, style=style)
+    return table
+
+
+def _figures(found: Sequence[Row]) -> Table:
+    """Return the figures of rows that no table above shows."""
+    table = _table("Figures", "case", "figures")
+    for row in found:
+        name = str(row["case"])
+        # A tile's own time is among the rows; the fastest one is among the speeds.
+        if name.startswith(("kernels/", "overlap/", "compile/", "tiles/")) or row.get("check", "passed") != "passed":
+            continue
+        shown = {n: v for n, v in row.items() if n.endswith(_UNITS) and not any(part in n for part in _SPREADS)}
+        table.add_row(name, ", ".join(f"{n} {v:.4g}" for n, v in shown.items() if v is not None))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,63 @@
+"""Run cases one after the other until the time is over, and write down how each ended. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import runner
+from benchmarks.gpu.declared import PHASES, Case, chosen
+from benchmarks.gpu.rows import DONE, HOW, LOG, ROWS, RUN_CASE, STARTED, now, outcomes
+from benchmarks.harness.journal import append, read
+
+
+def say(text: str) -> None:
+    """Print a line of progress at once."""
+    print(text, flush=True)
+
+
+def run_cases(cases: Sequence[Case], out: Path, deadline: float) -> None:
+    """Run the cases that are not done and fit, one after the other; choose again after each.
+
+    Args:
+        cases: all that there are.
+        out: the directory of the results.
+        deadline: of time.monotonic, when the last case is cut.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the running case has been ended and is written down as cut.
+    """
+    rows = out / ROWS
+    ended = {name for name, how in outcomes(read(rows)).items() if how in DONE}
+    waiting = [case for case in cases if case.name not in ended]
+    if ended:
+        say(f"{len(ended)} of {len(cases)} cases are done already")
+    for case in waiting:
+        if case.missing:
+            append(rows, _row(case, "left out", missing=list(case.missing)))
+    waiting = [case for case in waiting if not case.missing]
+    while plan := chosen(waiting, deadline - time.monotonic()):
+        case = plan[0]
+        waiting.remove(case)
+        left = deadline - time.monotonic()
+        say(f"[{left / 60:5.1f} min left, {len(plan):2} cases to go] {case.name} ({case.seconds:.0f} s expected)")
+        append(rows, _row(case, STARTED))
+        before = len(read(rows))
+        try:
+            outcome = runner.run(case, rows, out / LOG, left)
+        except BaseException:
+            append(rows, _row(case, "cut"))
+            raise
+        found = len(read(rows)) - before
+        more = {"took_seconds": outcome.seconds, "num_rows": found, "last_lines": list(outcome.last_lines)}
+        append(rows, _row(case, outcome.how, **more))
+        last = "" if outcome.how == "passed" or not outcome.last_lines else f": {outcome.last_lines[-1]}"
+        say(f"    {outcome.how} after {outcome.seconds:.0f} s, {found} rows{last}")
+    for case in waiting:
+        append(rows, _row(case, "no time"))
+
+
+def _row(case: Case, how: str, **more: Any) -> dict[str, Any]:
+    return {RUN_CASE: case.name, "phase": PHASES[case.phase], HOW: how, **more, "date": now()}

@@ -1,0 +1,125 @@
+"""Run one case in a process group of its own, end it at its limit, and say how it ended.
+
+Whatever a case does, it costs that case alone: a crash, an illegal access, a hang, an exit at any place. Its output
+goes to a log, of which the last lines are kept in its row. If this process is killed, the case ends itself (case.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.gpu.case import PASSED, WRONG
+from benchmarks.gpu.declared import Case
+from benchmarks.harness.revision import ROOT
+
+_LAST_LINES = 15
+_LINE_CHARACTERS = 300
+# A process whose device hangs may not die of SIGKILL; it is left behind.
+_LONGEST_DYING_SECONDS = 20.0
+# Where a hanging case is printed this long before it is ended.
+_TRACE_SECONDS = 2.0
+
+ENVIRONMENT: Mapping[str, str] = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # several ranks on one GPU
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # co-located ranks have two streams each
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        how: "passed", "wrong", "crashed", "hung", or "cut" by the end of the time or by Ctrl-C.
+        seconds: that it took.
+        last_lines: of its output.
+    """
+
+    how: str
+    seconds: float
+    last_lines: tuple[str, ...]
+
+
+def run(case: Case, rows: Path, log: Path, seconds_left: float) -> Outcome:
+    """Run a case, for at most its limit and the seconds that are left.
+
+    Args:
+        case: what to run.
+        rows: the file that the case appends to.
+        log: the file that its whole output is appended to.
+        seconds_left: until everything ends.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the case has been ended.
+    """
+    limit = min(case.limit, seconds_left)
+    request = {
+        "function": case.function,
+        "arguments": dict(case.arguments),
+        "rows": str(rows.absolute()),
+        "hang_seconds": max(limit - _TRACE_SECONDS, limit / 2),
+    }
+    begin = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.case", json.dumps(request)],
+            cwd=ROOT,
+            env=environment(case),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+            how = {PASSED: "passed", WRONG: "wrong"}.get(code, "crashed")
+        except subprocess.TimeoutExpired:
+            code, how = None, "hung" if limit == case.limit else "cut"
+        finally:
+            _end(process)
+            seconds = time.monotonic() - begin
+            lines = _keep(output, log, case.name)
+    if code is not None and code < 0:
+        lines.append(f"ended by {signal.Signals(-code).name}")
+    if how == "hung":
+        lines.append(f"ended at its limit of {limit:.0f} s")
+    return Outcome(how, seconds, tuple(lines[-_LAST_LINES:]))
+
+
+def environment(case: Case) -> dict[str, str]:
+    """Return the variables of a case: both packages are found, whether or not they are installed."""
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths), **case.environment}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process with all it has started, also what it left behind when it ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LONGEST_DYING_SECONDS)
+
+
+def _keep(output: IO[bytes], log: Path, name: str) -> list[str]:
+    """Append the output to the log; return its last lines."""
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    with log.open("a") as file:
+        file.write(f"==== {name}\n{text}\n")
+    lines = [line.rstrip()[:_LINE_CHARACTERS] for line in text.splitlines() if line.strip()]
+    return lines[-_LAST_LINES:]

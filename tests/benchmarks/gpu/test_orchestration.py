@@ -1,0 +1,265 @@
+"""Rung: pure; what is slow: interpreter. The GPU command without a GPU: faults cost themselves alone, nothing is lost.
+
+Only a GPU shows what its cases find, and that a hanging device does not outlive its case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT, CountMutations
+from support.ranks.progress import run_program
+
+from benchmarks.gpu import runner
+from benchmarks.gpu.bars import verdicts
+from benchmarks.gpu.declared import PHASES, Case, chosen
+from benchmarks.gpu.plan import cases_for
+from benchmarks.gpu.rehearsal import differences, small_cases
+from benchmarks.gpu.report import print_report
+from benchmarks.gpu.rows import HOW, RUN_CASE, STARTED, outcomes, results
+from benchmarks.harness.journal import append, read
+from benchmarks.harness.shapes import MODELS, REHEARSED, WHOLE_MODELS
+from benchmarks.kernels.cases.cases import CASES, RIVALS
+from benchmarks.run import main
+from tpengine.config.presets import PRESETS
+
+FAULTS = "benchmarks.gpu.cases.faults"
+REHEARSE = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu.rehearsal import rehearse
+sys.modules["tyro"] = sys.modules["torch"] = None
+sys.exit(rehearse(Path(sys.argv[1]), [], time.monotonic() + 3600))
+"""
+RUN_AND_WAIT = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu.declared import Case
+from benchmarks.gpu.run_cases import run_cases
+out = Path(sys.argv[1])
+case = Case("waits", "a", 1.0, 1.0, "benchmarks.gpu.cases.faults:is_cut", {"marker": str(out / "pid")})
+run_cases([case], out, time.monotonic() + 3600)
+"""
+
+
+def started(program: str, *arguments: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, text=True, **pipes)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a rehearsal of the planted faults alone, by a process that has neither torch nor tyro."""
+    out = tmp_path_factory.mktemp("rehearsed")
+    process = started(REHEARSE, str(out))
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert "rehearsal: every planted fault was noticed" in said
+    return out
+
+
+def test_planted_faults_cost_themselves_alone(rehearsed: Path) -> None:
+    rows = read(rehearsed / "rows.jsonl")
+    assert {name.removeprefix("rehearsal/"): how for name, how in outcomes(rows).items()} == {
+        "passes": "passed",
+        "raises": "crashed",
+        "dies": "crashed",
+        "hangs": "hung",
+        "is_wrong": "wrong",
+        "is_cut": "passed",
+        "needs": "left out",
+        "no_time": "no time",
+    }
+    assert [row["case"] for row in results(rows)] == [f"rehearsal/{n}" for n in ("passes", "raises", "is_wrong")]
+    log = (rehearsed / "log.txt").read_text()
+    assert "about to die" in log and "time.sleep(600)" not in log
+    # Where it hung.
+    assert "faults.py" in log.split("==== rehearsal/hangs")[1].split("====")[0]
+
+
+def test_what_was_done_is_not_run_again(rehearsed: Path) -> None:
+    rows = read(rehearsed / "rows.jsonl")
+    starts = [row[RUN_CASE] for row in rows if row.get(HOW) == STARTED]
+    assert starts.count("rehearsal/is_cut") == 2
+    starts.remove("rehearsal/is_cut")
+    assert len(starts) == len(set(starts)) == 6, starts
+
+
+def test_a_rehearsal_that_notices_nothing_fails(
+    rehearsed: Path, tmp_path: Path, count_mutations: CountMutations
+) -> None:
+    report = (rehearsed / "report.txt").read_text()
+    assert differences(rehearsed, [], report) == []
+    rows = read(rehearsed / "rows.jsonl")
+    own = [place for place, row in enumerate(rows) if RUN_CASE in row]
+    noticed = 0
+    for place in own:
+        mutant = tmp_path / str(place)
+        mutant.mkdir()
+        for row in rows[:place] + rows[place + 1 :]:
+            append(mutant / "rows.jsonl", row)
+        noticed += bool(differences(mutant, [], report))
+    # Each start again says anew what there is no time and no module for: one of the two may be missing.
+    again = [rows[place][RUN_CASE] for place in own if rows[place][HOW] in ("left out", "no time")]
+    assert noticed == len(own) - len([name for name in again if again.count(name) > 1])
+    assert differences(rehearsed, [], report.replace("SIGSEGV", "")) == ["the tables do not say 'SIGSEGV'"]
+    count_mutations("the GPU command's rows", noticed, noticed)
+
+
+def test_an_interrupt_ends_the_case_and_is_written_down(tmp_path: Path) -> None:
+    process = started(RUN_AND_WAIT, str(tmp_path))
+    while not (tmp_path / "pid").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate()
+    assert "KeyboardInterrupt" in said
+    assert outcomes(read(tmp_path / "rows.jsonl")) == {"waits": "cut"}
+    case = Path("/proc", (tmp_path / "pid").read_text())
+    while case.exists():
+        time.sleep(0.05)
+
+
+def test_a_run_that_was_cut_has_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    append(rows, {RUN_CASE: "one", HOW: STARTED})
+    append(rows, {"case": "host/fused/gather", "check": "passed", "host_us": 61.0})
+    append(rows, {"case": "kernels/norm/x/forward", "check": "failed: output 0 is wrong by 3"})
+    with rows.open("a") as file:
+        file.write('{"case": "half a li')
+    assert main(["gpu", "--report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cut one" in said and "short 61 of 1 rows" in said and "wrong by 3" in said and "half a li" not in said
+    # A later row does not join the half line.
+    append(rows, {"case": "after", "check": "passed"})
+    assert [row["case"] for row in results(read(rows))][-1] == "after"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a run needs --out: got none"),
+        (["--out", "{}", "--minutes", "0"], "--minutes must be above 0"),
+        (["--report", "{}"], "has no rows.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gpu", *(argument.format(tmp_path) for argument in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("benchmarks: error: ") and message in said and said.count("\n") == 1
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    """Started as a user does, on a machine without tyro."""
+    code = "import sys; sys.modules['tyro'] = None; from benchmarks.run import main; sys.exit(main(sys.argv[1:]))"
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "gpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("benchmarks: error: benchmarks gpu needs a GPU") and done.stderr.count("\n") == 1
+
+
+def case(name: str, worth: float, seconds: float, phase: str = "a") -> Case:
+    return Case(name, phase, worth, seconds, f"{FAULTS}:passes")
+
+
+def test_what_fits_is_chosen_by_worth_per_second() -> None:
+    cases = [case("long", 50, 100, "b"), case("good", 30, 10, "c"), case("poor", 1, 10, "a"), case("best", 40, 10, "c")]
+
+    def names(seconds: float) -> list[str]:
+        return [one.name for one in chosen(cases, seconds)]
+
+    assert names(9) == []
+    assert names(10) == ["best"]
+    assert names(29) == ["good", "best"], "in the order of phases, within one as declared"
+    assert names(30) == ["poor", "good", "best"]
+    assert names(120) == ["long", "good", "best"]
+    assert names(130) == ["poor", "long", "good", "best"]
+
+
+def test_bars_are_met_short_or_not_measured() -> None:
+    assert {verdict.state for verdict in verdicts([])} == {"not measured"}
+    ratio = "tpkernels_speedup_over_torch_median_ratio"
+    product = {"case": "kernels/matmul_qkv/x", "op": "matmul", "model": "llama3_8b", "dtype": "bfloat16"}
+    sdpa = {"contestants": ["tpkernels", "torch", "sdpa_flash", "sdpa_cudnn"], "torch_median_seconds": 0.1}
+    sdpa |= {"sdpa_flash_median_seconds": 4.0, "sdpa_cudnn_median_seconds": 2.0, "tpkernels_median_seconds": 3.0}
+    attention = {"case": "kernels/attention/x", "direction": "forward", "seq": 4096, "model": "llama3_8b", **sdpa}
+    pair = {"case": "overlap/pair/forward/x", "serial_median_seconds": 2.0, "fused_median_seconds": 1.0}
+    rows = [
+        product | {ratio: 1.1},
+        product | {ratio: 1.05},
+        product | {ratio: 0.8},
+        product | {ratio: 0.1, "check": "failed: wrong"},
+        attention,
+        pair | {"overlap_ceiling_ratio": 0.97, "overlap_efficiency_ratio": 0.96},
+        pair | {"overlap_ceiling_ratio": 0.9, "overlap_efficiency_ratio": 0.1},
+        {"case": "host/fused/gather", "host_us": 30.0},
+        {"case": "train/llama_1b", "mfu_percent": 44.0},
+        {"case": "train/llama_1b/against_torch", "speedup_median_ratio": 1.2},
+    ]
+    found = {verdict.bar: (verdict.state, verdict.found.partition(" ")[0]) for verdict in verdicts(rows)}
+    assert list(found.values()) == [
+        ("met", "1.05"),
+        ("short", "0.8"),
+        ("short", "0.667"),
+        ("not measured", ""),
+        ("met", "0.96"),
+        ("met", "2"),
+        ("met", "30"),
+        ("short", "44"),
+        ("met", "1.2"),
+    ]
+
+
+def test_cases_are_what_they_call(tmp_path: Path) -> None:
+    """Every function takes its case's arguments; operators, models, rivals, files of tests and presets exist."""
+    every = [*cases_for(tmp_path), *small_cases(tmp_path)]
+    assert len({one.name for one in every}) == len(every)
+    assert {one.phase for one in cases_for(tmp_path)} == set(PHASES)
+    models = {model.name for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
+    for one in every:
+        module, _, name = one.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(tmp_path, **one.arguments)
+        assert one.worth > 0 and one.limit > one.seconds > 0
+        arguments = one.arguments
+        assert set(arguments.get("ops", ())) <= set(CASES) and set(arguments.get("rivals", ())) <= set(RIVALS)
+        assert {arguments.get("model", REHEARSED.name), *arguments.get("models", ())} <= models
+        assert all((ROOT / path).exists() for path in arguments.get("paths", ())), one
+        assert arguments.get("preset", "tiny") in PRESETS
+
+
+def test_tests_are_a_case(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('rung', ['cpu', 'gpu'])\n"
+        "def test_one(rung): assert rung == 'cpu', 'planted'\ndef test_two(): assert 0, 'not chosen'\n"
+    )
+    rows, arguments = tmp_path / "rows.jsonl", {"paths": [str(tmp_path / "test_some.py")], "chosen": "[gpu"}
+    one = Case("tests/some", "b", 1.0, 1.0, "benchmarks.gpu.cases.tests:run", arguments)
+    assert runner.run(one, rows, tmp_path / "log.txt", 3600.0).how == "wrong"
+    failed, summary = read(rows)
+    assert failed["case"].endswith("test_some.py::test_one[gpu]") and "planted" in failed["check"]
+    assert summary["num_failed"] == 1 and "num_passed" not in summary
+
+
+@pytest.mark.slow
+def test_the_whole_rehearsal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.run", "gpu", "--rehearse", "--out", str(tmp_path)]
+    done = run_program(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = outcomes(read(tmp_path / "rows.jsonl"))
+    assert all(ended[one.name] == "passed" for one in small_cases(tmp_path))
+    print_report(tmp_path / "rows.jsonl", None)
