@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.plan import cases_for
+from benchmarks.gpu.plan import cases_for, compiling
 from benchmarks.gpu.preflight import described, look
 from benchmarks.gpu.rehearsal import rehearse, small_cases
 from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import PREFLIGHT, ROWS, now
+from benchmarks.gpu.rows import LOG, PREFLIGHT, ROWS, now
 from benchmarks.gpu.run_cases import run_cases
+from benchmarks.gpu.runner import beside
 from benchmarks.harness.journal import append
 
 # Kept for the tables at the end.
@@ -92,7 +93,8 @@ def main(options: Options) -> int:
         )
     append(options.out / ROWS, {PREFLIGHT: found, "date": now(), "minutes": options.minutes})
     try:
-        run_cases(cases, options.out, deadline)
+        with beside(compiling(found["capability"]), options.out / ROWS, options.out / LOG):
+            run_cases(cases, options.out, deadline)
     finally:
         print_report(options.out / ROWS, options.out / "report.txt")
     return 0

@@ -6,6 +6,7 @@ Seconds are guesses until a first run: a case may take three times as long befor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from benchmarks.gpu.declared import Case
 
 _CASES = "benchmarks.gpu.cases"
-# What the tests import, and the trainer.
-_TESTS = ("pytest", "hypothesis", "xdist", "tyro", "tomli_w")
+# What every test imports, and what the trainer does.
+_TESTS = ("pytest", "hypothesis", "xdist")
 _TRAINING = ("tomli_w",)
 _RANKS = (2, 4, 8)
 _MODELS = ("llama3_8b", "llama3_70b")
@@ -39,60 +40,82 @@ def _operators_case(name: str, phase: str, worth: float, seconds: float, **argum
     return Case(name, phase, worth, seconds, f"{_CASES}.operators:measure", arguments)
 
 
+def compiling(capability: str) -> Case:
+    """Return what runs beside the first cases: the compiler, on half the cores.
+
+    Args:
+        capability: of the GPU: "9.0" is sm_90.
+    """
+    arguments = {"target": f"sm_{capability.replace('.', '')}", "processes": max(1, (os.cpu_count() or 1) // 2)}
+    return Case("compile_ahead", "a", 1, 300, f"{_CASES}.ahead:compile_ahead", arguments)
+
+
 def _smoke() -> list[Case]:
-    """Every family of kernels once, small; then what several processes need to exchange at all."""
+    """Every family of kernels once, small; then what several processes need to exchange at all.
+
+    Most of the time goes to the compiler.
+    """
     small: Mapping[str, Any] = {"models": ["llama3_8b"], "seqs": [512], "rounds": 1, "rivals": _NO_RIVALS}
     families = {
-        "rows": ["norm", "activation", "rope", "dropout", "embedding", "adamw"],
-        "matmul": ["matmul"],
-        "attention": ["attention"],
-        "loss": ["cross_entropy", "linear_cross_entropy"],
+        "rows": (["norm", "activation", "rope", "dropout", "embedding", "adamw"], 30),
+        "matmul": (["matmul"], 40),
+        "attention": (["attention"], 50),
+        "loss": (["cross_entropy", "linear_cross_entropy"], 20),
     }
-    cases = [_operators_case(f"smoke/{name}", "a", 100, 12, ops=ops, **small) for name, ops in families.items()]
+    cases = [
+        _operators_case(f"smoke/{name}", "a", 200, seconds, ops=ops, **small)
+        for name, (ops, seconds) in families.items()
+    ]
     fused = {"model": "llama3_8b", "tokens": [512], "ranks": 2, "rounds": 1}
     return [
         *cases,
-        Case("smoke/open_arena", "a", 100, 15, f"{_CASES}.protocol:open_arena", {"ranks": 2}),
-        Case("smoke/fused", "a", 100, 20, f"{_CASES}.fused:overlap", fused),
+        Case("smoke/open_arena", "a", 200, 15, f"{_CASES}.protocol:open_arena", {"ranks": 2}),
+        Case("smoke/fused", "a", 300, 60, f"{_CASES}.fused:overlap", fused),
     ]
 
 
 def _tests() -> list[Case]:
     """The tests that skip without a GPU, the fused ones first."""
 
-    def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str) -> Case:
-        return Case(
-            f"tests/{name}", "b", worth, seconds, f"{_CASES}.tests:run", {"paths": paths, "chosen": chosen}, _TESTS
-        )
+    def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
+        arguments = {"paths": paths, "chosen": chosen}
+        return Case(f"tests/{name}", "b", worth, seconds, f"{_CASES}.tests:run", arguments, (*_TESTS, *needs))
 
     fused, ops = "tests/kernels/fused", "tests/kernels/ops"
+    rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
+    engine = ("tyro", "tomli_w")
+    protocol = f"{_CASES}.protocol"
     return [
-        tests("fused", 100, 60, "[cuda", f"{fused}/test_cuda.py"),
-        tests("fused_calls", 80, 60, "[cuda", f"{fused}/test_cuda_calls.py"),
-        tests("matmul", 40, 40, "[gpu", f"{ops}/test_matmul.py"),
-        tests("attention", 40, 50, "[gpu", f"{ops}/attention"),
-        tests("operators", 40, 50, "[gpu", *(f"{ops}/test_{n}.py" for n in ("norm", "adamw", "rope", "activation"))),
-        tests("losses", 30, 40, "[gpu", f"{ops}/cross_entropy", f"{ops}/test_embedding.py", f"{ops}/test_dropout.py"),
+        tests("fused", 200, 90, "[cuda", f"{fused}/test_cuda.py"),
+        tests("fused_calls", 120, 90, "[cuda", f"{fused}/test_cuda_calls.py"),
+        tests("matmul", 50, 60, "[gpu or tuned_tile", f"{ops}/test_matmul.py", f"{ops}/test_tuned.py"),
+        tests("attention", 50, 60, "[gpu", f"{ops}/attention"),
+        tests("rows", 50, 60, "[gpu", *rows),
+        tests("losses", 30, 40, "[gpu", f"{ops}/cross_entropy"),
         tests("memory", 30, 30, "cuda", "tests/kernels/symmetric/test_cuda_memory.py"),
-        tests("layouts", 50, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py"),
+        tests("block", 30, 30, "[cuda", f"{fused}/test_block.py", needs=engine),
+        tests("layouts", 110, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=engine),
         Case("pulls", "b", 40, 45, f"{_CASES}.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
-        Case(
-            "pulls/late_processes", "b", 30, 60, f"{_CASES}.protocol:pulls", {"ranks": 2, "calls": 1000, "late": True}
-        ),
+        Case("pulls/late_processes", "b", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]
 
 
 def _matmul(out: Path) -> list[Case]:
     tuned = [
         Case(
-            f"tiles/{model}",
+            f"tiles/{model}/{tokens}",
             "c",
             worth,
-            120,
+            70,
             f"{_CASES}.tiles:tune",
-            {"model": model, "tokens": [4096, 8192], "copy": str(out)},
+            {"model": model, "tokens": [tokens], "copy": str(out)},
         )
-        for model, worth in zip(_MODELS, (90, 60), strict=True)
+        for model, tokens, worth in (
+            ("llama3_8b", 4096, 110),
+            ("llama3_8b", 8192, 80),
+            ("llama3_70b", 4096, 45),
+            ("llama3_70b", 8192, 40),
+        )
     ]
     against = [
         _operators_case(
@@ -126,7 +149,7 @@ def _fused() -> list[Case]:
             f"fused/{model}/ranks_{ranks}/tokens_{tokens}",
             "e",
             worth * (2 if ranks == 4 else 1),
-            30,
+            45,
             overlap,
             {"model": model, "tokens": [tokens], "ranks": ranks},
         )
@@ -135,9 +158,19 @@ def _fused() -> list[Case]:
         for tokens in (4096, 16384, 512)
     ]
     sizes = {"model": "llama3_8b", "tokens": 4096, "ranks": 4}
+    # Tiles of 8 warps and of 4; K of a rank's out and down projections, and twice that.
+    bars = {
+        "depths": [512, 1792, 3584],
+        "tokens": 4096,
+        "hidden": 4096,
+        "tiles": [[128, 256, 64, 4, 8, 3], [128, 128, 64, 8, 4, 3]],
+    }
     return [
         *measured,
         Case("host/fused", "e", 40, 20, f"{fused}:host", sizes),
+        Case("host/alone", "e", 15, 25, f"{fused}:host_alone"),
+        Case("own_bars", "e", 25, 40, f"{fused}:own_bars", {**bars, "ranks": 4}),
+        Case("what_copies", "e", 25, 20, f"{fused}:what_copies", sizes),
         Case("publish", "e", 20, 15, f"{fused}:publish", {"tokens": [512, 2048, 8192], "hidden": 4096}),
     ]
 
@@ -160,14 +193,16 @@ def _operators() -> list[Case]:
 
 def _training() -> list[Case]:
     def training(name: str, phase: str, worth: float, seconds: float, **arguments: Any) -> Case:
-        function = f"{_CASES}.training:{name}"
-        return Case(f"train/{name}", phase, worth, seconds, function, {"preset": "llama_1b", **arguments}, _TRAINING)
+        function, exact = f"{_CASES}.training:{name}", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        environment = exact if name == "exact_price" else {}
+        more = {"preset": "llama_1b", **arguments}
+        return Case(f"train/{name}", phase, worth, seconds, function, more, _TRAINING, environment)
 
     return [
-        training("own_step", "g", 100, 90, steps=8),
-        training("against_torch", "g", 80, 150, steps=8),
+        training("own_step", "g", 200, 90, steps=8),
+        training("against_torch", "g", 250, 180, steps=8),
         training("exact_price", "h", 20, 60, steps=4, layers=4),
-        training("zero_stages", "h", 20, 120, ranks=2, steps=4, layers=4),
+        training("zero_stages", "h", 25, 120, ranks=2, steps=3, layers=1),
     ]
 
 

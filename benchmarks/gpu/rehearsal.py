@@ -75,11 +75,15 @@ def small_cases(out: Path) -> list[Case]:
 
     sizes: dict[str, object] = {"seqs": [24], "rounds": 1, "rivals": ["torch"], "models": ["rehearsed"]}
     sizes["direction"] = ["forward"]
+    bars: dict[str, object] = {"depths": [16], "tokens": 6, "hidden": 24, "ranks": 2, "rounds": 1}
+    bars["tiles"] = [[16, 16, 16, 2, 4, 1]]
     return [
         case("compile_for_sm_90", "operators:compile_for", False, ops=["adamw"]),
         case("operators", "operators:measure", True, ops=["rope"], **sizes),
         case("tiles", "tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1),
         case("publish", "fused:publish", True, tokens=[3], hidden=8, rounds=1),
+        case("compile_ahead", "ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
+        case("own_bars", "fused:own_bars", True, **bars),
         case("pulls", "protocol:pulls", True, ranks=2, calls=1, late=False),
         case("launches", "planner:launches", True, calls=1),
         case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),

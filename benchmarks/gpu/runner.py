@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,6 +25,8 @@ from benchmarks.harness.revision import ROOT
 
 _LAST_LINES = 15
 _LINE_CHARACTERS = 300
+# How faulthandler begins what it prints, and each thread's part of it.
+_OVER_TIME, _FIRST_OF_THREAD = "Timeout (", "(most recent call first):"
 # A process whose device hangs may not die of SIGKILL; it is left behind.
 _LONGEST_DYING_SECONDS = 20.0
 # Where a hanging case is printed this long before it is ended.
@@ -53,6 +55,18 @@ class Outcome:
     last_lines: tuple[str, ...]
 
 
+@contextlib.contextmanager
+def beside(case: Case, rows: Path, log: Path) -> Iterator[None]:
+    """Run a case beside others, until it has ended or the block does; how it ends is of no interest."""
+    with tempfile.TemporaryFile() as output:
+        process = _start(case, rows, output, case.limit)
+        try:
+            yield
+        finally:
+            _end(process)
+            _keep(output, log, case.name)
+
+
 def run(case: Case, rows: Path, log: Path, seconds_left: float) -> Outcome:
     """Run a case, for at most its limit and the seconds that are left.
 
@@ -66,23 +80,9 @@ def run(case: Case, rows: Path, log: Path, seconds_left: float) -> Outcome:
         KeyboardInterrupt: Ctrl-C; the case has been ended.
     """
     limit = min(case.limit, seconds_left)
-    request = {
-        "function": case.function,
-        "arguments": dict(case.arguments),
-        "rows": str(rows.absolute()),
-        "hang_seconds": max(limit - _TRACE_SECONDS, limit / 2),
-    }
     begin = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.case", json.dumps(request)],
-            cwd=ROOT,
-            env=environment(case),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = _start(case, rows, output, limit)
         try:
             code = process.wait(limit)
             how = {PASSED: "passed", WRONG: "wrong"}.get(code, "crashed")
@@ -94,15 +94,33 @@ def run(case: Case, rows: Path, log: Path, seconds_left: float) -> Outcome:
             lines = _keep(output, log, case.name)
     if code is not None and code < 0:
         lines.append(f"ended by {signal.Signals(-code).name}")
-    if how == "hung":
-        lines.append(f"ended at its limit of {limit:.0f} s")
-    return Outcome(how, seconds, tuple(lines[-_LAST_LINES:]))
+    if how in ("hung", "cut"):
+        lines.append(f"ended at its limit of {limit:.0f} s" if how == "hung" else "the time was over")
+    return Outcome(how, seconds, tuple(lines))
 
 
 def environment(case: Case) -> dict[str, str]:
     """Return the variables of a case: both packages are found, whether or not they are installed."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths), **case.environment}
+
+
+def _start(case: Case, rows: Path, output: IO[bytes], limit: float) -> subprocess.Popen[bytes]:
+    request = {
+        "function": case.function,
+        "arguments": dict(case.arguments),
+        "rows": str(rows.absolute()),
+        "hang_seconds": max(limit - _TRACE_SECONDS, limit / 2),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.case", json.dumps(request)],
+        cwd=ROOT,
+        env=environment(case),
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -116,10 +134,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _keep(output: IO[bytes], log: Path, name: str) -> list[str]:
-    """Append the output to the log; return its last lines."""
+    """Append the output to the log; return its last lines, or where the main thread was when its time was over."""
     output.seek(0)
     text = output.read().decode(errors="replace")
     with log.open("a") as file:
         file.write(f"==== {name}\n{text}\n")
     lines = [line.rstrip()[:_LINE_CHARACTERS] for line in text.splitlines() if line.strip()]
+    # The innermost call comes first, and the main thread last.
+    threads = [place for place, line in enumerate(lines) if line.endswith(_FIRST_OF_THREAD)]
+    if threads and any(line.startswith(_OVER_TIME) for line in lines):
+        return lines[threads[-1] : threads[-1] + _LAST_LINES]
     return lines[-_LAST_LINES:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,17 @@ def settle(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def on_device(recorded: Any) -> list[Any]:
+    """Return the events of a profile that took the device's time."""
+    return [event for event in recorded.events() or [] if str(event.device_type).endswith("CUDA")]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -7,18 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.fused import scatter_kernel
 from tpkernels.fused.gather_kernel import launch_publish
+from tpkernels.ops.matmul.configs import MatmulConfig
 
-from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, write
+from benchmarks import host_time
+from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, on_device, write
 from benchmarks.harness.shapes import MODELS, REHEARSED, Model
+from benchmarks.harness.timing import Spread, interleave
 from benchmarks.overlap.cases import GATHER, SCATTER, Operands
 from benchmarks.overlap.gpu import arenas_for, measure_on_gpu
-from benchmarks.overlap.ranks import VirtualRanks, load, prepare_environment
-from benchmarks.overlap.ways import Fused, Way
+from benchmarks.overlap.ranks import Clock, RanksClock, VirtualRanks, load, matmul_on, prepare_environment
+from benchmarks.overlap.ways import Fused, Own, Reference, Way
 
 _MODELS = {model.name: model for model in (*MODELS, REHEARSED)}
 
@@ -86,6 +92,108 @@ def publish(rows: Path, tokens: Sequence[int], hidden: int, rounds: int = 20) ->
     return wrong
 
 
+def own_bars(
+    rows: Path,
+    depths: Sequence[int],
+    tokens: int,
+    hidden: int,
+    ranks: int,
+    tiles: Sequence[Sequence[Any]],
+    rounds: int = 10,
+) -> None:
+    """Time the scattering matmul without any wait, with forced tiles, beside plain matmuls of the same shape.
+
+    What it takes longer is the price of its stores into slots and of the fence behind each tile.
+
+    Args:
+        rows: where the rows go.
+        depths: what is summed over, K.
+        tokens, hidden: rows and columns of the products.
+        ranks: co-located ranks.
+        tiles: block_m, block_n, block_k, group_m, num_warps, num_stages of each.
+        rounds: samples of each way.
+    """
+    prepare_environment()
+    virtual = _ranks(ranks)
+    clock: Clock = RanksClock(virtual) if virtual.streams else _HostTime()
+    for depth in depths:
+        dtype = torch.bfloat16 if virtual.streams else torch.float16
+        o = Operands(Model(f"depth_{depth}", hidden, 1, 1, 128, depth, 128), tokens, virtual, dtype)
+        o.fill(integers=False)
+        arenas = arenas_for(o)
+        own = Own(virtual, arenas)
+        plain = {
+            "torch": Way(virtual, torch.mm),
+            "kernel": Way(virtual, functools.partial(matmul_on, virtual.processors)),
+        }
+        calls: dict[str, Callable[[], object]] = {
+            name: functools.partial(way.scatter, o.h, o.v_t, SCATTER) for name, way in plain.items()
+        }
+        for numbers in tiles:
+            calls["x".join(map(str, numbers))] = functools.partial(_with_tile, MatmulConfig(*numbers), own, o)
+        for call in calls.values():
+            load(call, virtual)
+        timers = {name: functools.partial(_seconds, clock, call, (depth, name)) for name, call in calls.items()}
+        samples = interleave(timers, rounds=rounds, warmup=1)
+        for arena in arenas:
+            arena.check()
+        times = {f"tile_{name}_us": 1e6 * Spread.of(seconds).median for name, seconds in samples.items()}
+        write(rows, f"own_bars/depth_{depth}", {"tokens": tokens, "hidden": hidden, "virtual_ranks": ranks, **times})
+
+
+def _seconds(clock: Clock, call: Callable[[], object], name: object) -> float:
+    return clock.timed(call, name)[0]
+
+
+def _with_tile(config: MatmulConfig, own: Own, o: Operands) -> object:
+    """Scatter with a tile that no size chooses."""
+    with patch.object(scatter_kernel, "exchange_config", lambda *_, **__: config):
+        return own.scatter(o.h, o.v_t, SCATTER)
+
+
+class _HostTime:
+    """The clock of a rehearsal: calls wait for their own work."""
+
+    def timed(self, call: Callable[[], Any], name: object = None) -> tuple[float, Any]:
+        """Return the seconds of a call, and what it returned."""
+        begin = time.perf_counter()
+        result = call()
+        return time.perf_counter() - begin, result
+
+
+def what_copies(rows: Path, model: str, tokens: int, ranks: int) -> None:
+    """Record one pulled gather, and write every kernel and copy in it: are copies made by engines or by kernels?"""
+    prepare_environment()
+    virtual = _ranks(ranks)
+    o = Operands(_MODELS[model], tokens, virtual)
+    o.fill(integers=True)
+    arenas = arenas_for(o)
+    fused = Fused(virtual, arenas, push=False)
+
+    def gather() -> object:
+        return fused.gather(o.x, o.w_t, GATHER, True)
+
+    load(gather, virtual)
+    gather()
+    virtual.settle()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        gather()
+        virtual.settle()
+    for arena in arenas:
+        arena.check()
+    times: dict[str, list[float]] = {}
+    for event in on_device(recorded):
+        times.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
+    for place, (name, spans) in enumerate(sorted(times.items())):
+        fields = {"what": name[:120], "number": len(spans), "total_us": sum(spans), "virtual_ranks": ranks}
+        write(rows, f"what_copies/{place}", fields)
+
+
+def host_alone(rows: Path) -> int:
+    """Measure the host's time, launches and copies of every fused call, as `benchmarks.run host` does."""
+    return host_time.main(host_time.Options(out=rows))
+
+
 def pulls(rows: Path, ranks: int, calls: int, seconds: float) -> int:
     """Pull shards over and over into poisoned memory, a flag behind each row of tiles; return 1 if a bit is wrong.
 
@@ -99,7 +207,7 @@ def pulls(rows: Path, ranks: int, calls: int, seconds: float) -> int:
     for arena in arenas:
         arena.split_bytes = 1
     fused = Fused(virtual, arenas, push=False)
-    right = Way(virtual, torch.mm).gather(o.x, o.w_t, GATHER, False)[0]
+    right = Reference(virtual, exchanges=False).gather(o.x, o.w_t, GATHER, False)[0]
     wrong = [torch.zeros((), dtype=torch.int64, device=virtual.device) for _ in range(ranks)]
 
     def poison(rank: int) -> None:
