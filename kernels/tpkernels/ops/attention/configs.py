@@ -66,10 +66,6 @@ KEY_GRADIENT: _Table = {
     (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
     (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
-# For programs with several query heads of a group, one after another, with as many keys per block as above.
-KEY_GRADIENT_OF_SEVERAL: _Table = KEY_GRADIENT | {
-    (64, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
-}
 
 
 def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
@@ -81,6 +77,15 @@ def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Ta
         drops = True
     of_targets = table.get((max(32, half), item_bytes, drops)) or table[64, item_bytes, drops]
     return of_targets[_place(target)].options
+
+
+def takes_several_heads(half: int, item_bytes: int, drops: bool, target: Target) -> bool:
+    """Return whether a program of dk and dv may loop over several query heads of a group with KEY_GRADIENT's blocks.
+
+    On sm_90 that needs more registers than there are with the usual heads: it would spill, or take 16 queries per tile
+    without loading ahead. There each head has a program of its own, which costs float32 copies of dk and dv per head.
+    """
+    return not ((max(32, half), item_bytes, drops) == (64, 2, False) and _place(target) == 1)
 
 
 def _place(target: Target) -> int:

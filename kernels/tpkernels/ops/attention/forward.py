@@ -1,7 +1,8 @@
 """Attention forward in Triton: a program has a block of queries of one head and loops over the keys that they see.
 
 Keys that all of the block's queries see are looped over separately from keys that only some see, so that most tiles
-need no mask. Scores are s = q k.T * scale * log2(e), so that exp2 is the exponential.
+need no mask. Scores are s = q k.T * scale * log2(e), so that exp2 is the exponential. Rotary embedding rotates queries
+when they are loaded, and keys before: many programs read them.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
 """
@@ -25,6 +26,7 @@ from tpkernels.ops.attention.problem import (
     num_blocks,
     sizes,
 )
+from tpkernels.ops.attention.rotation import rotated
 from tpkernels.ops.attention.tiles import document_of, kept, key_range, load_halves, visible
 
 
@@ -37,8 +39,6 @@ def _attend(
     q_high: tl.tensor,
     p_k: tl.tensor,
     p_v: tl.tensor,
-    p_cos: tl.tensor,
-    p_sin: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     o_query: tl.tensor,
@@ -70,16 +70,17 @@ def _attend(
     for i_key in tl.range(begin, end, BLOCK_KEYS):
         o_key = i_key + tl.arange(0, BLOCK_KEYS)
         m_key = o_key < key_length
-        k_low, k_high = load_halves(p_k, o_key, m_key, stride_k, p_cos, p_sin, o_key, HEAD, HALF, INTERLEAVED)
+        k_low, k_high = load_halves(p_k, o_key, m_key, stride_k, None, None, o_key, HEAD, HALF, INTERLEAVED)
         b_s = dot(q_low, tl.trans(k_low), tl.zeros([q_low.shape[0], BLOCK_KEYS], tl.float32))
-        b_s = dot(q_high, tl.trans(k_high), b_s) * scale
+        b_s = dot(q_high, tl.trans(k_high), b_s)
         if MASKED:
             m_see = visible(o_query[:, None], o_key[None, :], query_length, key_length, window, CAUSAL, WINDOWED)
             b_s = tl.where(m_see, b_s, float("-inf"))
-        largest = tl.maximum(b_max, tl.max(b_s, axis=1))
+        # Scaled after the maximum, scores need one multiply-add each.
+        largest = tl.maximum(b_max, tl.max(b_s, axis=1) * scale)
         # In a row that has seen no key yet, -inf - -inf would be NaN: shift by 0 instead.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        b_p = tl.exp2(b_s - shift[:, None])
+        b_p = tl.exp2(b_s * scale - shift[:, None])
         shrink = tl.exp2(b_max - shift)
         b_sum = b_sum * shrink + tl.sum(b_p, axis=1)
         b_max = largest
@@ -142,7 +143,8 @@ def _attention_kernel(
 ) -> None:
     """Compute y and lse of one block of queries of one head per program.
 
-    y is [B, num_queries, num_heads, HEAD], and lse is [B, num_heads, num_queries].
+    y is [B, num_queries, num_heads, HEAD], and lse is [B, num_heads, num_queries]. With tables, queries are rotated
+    here; keys are rotated already.
     """
     # The last blocks of a causal document have the most work, so they start first.
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -186,8 +188,6 @@ def _attention_kernel(
             q_high,
             p_k,
             p_v,
-            p_cos,
-            p_sin,
             part_begin,
             part_end,
             o_query,
@@ -225,6 +225,9 @@ def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E] without gaps in the last dims."""
+    if tables.cos is not None:
+        # Once per token, and not once per block of queries that sees it.
+        k = rotated(k, tables, Sides(*reversed(sides)), q.shape[1], options, is_key=True)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     meta = constants(q, k, options)

@@ -1,4 +1,4 @@
-"""Attention: causal or full, grouped query heads, packed documents, a sliding window, rotary embedding on load.
+"""Attention: causal or full, grouped query heads, packed documents, a sliding window, rotary embedding.
 
     s[b, h, i, j] = scale * rope(q[b, i, h]) . rope(k[b, j, g])      g = h // (H/G): no repeated k, v anywhere
     p = softmax over the keys j that i sees;   y[b, i, h] = sum over j of drop(p)[b, h, i, j] * v[b, j, g]
@@ -264,7 +264,7 @@ def attention(
         k, v: [B, S', G, E] in q's dtype, G a divisor of H; any strides.
         causal: queries see no later key; the last query is aligned with the last key.
         window: how many keys back a query sees, its own included; None for all.
-        scale: of the scores; default E^(-1/2).
+        scale: of the scores, above 0; default E^(-1/2).
         query_starts: for documents packed into one sequence (B = 1): int32 or int64 [documents + 1], on q's device,
             0 first, S last; documents do not see each other.
         key_starts: the same for the keys, S' last; default query_starts.
@@ -300,7 +300,7 @@ def attention(
             f"{_num_starts(query_starts)} and {_num_starts(key_starts)} entries: pass both, of as many documents"
         )
     refuse_tangents("attention", q, k, v)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = _scale(scale, q.shape[3])
     is_plain = causal and window is None and query_starts is None and q.shape[1] == k.shape[1]
     if q.device.type == "cpu" and not INTERPRETED and is_plain and scale == q.shape[3] ** -0.5:
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout).transpose(1, 2)
@@ -377,7 +377,7 @@ def attention_qkv(
     _check_tables(cos, sin, q, seq, starts)
     refuse_tangents("attention_qkv", qkv)
     rate, numbers = _dropout_numbers(dropout, num_heads)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = _scale(scale, q.shape[3])
     is_plain = causal and window is None and starts is None and scale == q.shape[3] ** -0.5
     if qkv.device.type == "cpu" and not INTERPRETED and is_plain and num_tokens:
         if cos is not None and sin is not None:
@@ -419,6 +419,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_window(window: int | None) -> None:
     if window is not None and window < 1:
         raise ValueError(f"a window must hold a query's own key: got {window}: use 1 or more, or None for all keys")
+
+
+def _scale(scale: float | None, head_size: int) -> float:
+    if scale is None:
+        return float(head_size**-0.5)
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"a scale of scores must be above 0 and finite: got {scale}: negate q for the opposite order")
+    return scale
 
 
 def _check_starts(what: str, starts: Tensor | None, length: int, q: Tensor) -> None:
