@@ -168,6 +168,7 @@ def _fused() -> list[Case]:
     return [
         *measured,
         Case("host/fused", "e", 40, 20, f"{fused}:host", sizes),
+        Case("host/graph", "e", 15, 20, f"{fused}:host", {**sizes, "graph": True}),
         Case("host/alone", "e", 15, 25, f"{fused}:host_alone"),
         Case("own_bars", "e", 25, 40, f"{fused}:own_bars", {**bars, "ranks": 4}),
         Case("what_copies", "e", 25, 20, f"{fused}:what_copies", sizes),

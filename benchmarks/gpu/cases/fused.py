@@ -35,11 +35,17 @@ def overlap(rows: Path, model: str, tokens: Sequence[int], ranks: int, rounds: i
     return measure_on_gpu([model], tokens, ranks, rounds, rows)
 
 
-def host(rows: Path, model: str, tokens: int, ranks: int, calls: int = 50) -> None:
+def host(rows: Path, model: str, tokens: int, ranks: int, calls: int = 50, graph: bool = False) -> None:
     """Measure the host's time per fused call of one rank.
 
-    All ranks' calls are launched one after the other, and a queue that is full would stop the host. So a few calls are
-    timed at a time, and the GPU is awaited in between.
+    All ranks' calls are launched one after the other, and a queue that is full would stop the host. So one call of
+    every rank is timed at a time, and the GPU is awaited in between.
+
+    Args:
+        rows: where the rows go.
+        model, tokens, ranks: sizes, and the number of co-located ranks.
+        calls: samples.
+        graph: replay a CUDA graph of the ranks' calls instead.
     """
     prepare_environment()
     virtual = _ranks(ranks)
@@ -56,11 +62,27 @@ def host(rows: Path, model: str, tokens: int, ranks: int, calls: int = 50) -> No
         load(call, virtual)
         # The first call makes its decision.
         host_seconds(call, virtual.device, 1)
-        found = sorted(host_seconds(call, virtual.device, 1) / ranks for _ in range(calls))
+        timed = _captured(call, virtual) if graph else call
+        median = Spread.of([host_seconds(timed, virtual.device, 1) / ranks for _ in range(calls)]).median
         fields: dict[str, Any] = {"model": model, "tokens": tokens, "virtual_ranks": ranks}
-        write(rows, f"host/fused/{name}/tokens_{tokens}", fields | {"host_us": 1e6 * found[len(found) // 2]})
+        kind = "fused_graph" if graph else "fused"
+        write(rows, f"host/{kind}/{name}/tokens_{tokens}", fields | {"host_us": 1e6 * median})
         for arena in arenas:
             arena.check()
+
+
+def _captured(call: Callable[[], object], virtual: VirtualRanks) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of a call that all ranks have made before."""
+    virtual.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        for stream in virtual.streams:
+            stream.wait_stream(main)
+        call()
+        for stream in virtual.streams:
+            main.wait_stream(stream)
+    return graph.replay
 
 
 def publish(rows: Path, tokens: Sequence[int], hidden: int, rounds: int = 20) -> int:

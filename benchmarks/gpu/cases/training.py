@@ -47,6 +47,11 @@ class OwnStep:
         self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
         self.host_seconds, self.loss, self.first_loss = 0.0, math.nan, math.nan
 
+    @property
+    def num_actions(self) -> int:
+        """Number of actions of a step of this rank's plan."""
+        return len(self._trainer.plan.actions[self._trainer.mesh.at.pp])
+
     def seconds(self) -> float:
         """Run a step; it ends with a wait for the device."""
         begin = time.perf_counter()
@@ -127,7 +132,8 @@ def own_step(rows: Path, preset: str, steps: int, layers: int | None = None) -> 
         seconds.append(own.seconds())
         host.append(own.host_seconds)
     step = Spread.of(seconds)
-    fields = _of_step(config, step, device) | {"host_us": 1e6 * Spread.of(host).median}
+    host_us = 1e6 * Spread.of(host).median
+    fields = _of_step(config, step, device) | {"host_us": host_us, "host_per_action_us": host_us / own.num_actions}
     if device.type == "cuda":
         fields["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     write(rows, f"train/{preset}", fields, check)

@@ -21,6 +21,7 @@ from support.ranks.progress import run_program
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.bars import verdicts
+from benchmarks.gpu.cases.clock import covered
 from benchmarks.gpu.declared import PHASES, Case, chosen
 from benchmarks.gpu.plan import cases_for
 from benchmarks.gpu.rehearsal import differences, small_cases
@@ -241,6 +242,11 @@ def test_cases_are_what_they_call(tmp_path: Path) -> None:
         assert {arguments.get("model", REHEARSED.name), *arguments.get("models", ())} <= models
         assert all((ROOT / path).exists() for path in arguments.get("paths", ())), one
         assert arguments.get("preset", "tiny") in PRESETS
+
+
+def test_a_device_is_busy_while_any_kernel_runs() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
 
 
 def test_tests_are_a_case(tmp_path: Path) -> None:
