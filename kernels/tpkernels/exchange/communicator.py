@@ -34,7 +34,7 @@ from tpkernels.exchange.background import (
     reduce_scatter_through,
 )
 from tpkernels.exchange.device_arena import DeviceArena, model_of
-from tpkernels.exchange.pending import Collective, Done, Parts, Work
+from tpkernels.exchange.pending import Collective, Done, Messages, Parts, Work
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -358,7 +358,9 @@ class Communicator:
             own: [n], contiguous, of one size and dtype on all ranks; it may be this rank's part of `full` itself.
             full: [R*n], contiguous.
 
-        Over an arena a thread of this communicator does it, after what it began before.
+        Over an arena a thread of this communicator does it, after what it began before. Over gloo ranks send each other
+        their parts: gloo's own gather needs memory of one more `full`, and copies it. Whether messages have come is not
+        known before `wait`.
 
         Cost: each rank sends (R - 1) times the bytes of `own`.
         """
@@ -369,6 +371,8 @@ class Communicator:
         if self.is_gloo and full.is_cuda:
             host = torch.empty(full.shape, dtype=full.dtype)
             return Collective(_all_gather_single(host, own.cpu(), group=self.group, async_op=True), (host, full))
+        if self.is_gloo:
+            return self._start_exchange(own, full.view(self.size, -1))
         return Collective(_all_gather_single(full, own, group=self.group, async_op=True))
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor, *, in_tree: bool = False) -> Work:
@@ -448,14 +452,16 @@ class Communicator:
 
     def _exchange_shards(self, x: Tensor) -> Tensor:
         full = x.new_empty(self.size, *x.shape)
-        full[self.rank].copy_(x)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        pending = [dist.isend(x, group=self.group, group_dst=peer) for peer in others]
-        pending += [dist.irecv(full[peer], group=self.group, group_src=peer) for peer in others]
-        for work in pending:
-            assert work is not None
-            work.wait()
+        self._start_exchange(x, full).wait()
         return full.flatten(0, 1)
+
+    def _start_exchange(self, own: Tensor, full: Tensor) -> Work:
+        """Begin sending `own` to each other rank, and receiving theirs in the rows of `full`; copy it into its row."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        pending = [dist.irecv(full[peer], group=self.group, group_src=peer) for peer in others]
+        pending += [dist.isend(own, group=self.group, group_dst=peer) for peer in others]
+        self._copied_to(full[self.rank], own)
+        return Messages(pending, own)
 
     def _exchange_and_add(self, x: Tensor) -> Tensor:
         parts = torch.empty_like(x)

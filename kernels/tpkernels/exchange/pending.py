@@ -100,6 +100,31 @@ class Parts:
         return None
 
 
+class Messages:
+    """Messages to and from other ranks over gloo.
+
+    Args:
+        works: torch's.
+        sent: what is read until they have gone.
+    """
+
+    def __init__(self, works: Sequence[Any], sent: Tensor) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        """See Work."""
+        for work in self._works:
+            work.wait()
+
+    def is_complete(self) -> bool:
+        """See Work; gloo does not tell before `wait`."""
+        return all(work.is_completed() for work in self._works)
+
+    def ended_ns(self) -> None:
+        """See Work."""
+        return None
+
+
 class Submitted:
     """An exchange that a communicator's thread makes; the future's result is the time it ended, as perf_counter_ns."""
 
