@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.symmetric.memory import ALIGNMENT_BYTES, HostMemory, check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
-from tpkernels.symmetric.signals import PeerError, Signals, control_bytes, words_over, wrapped
+from tpkernels.symmetric.signals import SPIN_SECONDS, PeerError, Signals, control_bytes, words_over, wrapped
 
 NUM_GENERATIONS = 2
 # How long to wait for all shards to come at once. Splitting a matmul costs about as much, to copy its parts into place.
@@ -232,6 +232,8 @@ class Arena:
         dtype: torch.dtype,
         partial: Callable[[slice, Tensor | None], Tensor],
         operation: str,
+        *,
+        into: Tensor | None = None,
     ) -> Tensor:
         """Sum every rank's partial rows at their owners.
 
@@ -242,9 +244,10 @@ class Arena:
             partial: (rows, out) -> this rank's partial result for these rows, in `out` if it is given; otherwise in a
                 new tensor, to which the other ranks' results are added in place.
             operation: name of the operation, for messages and to compare calls.
+            into: [rows, columns] of this rank, where the sum goes; `partial` is given its parts as `out`.
 
         Returns:
-            A new tensor, this rank's rows.
+            This rank's rows: `into`, or a new tensor.
 
         Raises:
             As `gather`.
@@ -257,8 +260,8 @@ class Arena:
         slot_bytes = self.generation_bytes // self.world // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         rows_per_piece = self._rows_that_fit(slot_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
-        is_whole = most <= rows_per_piece
-        total = torch.empty(own.stop - own.start, columns, dtype=dtype)
+        is_new = into is None and most <= rows_per_piece
+        total = torch.empty(own.stop - own.start, columns, dtype=dtype) if into is None else into
         for first in range(0, max(most, 1), rows_per_piece):
             call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
             generation = self.begin(call)
@@ -275,7 +278,7 @@ class Arena:
                 piece = total[first : first + rows_per_piece]
                 if len(piece):
                     # Matmuls fill a new tensor faster than a given one (ops/matmul/host.py, product).
-                    piece = partial(rows, None if is_whole else piece)
+                    piece = partial(rows, None if is_new else piece)
                 # Wait for all peers, then add in the tree's order.
                 for peer in self._peers:
                     self.wait(peer, generation, call)
@@ -284,7 +287,7 @@ class Arena:
                     for peer in range(self.world)
                 ]
                 add_to_own(slots, self.rank, piece)
-                if is_whole:
+                if is_new:
                     total = piece
         return total
 
@@ -317,6 +320,15 @@ class Arena:
                 f"{_describe(call)}, rank {self._members[peer]} {_describe(theirs)}: make both the same"
             )
             raise self._ended_by
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Let waits inside sleep at once: a background thread that polls takes the core from what goes on beside it."""
+        self.signals.spin_seconds = 0.0
+        try:
+            yield
+        finally:
+            self.signals.spin_seconds = SPIN_SECONDS
 
     def _all_come_soon(self) -> bool:
         """Return whether all peers publish within the time that splitting a matmul would cost."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.exchange.arena import Arena
+from tpkernels.exchange.arena import Arena, shard_rows
 from tpkernels.exchange.pending import Submitted
 
 
@@ -30,11 +30,11 @@ class Background:
         self._thread: ThreadPoolExecutor | None = None
         self._newest: Submitted | None = None
 
-    def submit(self, exchange: Callable[..., None], *args: Any) -> Submitted:
+    def submit(self, exchange: Callable[..., None], arena: Arena, *args: Any) -> Submitted:
         """Begin an exchange, after those before it."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tpkernels-{self._name}")
-        self._newest = Submitted(self._thread.submit(_timed, exchange, *args))
+        self._newest = Submitted(self._thread.submit(_timed, exchange, arena, *args))
         return self._newest
 
     def settle(self) -> None:
@@ -50,9 +50,10 @@ class Background:
 def all_reduce_through(arena: Arena, x: Tensor) -> None:
     """Sum in place: a reduce-scatter, in which each rank adds its share of the elements, then a gather."""
     flat = x.reshape(-1, 1)
-    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: copied(flat[rows], out), "all_reduce")
-    for rows, shard in arena.gather(total, len(flat), "all_reduce"):
-        flat[rows].copy_(shard)
+    own = flat[shard_rows(len(flat), arena.world, arena.rank)]
+    arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, out: copied(flat[rows], out), "all_reduce", into=own)
+    for rows, shard in arena.gather(own, len(flat), "all_reduce"):
+        copied(shard, flat[rows])
     if not x.is_contiguous():
         x.copy_(flat.view(x.shape))
 
@@ -62,23 +63,27 @@ def gather_through(arena: Arena, own: Tensor, full: Tensor) -> None:
     """Write full[R*n] = all_gather(own[n])."""
     flat = full.view(-1, 1)
     for rows, shard in arena.gather(own.view(-1, 1), len(full), "all_gather"):
-        flat[rows].copy_(shard)
+        copied(shard, flat[rows])
 
 
 @torch.no_grad()
 def reduce_scatter_through(arena: Arena, x: Tensor, out: Tensor) -> None:
     """Write out[n] = this rank's part of the sum over ranks of x[R*n]."""
     flat = x.view(-1, 1)
-    total = arena.reduce_scatter(len(flat), 1, x.dtype, lambda rows, part: copied(flat[rows], part), "reduce_scatter")
-    out.copy_(total.view(-1))
+    arena.reduce_scatter(
+        len(flat), 1, x.dtype, lambda rows, part: copied(flat[rows], part), "reduce_scatter", into=out.view(-1, 1)
+    )
 
 
 def copied(x: Tensor, out: Tensor | None) -> Tensor:
-    """Return a copy of x, in `out` where one is given."""
-    return x.clone() if out is None else out.copy_(x)
+    """Return a copy of x, in `out` where one is given, which may be x itself."""
+    if out is None:
+        return x.clone()
+    return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
 
 
-def _timed(exchange: Callable[..., None], *args: Any) -> int:
+def _timed(exchange: Callable[..., None], arena: Arena, *args: Any) -> int:
     """Make an exchange; return the time at which it ended, in ns."""
-    exchange(*args)
+    with arena.patiently():
+        exchange(arena, *args)
     return time.perf_counter_ns()

@@ -118,6 +118,7 @@ class SlicedReplicas:
             while self.is_late:
                 self._reduce_late()
             self._passes.begin(Pass.FINISH)
+            self._gathers.free_kept()
         names = list(self._names.values())
         used = torch.tensor([name in self._used for name in names], dtype=torch.uint8, device=device_of(self._model))
         used = self.comm.all_reduce_max_(used)
@@ -156,6 +157,7 @@ class SlicedReplicas:
         """See DataParallel."""
         self._is_stale = True
         self.refresh()
+        self._gathers.free_kept()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -164,6 +166,7 @@ class SlicedReplicas:
             yield
             return
         self.refresh()
+        self._gathers.free_kept()
         indices = list(self.weights.flat) if self._sliced else []
         for index in indices:
             self.weights.gather(index)
@@ -193,6 +196,7 @@ class SlicedReplicas:
     def remove(self) -> None:
         """See DataParallel."""
         self.refresh()
+        self._gathers.free_kept()
         if self._sliced:
             for index in self.weights.flat:
                 self.weights.gather(index)
@@ -354,7 +358,7 @@ class SlicedReplicas:
             )
         if self.zero == 1:
             self._clear_old()
-        self.gradients.view(name).add_(grad)
+        self.gradients.add(name, grad)
         parameter.grad = None
         self._used.add(name)
 

@@ -34,6 +34,9 @@ class UnitGradients(SlicedBuckets):
     def __init__(
         self, layouts: Mapping[int, BucketLayout], held: Mapping[str, Parameter], comm: Communicator, *, each: bool
     ) -> None:
+        self._layouts = layouts
+        # Gradients that nothing has been added to: their place holds anything.
+        self._empty: dict[int, set[str]] = {index: set(layout.names) for index, layout in layouts.items()}
         names = [name for layout in layouts.values() for name in layout.names]
         super().__init__(
             layouts,
@@ -49,10 +52,23 @@ class UnitGradients(SlicedBuckets):
         """See GradientBuckets; a buffer gets its memory with its first gradient."""
         GradientBuckets.arm(self, order, on_start)
 
-    def view(self, name: str) -> Tensor:
-        """Return where a gradient is to be added."""
-        self._open(self.place(name)[1])
-        return self.gradients[name]
+    def zero(self) -> None:
+        """See GradientBuckets; a whole gradient is written when the first term comes."""
+        if self._each:
+            super().zero()
+            return
+        for index, layout in self._layouts.items():
+            self._empty[index] = set(layout.names)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a term to a gradient."""
+        view, index = self.place(name)
+        self._open(index)
+        if name in self._empty[index]:
+            self._empty[index].remove(name)
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
 
     def is_started(self, index: int) -> bool:
         """Return whether it is too late in this pass to add to a bucket."""
@@ -75,12 +91,17 @@ class UnitGradients(SlicedBuckets):
         for earlier in [i for i, work in self._pending.items() if work.is_complete()]:
             self.wait(earlier)
         self._open(index)
+        # What nobody wrote is zero: gradients of unused parameters, and the padding.
+        for name in self._empty[index]:
+            self.gradients[name].zero_()
+        self.flat[index][self._layouts[index].numel :].zero_()
+        self._empty[index] = set()
         return super().reduce(index)
 
     def _open(self, index: int) -> None:
         if not self.has_memory(index):
             set_memory(self.flat[index], True)
-            self.flat[index].zero_()
+            self._empty[index] = set(self._layouts[index].names)
 
 
 def _wide(parameter: Parameter) -> Tensor:
