@@ -94,8 +94,8 @@ class DataParallel:
         completes them; they are reduced in that order on every rank, each as soon as it and all before it are complete.
         From zero 1 on the order is that of the units. The constructor, `finish`, `gather`, `whole`, `clip_grad_norm_`
         and `remove` are collective, and the first forward after `finish`; at zero 3 every forward and backward.
-    Numerics: sums are taken in the parameters' own dtype, from zero 1 on in float32 or wider, then divided by R; the
-        same on every run where the transport adds in a fixed order.
+    Numerics: sums are taken in the parameters' own dtype, from zero 1 on in float32 or wider, then divided by R; at
+        zero 0 divided first where R is a power of two. The same on every run where the transport adds in a fixed order.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ def absent_gradients_not_zeroed(replica: Replica) -> None:
     """What the bucket held in the step before is summed once more."""
     parallel: Any = replica.parallel.stage
     move = parallel.move_to_bucket
-    parallel.move_to_bucket = lambda parameter: parameter.grad is not None and move(parameter)
+    parallel.move_to_bucket = lambda parameter, *by: parameter.grad is not None and move(parameter, *by)
 
 
 def unsynchronised_start(replica: Replica) -> None:

@@ -45,7 +45,10 @@ class WholeGradients:
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, bucket_bytes: int) -> None:
-        self._num_replicas = communicator.size
+        # Division by a power of two is exact, so it is done on the way into the bucket, which costs nothing.
+        num_replicas = communicator.size
+        self._divisor = num_replicas if num_replicas & (num_replicas - 1) == 0 else 1
+        self._divisor_of_sums = num_replicas // self._divisor
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         layouts = _layouts(trained, bucket_bytes)
@@ -63,6 +66,8 @@ class WholeGradients:
         self._places = {p: self.buckets.place(name) for name, p in trained.items()}
         self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
+        # Parameters whose gradient has been divided since the last `finish`.
+        self._divided: set[Parameter] = set()
         self._synchronises = True
         self._backward: int | None = None
         # Parameters on several devices have their hooks called from several threads.
@@ -77,13 +82,15 @@ class WholeGradients:
         self.buckets.flush()
         for index, members in enumerate(self._members):
             self.buckets.wait(index)
-            self.buckets.sums[index].div_(self._num_replicas)
+            if self._divisor_of_sums > 1:
+                self.buckets.sums[index].div_(self._divisor_of_sums)
             used = self._used_here.pop(index)
             if not all(used):
                 used = (self.buckets.usage[index] != 0).tolist()
             for parameter, anyone in zip(members, used, strict=True):
                 parameter.grad = self._places[parameter][0] if anyone else None
         self._backward = None
+        self._divided = set()
         self.buckets.arm(range(len(self._members)))
 
     @contextmanager
@@ -113,13 +120,16 @@ class WholeGradients:
                     "gradients were still being summed: call finish() after loss.backward(), and checkpoint "
                     "activations with use_reentrant=False"
                 )
-            self.move_to_bucket(parameter)
-            if self._synchronises:
+            if not self._synchronises:
+                self.move_to_bucket(parameter)
+            else:
+                self.move_to_bucket(parameter, self._divisor)
+                self._divided.add(parameter)
                 self._backward = backward
                 self.buckets.contributed(self._places[parameter][1])
 
-    def move_to_bucket(self, parameter: Parameter) -> bool:
-        """Make `.grad` the parameter's view; return whether there was a gradient. Without one the view is zero."""
+    def move_to_bucket(self, parameter: Parameter, divisor: int = 1) -> bool:
+        """Make `.grad` the parameter's view, divided; return whether there was a gradient. If not, the view is zero."""
         (view, _), grad = self._places[parameter], parameter.grad
         if grad is None:
             view.zero_()
@@ -130,13 +140,18 @@ class WholeGradients:
                     f"buckets hold dense gradients: a parameter of shape {list(parameter.shape)} has one of layout "
                     f"{grad.layout}: build its module with sparse=False"
                 )
-            view.copy_(grad)
+            torch.div(grad, divisor, out=view) if divisor > 1 else view.copy_(grad)
             parameter.grad = view
+        elif divisor > 1:
+            view.div_(divisor)
         return True
 
     def _fill(self, index: int) -> None:
         """Fill a bucket before its sum: what only no_sync saw is already in it, what nobody made is zero."""
-        used = [self.move_to_bucket(parameter) for parameter in self._members[index]]
+        used = [
+            self.move_to_bucket(parameter, 1 if parameter in self._divided else self._divisor)
+            for parameter in self._members[index]
+        ]
         self._used_here[index] = used
         if all(used):
             self.buckets.usage[index].fill_(1)
