@@ -80,7 +80,8 @@ class DataParallel:
         new gradients. The first forward after `finish`, or after an optimizer's step, sees the updated weights. At zero
         2 and 3 each backward is summed by itself, any number of them before `finish`; replicas may run different
         numbers of passes, or none. At zero 3 a weight is whole inside the model's forward and backward, and inside
-        `whole`; elsewhere its elements are NaN.
+        `whole`; elsewhere its elements are NaN. The last two units, and what lies in none, stay whole after a forward,
+        until its backward ends or something else follows.
     BatchNorm: statistics are each replica's own, of its own part of the batch, as are all buffers after construction.
     Activation checkpointing: with use_reentrant=False; the reentrant kind runs a backward inside backward.
     Cost: zero 0: one all-reduce per bucket and step, of its bytes and one element more per parameter. On CUDA the

@@ -239,6 +239,52 @@ def test_bytes_held_are_those_of_the_table(
             assert max(whole) == (2 if zero == 3 else DEPTH)
 
 
+def what_a_forward_keeps() -> tuple[list[int], list[int]]:
+    """Return the gathers of each pass, and how many layers have memory after different ways to end a forward."""
+    comm = world()
+    model, gathers = Narrow(), 0
+    replicas = DataParallel(model, comm, zero=3)
+    assert isinstance(replicas.stage, SlicedReplicas)
+    start = comm.start_all_gather
+
+    def counted(own: Tensor, full: Tensor) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return start(own, full)
+
+    comm.start_all_gather = counted  # type: ignore[method-assign]
+    flat = replicas.stage.weights.flat.values()
+    counts, whole = [], []
+
+    def enter_whole() -> None:
+        with replicas.whole():
+            pass
+
+    for then in (
+        lambda y: y.backward(),
+        lambda y: replicas.finish(),
+        lambda y: replicas.gather(),
+        lambda y: enter_whole(),
+    ):
+        gathers = 0
+        y = model(torch.ones(3, WIDTH)).square().mean()
+        counts.append(gathers)
+        whole.append(sum(map(has_memory, flat)))
+        gathers = 0
+        then(y)
+        counts.append(gathers)
+        whole.append(sum(map(has_memory, flat)))
+    replicas.remove()
+    return counts, whole
+
+
+def test_a_forward_keeps_what_its_backward_needs_first(ranks: RankPool) -> None:
+    """The last two layers are gathered once; whatever follows frees them."""
+    for counts, whole in ranks.run(what_a_forward_keeps, 2):
+        assert counts == [DEPTH, DEPTH - 2, DEPTH, 0, DEPTH, 0, DEPTH, DEPTH]
+        assert whole == [2, 0] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fixed"), [(torch.bfloat16, 6), (torch.float32, 8)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
