@@ -207,8 +207,7 @@ def _arena() -> DeviceArena:
 def _all_gather_matmul() -> None:
     """Launch forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
     arena = _arena()
-    for sent in (False, True):
-        launch_wait(arena, 1, 1, 1, 7, sent=sent)
+    launch_wait(arena, 1, 1, 1, 7)
     launch_meet(arena, 7)
     for dtype in DTYPES:
         for model in MODELS:
@@ -240,8 +239,8 @@ def _matmul_reduce_scatter() -> None:
                     x = _empty(tokens, matrix.shape[0], dtype=dtype)
                     y = _empty(tokens // TP, matrix.shape[1], dtype=dtype)
                     addend = _empty(tokens, matrix.shape[1], dtype=dtype)
-                    for terms, added in (([(x, matrix)], None), (2 * [(x, matrix)], addend)):
-                        launch_matmul_scatter(terms, added, arena, tokens, 0, len(y), y.numel(), 1, 7)
+                    for terms, added, bias in (([(x, matrix)], None, None), (2 * [(x, matrix)], addend, y[0])):
+                        launch_matmul_scatter(y, terms, added, bias, arena, tokens, 0, len(y), y.numel(), 1, 7)
                     for bias in (None, y[0]):
                         launch_sum_slots(y, bias, arena, y.numel(), 1)
 

@@ -164,7 +164,9 @@ class Own(Way):
             num_tokens, columns = len(x), matrix.shape[1]
             most, slot_elements = cdiv(num_tokens, arena.world), arena.slot_bytes // x.element_size()
             generation, call = arena.begin(operation, "scatters", num_tokens, columns, x.dtype, 0)
-            launch_matmul_scatter([(x, matrix)], None, arena, num_tokens, 0, most, slot_elements, generation, call)
+            launch_matmul_scatter(
+                None, [(x, matrix)], None, None, arena, num_tokens, 0, most, slot_elements, generation, call
+            )
             owners = range(arena.world)
             return [slot_of(arena, owner, rank, generation, num_tokens, columns, x.dtype) for owner in owners]
 

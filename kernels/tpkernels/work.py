@@ -384,9 +384,10 @@ def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates)
 
         2 launches + a signal + max(g, g / world + links, g * (world - 1) / world + links / (world - 1)) + summing
 
-    with g the matmul. An owner's rows are sent while the next owner's are computed. This rank's own rows, which are not
-    sent, come last. Then the time is the largest of: the matmul alone; the first owner's rows, then all links; all rows
-    that are sent, then the links of the last. Summing reads a partial result of every rank, and writes the sum.
+    with g the matmul. The second launch stands for the waits before the sum, which is in the same kernel. An owner's
+    rows are sent while the next owner's are computed. This rank's own rows, which are not sent, come last. Then the
+    time is the largest of: the matmul alone; the first owner's rows, then all links; all rows that are sent, then the
+    links of the last. Summing reads a partial result of every rank, and writes the sum.
 
     Args:
         matmul: of all ranks' rows.

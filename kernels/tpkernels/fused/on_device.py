@@ -25,7 +25,7 @@ from tpkernels.exchange.arena import CallMismatch, piece_of, shard_rows
 from tpkernels.exchange.copies import Copy, Fetch
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
 from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
-from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter, launch_sum_slots
+from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter
 from tpkernels.fused.strategy import Decision, rows_that_fit
 from tpkernels.launch import cdiv
 from tpkernels.ops.matmul.kernel import launch_matmul
@@ -197,11 +197,12 @@ def matmul_scatter(
     with _poison_if_left(arena):
         for first, piece in decision.pieces:
             generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
-            # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile.
-            launch_matmul_scatter(terms, addend, arena, num_tokens, first, piece, slot_elements, generation, call)
-            # Wait on the stream until every rank has filled its slot here, then add the slots.
-            launch_wait(arena, arena.rank, arena.world, generation, call, sent=True)
-            launch_sum_slots(y[first : first + piece], bias, arena, slot_elements, generation)
+            # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile. Wait:
+            # programs without tiles do, until every rank has filled its slot here; then they add the slots.
+            mine = y[first : first + piece]
+            launch_matmul_scatter(
+                mine, terms, addend, bias, arena, num_tokens, first, piece, slot_elements, generation, call
+            )
     _raise_where_it_is_known(arena)
     return y
 

@@ -3,9 +3,10 @@
     y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + bias
 
 `matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last. It stores each tile into its slot of
-the owner's block, and raises the flag after the last tile of an owner's rows. One program waits for every rank's flag
-(wait_kernels.wait_kernel), then `sum_slots_kernel` adds the slots in float32, in a balanced tree of ranks (tree.py):
-the same bits on every run. Only one program waits, because many would keep co-located peers' matmuls off the GPU.
+the owner's block, and raises the flag after the last tile of an owner's rows. A program that finds no more tiles waits
+for every rank's flag, then adds its part of the slots in float32, in a balanced tree of ranks (tree.py): the same bits
+on every run. So a call is one launch. Programs that wait occupy no processor that a peer needs: co-located ranks divide
+the processors, and launch no more programs than theirs hold.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tpkernels.symmetric.signals_kernel import (
     is_last_claim,
     notify,
     rank_of,
+    wait,
 )
 
 # The most products that the kernel adds.
@@ -40,9 +42,57 @@ MOST_TERMS = 2
 _SUM_ELEMENTS = 2048
 
 
+@jit
+def _added(
+    p_slots: tl.tensor,
+    o_x: tl.tensor,
+    m_x: tl.tensor,
+    slot_elements: tl.tensor,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of slots FIRST to FIRST + COUNT in the balanced tree of tree.py.
+
+    The left subtree has the largest power of two of slots that is less than COUNT.
+    """
+    if COUNT == 1:
+        return tl.load(p_slots + FIRST * slot_elements + o_x, mask=m_x, other=0.0).to(tl.float32)
+    else:
+        LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
+        left = _added(p_slots, o_x, m_x, slot_elements, FIRST, LEFT)
+        return left + _added(p_slots, o_x, m_x, slot_elements, FIRST + LEFT, COUNT - LEFT)
+
+
+@jit
+def add_slots(
+    p_control: tl.tensor,
+    p_y: tl.tensor,
+    p_bias: tl.tensor,
+    block_offset: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    slot_elements: tl.tensor,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Compute this program's part of y[rows, num_columns] = sum of the slots + bias; every rank has filled its slot."""
+    p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
+    num_elements = tl.cast(num_rows, tl.int64) * num_columns
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
+        o_x = first + tl.arange(0, BLOCK)
+        m_x = o_x < num_elements
+        # [BLOCK]
+        total = _added(p_slots, o_x, m_x, slot_elements, 0, WORLD)
+        if p_bias is not None:
+            total += tl.load(p_bias + o_x % num_columns, mask=m_x, other=0.0).to(tl.float32)
+        tl.store(p_y + o_x, total.to(p_y.dtype.element_ty), mask=m_x)
+
+
 @jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "call"])
 def matmul_scatter_kernel(
     control: tl.int64,
+    p_y: tl.tensor,
+    p_bias: tl.tensor,
     p_addend: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
@@ -76,12 +126,15 @@ def matmul_scatter_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCK_SUM: tl.constexpr,
 ) -> None:
     """Compute rows first to first + piece of every owner's shard, and store them into the owner's block.
 
-    The block begins at block_offset bytes of the owner's memory; this rank's slot in it is slot `rank`.
+    The block begins at block_offset bytes of the owner's memory; this rank's slot in it is slot `rank`. Then wait for
+    every rank, and compute y = the sum of the slots here + bias.
 
     Args:
+        p_y: this rank's rows of the piece, without gaps; None to neither wait nor add.
         a, b, other_a, other_b: the operands of one product or, if TWO_TERMS, of two. Each is a parameter of its own,
             because triton cannot launch descriptors in tuples.
         A_BY_ROWS, B_BY_ROWS, TMA_A, TMA_B: tuples with one value for each product.
@@ -164,29 +217,16 @@ def matmul_scatter_kernel(
                 )
             if count_done(p_control, owner, tiles_per_owner):
                 notify(p_control, owner, arrived_line(rank, 0), epoch, call)
+    if p_y is not None:
+        for i in range(1, WORLD + 1):
+            source = (rank + i) % WORLD
+            wait(p_control, source, arrived_line(source, 0), epoch, call)
+    # Only now, because it also tells the host of a peer that gave up before it raised these flags.
     if is_last_claim(item, num_items):
         end_launch(p_control, epoch, generation)
-
-
-@jit
-def _added(
-    p_slots: tl.tensor,
-    o_x: tl.tensor,
-    m_x: tl.tensor,
-    slot_elements: tl.tensor,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-) -> tl.tensor:
-    """Return the sum of slots FIRST to FIRST + COUNT in the balanced tree of tree.py.
-
-    The left subtree has the largest power of two of slots that is less than COUNT.
-    """
-    if COUNT == 1:
-        return tl.load(p_slots + FIRST * slot_elements + o_x, mask=m_x, other=0.0).to(tl.float32)
-    else:
-        LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
-        left = _added(p_slots, o_x, m_x, slot_elements, FIRST, LEFT)
-        return left + _added(p_slots, o_x, m_x, slot_elements, FIRST + LEFT, COUNT - LEFT)
+    if p_y is not None:
+        own_rows = max(min(min(num_tokens - rank * most, most) - first, piece), 0)
+        add_slots(p_control, p_y, p_bias, block_offset, own_rows, num_columns, slot_elements, WORLD, BLOCK_SUM)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -201,26 +241,15 @@ def sum_slots_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute y[rows, num_columns] = sum of the slots + bias.
-
-    wait_kernel runs before it on the stream, so every rank has filled its slot.
-    """
-    p_control = control_at(control)
-    p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
-    num_elements = tl.cast(num_rows, tl.int64) * num_columns
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
-        o_x = first + tl.arange(0, BLOCK)
-        m_x = o_x < num_elements
-        # [BLOCK]
-        total = _added(p_slots, o_x, m_x, slot_elements, 0, WORLD)
-        if p_bias is not None:
-            total += tl.load(p_bias + o_x % num_columns, mask=m_x, other=0.0).to(tl.float32)
-        tl.store(p_y + o_x, total.to(p_y.dtype.element_ty), mask=m_x)
+    """Compute y[rows, num_columns] = sum of the slots + bias, where every rank has filled its slot."""
+    add_slots(control_at(control), p_y, p_bias, block_offset, num_rows, num_columns, slot_elements, WORLD, BLOCK)
 
 
 def launch_matmul_scatter(
+    y: Tensor | None,
     terms: Sequence[tuple[Tensor, Tensor]],
     addend: Tensor | None,
+    bias: Tensor | None,
     arena: DeviceArena,
     num_tokens: int,
     first: int,
@@ -229,9 +258,12 @@ def launch_matmul_scatter(
     generation: int,
     call: int,
 ) -> None:
-    """Send rows first to first + piece of sum_i x_i @ m_i + addend to their owners; arguments as the kernel's.
+    """Send rows first to first + piece of sum_i x_i @ m_i + addend to their owners, and add what arrives + bias into y.
+
+    Arguments as the kernel's.
 
     Args:
+        y: this rank's rows of the piece, without gaps; None to neither wait nor add.
         terms: pairs (x_i, m_i), one or two.
     """
     assert len(terms) <= MOST_TERMS, f"the kernel adds at most {MOST_TERMS} products: got {len(terms)} terms"
@@ -253,6 +285,8 @@ def launch_matmul_scatter(
             matmul_scatter_kernel,
             (programs,),
             arena.address,
+            y,
+            None if bias is None else bias.contiguous(),
             addend,
             arguments[0],
             others[0],
@@ -286,12 +320,13 @@ def launch_matmul_scatter(
             BLOCK_K=config.block_k,
             GROUP_M=config.group_m,
             PARTS=num_parts(config),
+            BLOCK_SUM=_SUM_ELEMENTS,
             **launch_options(config, x.element_size(), target),
         )
 
 
 def launch_sum_slots(y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int) -> None:
-    """Launch y[rows, columns] = sum of what every rank has sent + bias."""
+    """Launch y[rows, columns] = sum of what every rank has sent + bias, by itself: benchmarks compare with it."""
     processors = arena.processors or num_processors(y)
     programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
     run(

@@ -1,6 +1,6 @@
 """Kernels of one program that wait on a stream, so that later launches find what they need.
 
-`wait_kernel` waits until ranks have published or sent, `meet_kernel` until all ranks have ended the calls before.
+`wait_kernel` waits until ranks have published, `meet_kernel` until all ranks have ended the calls before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.launch import jit, run, tl
-from tpkernels.symmetric.signals_kernel import arrived_line, control_at, epoch_of, meet, published_line, report, wait
+from tpkernels.symmetric.signals_kernel import control_at, epoch_of, meet, published_line, report, wait
 
 
 class ControlArea(Protocol):
@@ -35,17 +35,13 @@ def wait_kernel(
     world: tl.int32,
     generation: tl.int32,
     call: tl.int32,
-    SENT: tl.constexpr,
 ) -> None:
-    """Wait for `count` ranks from `first` on, in the newest call of a generation.
-
-    Wait until their blocks may be read or, if SENT, until what they send has arrived.
-    """
+    """Wait until the blocks of `count` ranks from `first` on may be read, in the newest call of a generation."""
     p_control = control_at(control)
     epoch = epoch_of(p_control, generation)
     for i in range(count):
         peer = (first + i) % world
-        wait(p_control, peer, arrived_line(peer, 0) if SENT else published_line(peer), epoch, call)
+        wait(p_control, peer, published_line(peer), epoch, call)
     # A peer may have given up, run on and raised these flags with garbage. It poisoned the group before that, so the
     # host is told here.
     report(p_control)
@@ -57,10 +53,10 @@ def meet_kernel(control: tl.int64, call: tl.int32) -> None:
     meet(control_at(control), call)
 
 
-def launch_wait(area: ControlArea, first: int, count: int, generation: int, call: int, *, sent: bool = False) -> None:
+def launch_wait(area: ControlArea, first: int, count: int, generation: int, call: int) -> None:
     """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
     with torch.cuda.device_of(area.control):
-        run(wait_kernel, (1,), area.address, first, count, area.world, generation, call, SENT=sent, num_warps=1)
+        run(wait_kernel, (1,), area.address, first, count, area.world, generation, call, num_warps=1)
 
 
 def launch_meet(area: ControlArea, call: int) -> None:

@@ -379,11 +379,11 @@ def errors_when_memory_is_short() -> str:
     """A rank fails in the middle of a call: the others hear of it at once."""
     comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
     if comm.rank == 1:
-        on_device.launch_sum_slots = failing
+        on_device.launch_matmul_scatter = failing
     try:
         return raised_by(lambda: [matmul_reduce_scatter(torch.ones(4, 3), torch.ones(4, 3), comm) for _ in range(2)])
     finally:
-        on_device.launch_sum_slots = scatter_kernel.launch_sum_slots
+        on_device.launch_matmul_scatter = scatter_kernel.launch_matmul_scatter
 
 
 def failing(*_: Any) -> None:

@@ -109,7 +109,7 @@ MUTATIONS = {
         strategy="push",
     ),
     "sums do not wait": Mutation(
-        ("fused.on_device", "launch_wait"),
+        ("fused.scatter_kernel", "wait"),
         skipped,
         late=("fused.on_device", "launch_matmul_scatter"),
         check=first_wrong_sum,
@@ -129,7 +129,7 @@ MUTATIONS = {
     "calls of one generation do not meet": Mutation(
         ("symmetric.signals_kernel", "barrier"),
         skipped,
-        late=("fused.on_device", "launch_sum_slots"),
+        late=("fused.scatter_kernel", "add_slots"),
         check=first_wrong_sum,
     ),
 }

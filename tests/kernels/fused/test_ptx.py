@@ -90,7 +90,10 @@ MUTATIONS = {
     "a tile is not read after its flag": Mutation(
         "gather_matmul pull bfloat16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
     ),
-    "slots are not read after their flags": Mutation("wait", POLL, POLL.replace("sys", "gpu"), "is not at scope sys"),
+    "blocks are not read after their flags": Mutation("wait", POLL, POLL.replace("sys", "gpu"), "is not at scope sys"),
+    "slots are not added after their flags": Mutation(
+        "matmul_scatter one bf16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
+    ),
 }
 
 
@@ -188,7 +191,7 @@ def test_signals_are_sound_in_every_kernel(code: Code, target: str, kinds: Seque
         # A loop of two entries, whose head is a switch: threads of one wave would take different ways to a barrier.
         assert "irr.guard" not in text, kind
         every = (amd_instructions_of if is_amd else instructions_of)(text)
-        if kind.startswith("sum"):  # wait_kernel has waited for it
+        if kind.startswith("sum"):  # alone, it neither waits nor notifies
             continue
         # What the rules ask something of: of a kernel that neither waits nor notifies, its claims.
         heard, told = ([one for one in every if getattr(one, how)] for how in ("acquires", "releases"))
@@ -273,7 +276,7 @@ def compile_broken(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -
 @pytest.mark.parametrize(
     "names",
     [
-        ("a shard is published without release", "slots are not read after their flags"),
+        ("a shard is published without release", "blocks are not read after their flags"),
         pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow),
     ],
     ids=["two", "all"],
