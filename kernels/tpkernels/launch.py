@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -58,6 +58,8 @@ class Target(NamedTuple):
 
 
 _ANY_DEVICE = torch.empty(0)
+# Of one arena: kept for `Launches.again`.
+_MOST_LAUNCHES = 4096
 
 Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _observers: list[tuple[Target, Observer]] = []
@@ -119,7 +121,7 @@ def _device_processors(device: int) -> int:
 
 def run(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 1, **constants: Any
-) -> None:
+) -> Any:
     """Launch a kernel on the device of its first tensor argument, or on the current device if there is none.
 
     Args:
@@ -128,15 +130,111 @@ def run(
         arguments: tensors, numbers, or None, in the kernel's order.
         num_warps, num_stages: as triton.
         constants: the kernel's constexpr parameters.
+
+    Returns: what triton compiled; None if nothing was launched, or the kernel was interpreted.
     """
     if 0 in grid:
-        return
+        return None
     options = constants | {"num_warps": num_warps, "num_stages": num_stages}
     if _observers:
         _observers[-1][1](kernel, grid, arguments, options)
-        return
+        return None
     with torch.cuda.device_of(next((x for x in arguments if isinstance(x, Tensor)), _ANY_DEVICE)):
-        kernel[grid](*arguments, **options)
+        return kernel[grid](*arguments, **options)
+
+
+class Launches:
+    """Launches that have been made before, by the sizes that they depend on: made again, they cost the host little.
+
+    Triton binds arguments anew for every launch, and looks for the code that is compiled for them: 40 us or more. Here
+    the code, the grid and all numbers are kept, and only what varies from call to call is put in.
+
+    Whether pointers and addresses are multiples of 16, and the dtypes, belong to what code is compiled for. `again`
+    looks at them itself; the caller's key stands for all the rest.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Bound] = {}
+
+    def again(self, key: tuple[Any, ...], call: int, *values: Any) -> bool:
+        """Make a launch again; return False, without launching, if it has not been made before.
+
+        Args:
+            key: the kernel, and everything that its grid, its numbers and its constants are computed from.
+            call: the kernel's argument of this name.
+            values: what varies, as in `first`: tensors, of which only the pointer counts, addresses or None.
+        """
+        bound = None if _observers else self._known.get((key, _kinds(values)))
+        if bound is None:
+            return False
+        bound(call, values)
+        return True
+
+    def first(
+        self,
+        key: tuple[Any, ...],
+        varying: Mapping[str, Any],
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        """Launch by `run`, and keep the launch for `again`.
+
+        Args:
+            key: as for `again`.
+            varying: the values for `again`, by the names of the kernel's arguments.
+        """
+        compiled = run(kernel, grid, *arguments, **options)
+        if compiled is None:
+            return
+        if len(self._known) >= _MOST_LAUNCHES:  # sizes that change with every call
+            self._known.clear()
+        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
+        places = [kernel.arg_names.index(name) for name in ("call", *varying)]
+        key = (key, _kinds(tuple(varying.values())))
+        self._known[key] = _Bound(compiled, grid, [*arguments, *constants], places)
+
+
+class _Bound:
+    """A compiled kernel with its grid and its arguments, of which those at `places` are put in later."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any], places: Sequence[int]) -> None:
+        self._launch = compiled[(*grid, 1, 1)[:3]]
+        self._call, *self._places = places
+        # Descriptors without their tensors: what a call was given must not live until the next.
+        self._descriptors = [
+            {**vars(argument), "base": None} if type(argument).__name__ == "TensorDescriptor" else None
+            for argument in (arguments[place] for place in self._places)
+        ]
+        self._arguments = [None if place in places else argument for place, argument in enumerate(arguments)]
+
+    def __call__(self, call: int, values: tuple[Any, ...]) -> None:
+        arguments = self._arguments.copy()
+        arguments[self._call] = call
+        for place, descriptor, value in zip(self._places, self._descriptors, values, strict=True):
+            arguments[place] = value if descriptor is None else _described(descriptor, value)
+        with torch.cuda.device_of(values[0]):
+            self._launch(*arguments)
+
+
+def _described(descriptor: dict[str, Any], base: Tensor) -> Any:
+    """Return a TMA descriptor as one that was checked before, of a tensor at another address."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    again = object.__new__(TensorDescriptor)
+    again.__dict__.update(descriptor, base=base)
+    return again
+
+
+def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what triton compiles for, of tensors, addresses and None."""
+    return tuple(
+        [
+            None if value is None else value % 16 == 0 if type(value) is int else (value.dtype, value.data_ptr() % 16)
+            for value in values
+        ]
+    )
 
 
 def as_operator(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
-from tpkernels.launch import INTERPRETED, signed
+from tpkernels.launch import INTERPRETED, Launches, signed
 from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
 from tpkernels.symmetric.memory import (
     ALIGNMENT_BYTES,
@@ -104,6 +104,7 @@ class DeviceArena:
             them.
         split_bytes: the least that a copy engine fetches at a time; a flag is raised after each split.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
+        launches: those of the fused kernels, to be made again.
         generation_bytes, memory, copies, name, rates: as given.
 
     Make one with `DeviceArena.open`.
@@ -129,6 +130,8 @@ class DeviceArena:
         self.generation = 0
         self.calls_since_gather: int | None = None
         self._calls: dict[int, str] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self.launches = Launches()
         self.newest_call = 0
         self.processors: int | None = None
         self.split_bytes = _SPLIT_BYTES
@@ -239,9 +242,14 @@ class DeviceArena:
         self.check()
         self.follow()
         self.generation = (self.generation + 1) % NUM_GENERATIONS
-        name = str(dtype).removeprefix("torch.")
-        what = f"{operation} of {num_rows} x {columns} {name} from row {first}, which {kind}"
-        return self.generation, self.number(what)
+        sizes = operation, kind, num_rows, columns, dtype, first
+        number = self._numbers.get(sizes)
+        if number is None:
+            name = str(dtype).removeprefix("torch.")
+            number = self.number(f"{operation} of {num_rows} x {columns} {name} from row {first}, which {kind}")
+            self._numbers[sizes] = number
+        self.newest_call = number
+        return self.generation, number
 
     def follow(self) -> None:
         """Let what is launched next run after all earlier launches, also if the caller has changed the stream.
@@ -261,6 +269,7 @@ class DeviceArena:
         self.newest_call = number = signed(zlib.crc32(described.encode()), 32)
         if len(self._calls) >= _MOST_CALLS:  # sizes that change with every call
             self._calls.clear()
+            self._numbers.clear()
         self._calls[number] = described
         return number
 
