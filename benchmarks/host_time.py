@@ -39,7 +39,7 @@ _GENERATION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """The first rank of a group whose other ranks never come."""
 
     comm: Communicator
@@ -49,44 +49,49 @@ class _Rank:
     weight: torch.Tensor
 
     @classmethod
-    def of(cls, world: int, strategy: str) -> _Rank:
+    def of(cls, world: int, strategy: str) -> Rank:
         memory = VirtualMemory.allocate(world, CONTROL_BYTES + 4096 + NUM_GENERATIONS * _GENERATION_BYTES, "cpu")[0]
         record = torch.zeros(8, dtype=torch.int32)
         copies = StillCopies()
         arena = DeviceArena(memory, record, copies, _GENERATION_BYTES, "of no ranks", range(world), timeout_seconds=1.0)
-        comm = Communicator(None, strategy=strategy)
+        comm = Communicator(None, strategy="push" if strategy == "push" else "fused")
+        arena.engine_bytes = 0 if strategy == "engine" else 1 << 60
         comm.size, comm.device_arena = world, arena
         tokens = world * _TOKENS
         x, wide, weight = (torch.zeros(rows, _WIDTH, dtype=torch.bfloat16) for rows in (_TOKENS, tokens, _COLUMNS))
         return cls(comm, tokens, x, wide, weight)
 
 
-def _gather(rank: _Rank, *, keep: bool) -> None:
+def _gather(rank: Rank, *, keep: bool) -> None:
     gather_matmul(rank.x, [rank.weight.T], rank.comm, rank.num_tokens, "all_gather_matmul", keep=keep)
 
 
-def _scatter(rank: _Rank) -> None:
+def _scatter(rank: Rank) -> None:
     matmul_scatter([(rank.wide, rank.weight.T)], rank.comm, "matmul_reduce_scatter")
 
 
-def _scatter_and_gather(rank: _Rank) -> None:
+def _scatter_and_gather(rank: Rank) -> None:
     scatter_and_gather([(rank.wide, rank.weight)], rank.x, rank.comm, rank.num_tokens, "all_gather_matmul")
 
 
-def _all_reduce(rank: _Rank) -> None:
+def _all_reduce(rank: Rank) -> None:
     matmul_then_gather(rank.wide, rank.weight.T, rank.comm, "matmul_all_reduce")
 
 
-# Each call by name: the group's strategy, and the call.
-CALLS: Mapping[str, tuple[str, Callable[[_Rank], None]]] = MappingProxyType(
+# Each call by name: how rows are gathered, and the call. "kernel" and "engine" fetch, small shards and large ones.
+CALLS: Mapping[str, tuple[str, Callable[[Rank], None]]] = MappingProxyType(
     {
-        "gather_matmul/fused": ("fused", lambda rank: _gather(rank, keep=False)),
-        "gather_matmul/fused/keep": ("fused", lambda rank: _gather(rank, keep=True)),
+        "gather_matmul/kernel": ("kernel", lambda rank: _gather(rank, keep=False)),
+        "gather_matmul/kernel/keep": ("kernel", lambda rank: _gather(rank, keep=True)),
+        "gather_matmul/engine": ("engine", lambda rank: _gather(rank, keep=False)),
+        "gather_matmul/engine/keep": ("engine", lambda rank: _gather(rank, keep=True)),
         "gather_matmul/push": ("push", lambda rank: _gather(rank, keep=False)),
         "gather_matmul/push/keep": ("push", lambda rank: _gather(rank, keep=True)),
-        "matmul_scatter": ("fused", _scatter),
-        "scatter_and_gather": ("fused", _scatter_and_gather),
-        "matmul_then_gather": ("fused", _all_reduce),
+        "matmul_scatter": ("kernel", _scatter),
+        "scatter_and_gather/kernel": ("kernel", _scatter_and_gather),
+        "scatter_and_gather/engine": ("engine", _scatter_and_gather),
+        "matmul_then_gather/kernel": ("kernel", _all_reduce),
+        "matmul_then_gather/engine": ("engine", _all_reduce),
     }
 )
 
@@ -99,10 +104,8 @@ class Options:
     """Calls."""
     ranks: tuple[int, ...] = (2, 4, 8)
     """Tensor-parallel ranks, 2 to 8."""
-    calls: int = 50
-    """Calls in a round."""
-    rounds: int = 5
-    """Rounds; the fastest counts."""
+    calls: int = 300
+    """Timed calls of each."""
     out: Path | None = None
     """Append one JSON line per case to this file."""
 
@@ -125,30 +128,34 @@ def counted(name: str, world: int) -> tuple[Counter[str], int]:
     """Return how often a call launches each kernel, and how many copies it makes."""
     strategy, call = CALLS[name]
     launches: Counter[str] = Counter()
-    rank = _Rank.of(world, strategy)
+    rank = Rank.of(world, strategy)
     look = observed(Target("cuda", 90), lambda kernel, *_: launches.update([kernel.fn.__name__]))
     with look, still_streams(), _Copies() as copies:
         call(rank)
     return launches, copies.number
 
 
-def host_us(name: str, world: int, num_calls: int, num_rounds: int) -> float:
-    """Return the CPU time of one call in microseconds, the fastest of the rounds; use it within `still_gpu`."""
+def host_us(name: str, world: int, num_calls: int) -> float:
+    """Return the time of one call in microseconds; use it within `still_gpu`.
+
+    It is that of the fastest call: other processes make calls slower, never faster.
+    """
     strategy, call = CALLS[name]
-    rank = _Rank.of(world, strategy)
-    times = []
+    rank = Rank.of(world, strategy)
+    seconds = []
     # Compile first.
     for _ in range(4):
         call(rank)
-    for _ in range(num_rounds):
-        gc.collect()
-        gc.disable()
-        begin = time.process_time()
+    gc.collect()
+    gc.disable()
+    try:
         for _ in range(num_calls):
+            begin = time.perf_counter()
             call(rank)
-        times.append(time.process_time() - begin)
+            seconds.append(time.perf_counter() - begin)
+    finally:
         gc.enable()
-    return min(times) / num_calls * 1e6
+    return min(seconds) * 1e6
 
 
 def main(options: Options) -> int:
@@ -167,7 +174,7 @@ def main(options: Options) -> int:
         for world in options.ranks:
             launches, copies = counted(name, world)
             with still_gpu():
-                time_us = host_us(name, world, options.calls, options.rounds)
+                time_us = host_us(name, world, options.calls)
             fields: dict[str, Any] = {"ranks": world, "host_us": time_us}
             fields |= {"launches": launches.total(), "copies": copies, "kernels": dict(sorted(launches.items()))}
             table.add_row(name, str(world), f"{time_us:.1f}", str(launches.total()), str(copies))

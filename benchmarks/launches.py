@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
-from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
+from tpkernels.fused.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
 from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
 from tpkernels.launch import cdiv
 from tpkernels.ops.activation import launch_activation, launch_activation_backward
@@ -217,9 +217,10 @@ def _all_gather_matmul() -> None:
                 matrix = weight.T if name in ("qkv", "gate_up") else weight
                 for tokens, how in ((SEQUENCES[0], "pull"), (SEQUENCES[0], "there"), (512, "push")):
                     x = _empty(tokens // TP, matrix.shape[0], dtype=dtype)
-                    y = _empty(tokens, matrix.shape[1], dtype=dtype)
+                    y, full = (_empty(tokens, columns, dtype=dtype) for columns in (matrix.shape[1], x.shape[1]))
                     bias = matrix[0].contiguous() if name == "qkv" else None
                     launch_publish(x, arena, 1, 7)
+                    launch_fetch(full, arena, tokens, 0, len(x), 1, 1, 7, keep_own=False)
                     split_rows = 256 * cdiv(len(x), 256)
                     launch_gather_matmul(
                         y, x, y, x.numel(), matrix, bias, arena, tokens, 0, len(x), split_rows, 1, 7, how

@@ -8,7 +8,7 @@ the CPU; keep them small, since torch really copies them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,18 +27,24 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _launch(*arguments: Any) -> None:
+    # Kernels keep this function for as long as they live, also when another still GPU has come.
+    triton.runtime.driver.active.launched(*arguments[:3], *arguments[-1])
+
+
 class _StillDriver:
     """What triton asks of its driver, for one sm_90."""
 
-    def __init__(self) -> None:
+    def __init__(self, launched: Callable[..., None]) -> None:
         self.utils = SimpleNamespace(
-            launch=_nothing,
+            launch=_launch,
             load_binary=lambda *_: (0, 0, 0, 0, _THREADS),
             get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES},
             build_signature_metadata=_nothing,
-            fill_tma_descriptor_tiled=_nothing,
+            fill_tma_descriptor_tiled=lambda *described: described,
         )
         self.launcher_cls = nvidia.CudaLauncher
+        self.launched = launched
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -80,15 +86,19 @@ def still_streams() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def still_gpu() -> Iterator[None]:
-    """Let triton launch on a GPU that does nothing."""
+def still_gpu(launched: Callable[..., None] = _nothing) -> Iterator[None]:
+    """Let triton launch on a GPU that does nothing.
+
+    Args:
+        launched: is called with the grid and the arguments of each launch.
+    """
     kinds: dict[str, Any] = {name: getattr(nvidia, name) or 0 for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     before = triton.runtime.driver._active
     with (
         patch.multiple(nvidia, PyKernelArg=SimpleNamespace, **kinds),
         still_streams(),
     ):
-        triton.runtime.driver.set_active(_StillDriver())
+        triton.runtime.driver.set_active(_StillDriver(launched))
         try:
             yield
         finally:

@@ -4,8 +4,8 @@ Triton decides when it is imported, by TRITON_INTERPRET=1, whether kernels are i
 its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host path. Where there is no triton (it
 exists for Linux alone) the modules still import, and the host paths are all there is.
 
-Everything launches through `run`, so that whoever wants to know what would be launched, for which target, can look
-without a GPU (`observed`): benchmarks/compile.py compiles exactly that.
+Everything launches through `run`, or again through `Launches`, so that whoever wants to know what would be launched,
+for which target, can look without a GPU (`observed`): benchmarks/compile.py compiles exactly that.
 
 The decision a reader will question: configurations are chosen by small functions of sizes, dtype and target beside each
 kernel, not by @triton.autotune, which picks by time, differently on two ranks or in two runs, and which the interpreter
@@ -214,7 +214,7 @@ class _Bound:
         arguments[self._call] = call
         for place, descriptor, value in zip(self._places, self._descriptors, values, strict=True):
             arguments[place] = value if descriptor is None else _described(descriptor, value)
-        with torch.cuda.device_of(values[0]):
+        with torch.cuda.device_of(values[0] if values else _ANY_DEVICE):
             self._launch(*arguments)
 
 

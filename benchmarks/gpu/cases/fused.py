@@ -219,7 +219,8 @@ def host_alone(rows: Path) -> int:
 def pulls(rows: Path, ranks: int, calls: int, seconds: float) -> int:
     """Pull shards over and over into poisoned memory, a flag behind each row of tiles; return 1 if a bit is wrong.
 
-    The ranks are co-located in one process, so that a hundred thousand pulls take seconds. protocol.py has processes.
+    Copy engines and kernels fetch in turn. The ranks are co-located in one process, so that a hundred thousand pulls
+    take seconds. protocol.py has processes.
     """
     prepare_environment()
     virtual = _ranks(ranks)
@@ -240,10 +241,18 @@ def pulls(rows: Path, ranks: int, calls: int, seconds: float) -> int:
         wrong[rank] += (results[rank] != right[rank]).sum()
 
     virtual.settle()
-    load(lambda: fused.gather(o.x, o.w_t, GATHER, False), virtual)
+
+    def fetch_by(engine_bytes: int) -> None:
+        for arena in arenas:
+            arena.engine_bytes = engine_bytes
+
+    for engine_bytes in (0, 1 << 60):
+        fetch_by(engine_bytes)
+        load(lambda: fused.gather(o.x, o.w_t, GATHER, False), virtual)
     begin, done = time.monotonic(), 0
     while done < calls and time.monotonic() - begin < seconds:
         virtual.each(poison)
+        fetch_by(0 if done % 2 else 1 << 60)
         results = fused.gather(o.x, o.w_t, GATHER, False)[0]
         virtual.each(count)
         done += 1

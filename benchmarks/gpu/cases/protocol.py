@@ -55,6 +55,8 @@ def opened() -> str:
 def pulls(rows: Path, ranks: int, calls: int, late: bool) -> None:
     """Pull shards over and over into poisoned memory, a flag behind each row of tiles; all bits must be right.
 
+    Copy engines and kernels fetch, two calls each in turn.
+
     Args:
         rows: where the row goes.
         ranks: processes that share the GPU.
@@ -88,6 +90,7 @@ def pulled(calls: int, late: bool) -> str:
         # Times the identity: y is what was gathered when the tile was computed. A freed block is poisoned first.
         torch.full((tokens, depth), torch.nan, dtype=dtype, device=device)
         factor = 1 - 2 * (number % 2)
+        arena.engine_bytes = 0 if number // 2 % 2 else 1 << 60
         y = all_gather_matmul(factor * own, [weight], comm)[0]
         wrong += (y != factor * shards).sum()
         if number % 1000 == 0:

@@ -5,7 +5,11 @@ wait_kernels.wait_kernel), copies it by cudaMemcpy, and raises its flag by copyi
 memory, into the flag. So no processor of the GPU moves data, and everything can be captured in a CUDA graph.
 `HostCopies` is a thread that does the same for interpreted kernels.
 
-A kernel that waits for such a flag must leave one processor of the GPU free, on which wait_kernel can run.
+Each copy, and each wait, costs the host about as much as a launch. So small shards are fetched by one kernel on the
+same stream instead (gather_kernel.fetch_kernel).
+
+A kernel that waits for such a flag must leave one processor of the GPU free, on which wait_kernel or fetch_kernel can
+run.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -60,6 +64,9 @@ class Copies(Protocol):
             call: number of the call.
         """
 
+    def launch(self, kernel: Callable[[], None], target: Tensor) -> None:
+        """Launch a kernel that copies, into `target`, after everything that has been launched so far."""
+
     def join(self) -> None:
         """Let everything that is launched from now on run after all started copies."""
 
@@ -79,7 +86,7 @@ class StreamCopies:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
         # Keep the tensors alive: their memory must not be reused on the caller's stream while they are copied.
-        self._under_way: list[Fetch] = []
+        self._under_way: list[Fetch | Tensor] = []
 
     def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         self._under_way += fetches
@@ -92,6 +99,12 @@ class StreamCopies:
                     copy.target.copy_(copy.source, non_blocking=True)
                     if copy.line is not None:
                         arena.word(copy.line * LINE_WORDS).copy_(arena.epoch_of(generation), non_blocking=True)
+
+    def launch(self, kernel: Callable[[], None], target: Tensor) -> None:
+        self._under_way.append(target)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            kernel()
 
     def join(self) -> None:
         if not self._under_way:  # a CUDA graph must not wait for a stream that has done nothing in it
@@ -127,6 +140,10 @@ class HostCopies:
         if self._generator is not None:
             self._generator.shuffle(ordered)
         self.started.append(self._thread.submit(self._fetch, arena, ordered, generation, call))
+
+    def launch(self, kernel: Callable[[], None], target: Tensor) -> None:
+        # The interpreter has no threads, so the kernel runs now. It waits only for what peers publish before theirs.
+        kernel()
 
     def join(self) -> None:
         for started in self.started:

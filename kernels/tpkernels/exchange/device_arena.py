@@ -13,6 +13,7 @@ write after a peer is lost is garbage; a later call, or the next `check`, raises
 
 from __future__ import annotations
 
+import ctypes
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -70,6 +71,9 @@ CONTROL_BYTES = 4 * LINE_WORDS * NUM_LINES
 _POLLS_PER_SECOND = TICKS_PER_SECOND if INTERPRETED else 350_000
 # Smaller copies would not reach the speed of the links.
 _SPLIT_BYTES = 8 << 20
+# A gather by copy engines costs the host a launch and two copies per peer, a gather by a kernel one launch: what hides
+# that at 8 ranks is shards of about this size. Not measured on a GPU yet.
+_ENGINE_BYTES = 8 << 20
 _MOST_CALLS = 4096
 _MOST_POLLS = 2**31 - 1
 _WORD_BYTES = 4
@@ -103,6 +107,7 @@ class DeviceArena:
         processors: how many processors of the GPU the arena's kernels use; None for all. Ranks that share a GPU divide
             them.
         split_bytes: the least that a copy engine fetches at a time; a flag is raised after each split.
+        engine_bytes: the smallest shard that copy engines fetch; a kernel fetches smaller ones. Ranks may differ.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         launches: those of the fused kernels, to be made again.
         generation_bytes, memory, copies, name, rates: as given.
@@ -127,6 +132,8 @@ class DeviceArena:
         self.rank, self.world = memory.rank, memory.world
         assert self.world <= MAX_WORLD, f"{self.world} ranks, lines for {MAX_WORLD}"
         self._record, self._members = record, members
+        # What every call looks at; indexing the tensor takes as long as a launch.
+        self._reason = ctypes.c_int32.from_address(record.data_ptr())
         self.generation = 0
         self.calls_since_gather: int | None = None
         self._calls: dict[int, str] = {}
@@ -135,6 +142,7 @@ class DeviceArena:
         self.newest_call = 0
         self.processors: int | None = None
         self.split_bytes = _SPLIT_BYTES
+        self.engine_bytes = _ENGINE_BYTES
         self.control = self.control_of(self.rank)
         self.device = self.control.device
         self._stream: torch.cuda.Stream | None = None
@@ -306,7 +314,7 @@ class DeviceArena:
             GroupPoisoned: another rank waited in vain.
             CallMismatch: ranks made different calls.
         """
-        if not int(self._record[0]):
+        if not self._reason.value:
             return
         reason, waiter, awaited, line, expected, seen, call = self._record[:VERDICT_WORDS].tolist()
         mine, theirs = self._members[waiter], self._members[awaited]

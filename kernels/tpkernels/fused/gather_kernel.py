@@ -4,8 +4,9 @@
 
 A shard can arrive in two ways:
 
-    pull    `publish_kernel` copies x into this rank's block and tells the peers; the copy engine (copies.py) fetches
-            their blocks into `gathered` and raises a flag after each split; no processor moves data
+    pull    `publish_kernel` copies x into this rank's block and tells the peers; their blocks are fetched into
+            `gathered`, and a flag is raised after each split: by the copy engine (copies.py), so that no processor
+            moves data, or by `fetch_kernel`, one launch instead of three for each peer, where shards are small
     push    for few tokens: the matmul's first items write x into a slot of each peer's block and raise its flag
 
 In both, `gather_matmul_kernel` computes tile after tile: this rank's rows first, read where they are, then those of
@@ -36,6 +37,7 @@ from tpkernels.symmetric.signals_kernel import (
     notify,
     published_line,
     rank_of,
+    report,
     wait,
     wait_for_copy,
 )
@@ -92,6 +94,66 @@ def publish_kernel(
         for i in range(1, WORLD):
             notify(p_control, (rank + i) % WORLD, published_line(rank), epoch, call)
         end_launch(p_control, epoch, generation)
+
+
+@jit(
+    do_not_specialize=[
+        "num_tokens",
+        "most",
+        "first",
+        "piece",
+        "split_rows",
+        "num_splits",
+        "num_sources",
+        "generation",
+        "call",
+    ]
+)
+def fetch_kernel(
+    p_full: tl.tensor,
+    control: tl.int64,
+    block_offset: tl.int64,
+    num_tokens: tl.int32,
+    most: tl.int32,
+    first: tl.int32,
+    piece: tl.int32,
+    num_columns: tl.int32,
+    split_rows: tl.int32,
+    num_splits: tl.int32,
+    num_sources: tl.int32,
+    generation: tl.int32,
+    call: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> None:
+    """Fetch rows first to first + piece of every peer's shard into full[num_tokens, num_columns], as copy engines do.
+
+    It runs beside the kernel that waits for its flags, and after publish_kernel, so it draws no numbers: program p
+    takes splits p, p + programs, ... of the peers in turn, those of rank+1 first.
+
+    Args:
+        most, block_offset, split_rows: as gather_matmul_kernel's.
+        num_sources: WORLD - 1 peers, or WORLD: this rank's own rows too, last.
+    """
+    p_control = control_at(control)
+    epoch = epoch_of(p_control, generation)
+    rank = rank_of(p_control)
+    for item in range(tl.program_id(0), num_sources * num_splits, tl.num_programs(0)):
+        source = (rank + 1 + item // num_splits) % WORLD
+        split = item % num_splits
+        if source != rank:
+            wait(p_control, source, published_line(source), epoch, call)
+        num_rows = max(min(min(num_tokens - source * most, most) - first, piece), 0)
+        p_block = block_of(p_control, source, block_offset, p_full.dtype.element_ty)
+        p_rows = p_full + (source * most + first).to(tl.int64) * num_columns
+        end_row = min((split + 1) * split_rows, num_rows)
+        for row in range(split * split_rows, end_row, BLOCK_ROWS):
+            copy_rows(p_block, p_rows, row, end_row, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        if source != rank:
+            notify(p_control, rank, fetched_line(source, split), epoch, call)
+    # A peer may have given up, run on and raised its flag with garbage. It poisoned the group before that.
+    report(p_control)
 
 
 @jit
@@ -152,8 +214,8 @@ def gather_matmul_kernel(
         most: the rows of a full shard; the last shards may have fewer.
         block_offset: where this generation's data begins in each rank's memory, in bytes.
         split_rows: the rows under one flag, a multiple of BLOCK_M.
-        HOW: how the other ranks' rows come: "pull" by the copy engine, "push" by these launches; or they are already
-            "there".
+        HOW: how the other ranks' rows come: "pull" by the copy engine or fetch_kernel, "push" by these launches; or
+            they are already "there".
     """
     PUSH: tl.constexpr = HOW == "push"
     p_control = control_at(control)
@@ -253,6 +315,53 @@ def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) ->
     )
 
 
+def launch_fetch(
+    full: Tensor,
+    arena: DeviceArena,
+    num_tokens: int,
+    first: int,
+    piece: int,
+    split_rows: int,
+    generation: int,
+    call: int,
+    *,
+    keep_own: bool,
+) -> None:
+    """Fetch rows first to first + piece of every peer's shard into full[num_tokens, columns]; as fetch_kernel's."""
+    columns = full.shape[1]
+    key = "fetch", num_tokens, first, piece, columns, split_rows, generation, keep_own
+    if arena.launches.again(key, call, full):
+        return
+    num_splits, num_sources = max(cdiv(piece, split_rows), 1), arena.world - 1 + keep_own
+    block_columns = min(power_of_2(columns), 4096)
+    # Without a limit ptxas gives it 32 for sm_80, and spills. With more, fewer programs fit beside the matmul's.
+    limit = {"maxnreg": 64} if target_of(full).backend == "cuda" else {}
+    arena.launches.first(
+        key,
+        {"p_full": full},
+        fetch_kernel,
+        (num_sources * num_splits,),
+        full,
+        arena.address,
+        arena.offset_of(generation),
+        num_tokens,
+        cdiv(num_tokens, arena.world),
+        first,
+        piece,
+        columns,
+        split_rows,
+        num_splits,
+        num_sources,
+        generation,
+        call,
+        WORLD=arena.world,
+        BLOCK_ROWS=max(_COPY_ELEMENTS // block_columns, 1),
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+        **limit,
+    )
+
+
 def launch_gather_matmul(
     y: Tensor,
     x: Tensor,
@@ -292,7 +401,7 @@ def launch_gather_matmul(
     tiles = arena.world * cdiv(piece, config.block_m) * cdiv(columns, config.block_n)
     item = x.element_size()
     aligned = all(n % 16 == 0 for n in (x.data_ptr(), others.data_ptr(), depth * item, shard_stride * item))
-    # One processor is left free for wait_kernel.
+    # One processor is left free for wait_kernel or fetch_kernel.
     processors = (arena.processors or num_processors(x)) - 1
     programs = max(min(processors * config.programs_per_processor(item, target), tiles), 1)
     block_columns = min(power_of_2(depth), 2048)

@@ -24,9 +24,9 @@ from torch import Tensor
 from tpkernels.exchange.arena import CallMismatch, piece_of, shard_rows
 from tpkernels.exchange.copies import Copy, Fetch
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
-from tpkernels.fused.gather_kernel import launch_gather_matmul, launch_publish
+from tpkernels.fused.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
 from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter
-from tpkernels.fused.strategy import Decision, rows_that_fit
+from tpkernels.fused.strategy import Decision, is_for_engines, rows_that_fit
 from tpkernels.launch import cdiv
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.symmetric.signals import PeerError
@@ -86,7 +86,8 @@ def gather_matmul(
             else:
                 assert gathered is not None
                 launch_publish(own, arena, generation, call)
-                _fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
+                fetch = _fetch if decision.by_engine else _fetch_by_kernel
+                fetch(arena, generation, call, gathered, own, num_tokens, first, piece, split_rows, keep_own=keep)
                 others, shard_stride = gathered[first:], most * depth
             # Compute: own rows first, then each peer's as its flag goes up. The widest matrix hides the exchange; when
             # the next one starts, all rows are there.
@@ -161,7 +162,9 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
     """Return all rows; the copies of the last piece are still under way."""
     x = x.contiguous()
     full = x.new_empty(num_tokens, x.shape[1])
-    most = rows_that_fit(arena.generation_bytes, x.shape[1] * x.element_size())
+    row_bytes = x.shape[1] * x.element_size()
+    most = rows_that_fit(arena.generation_bytes, row_bytes)
+    by_engine = is_for_engines(cdiv(num_tokens, arena.world) * row_bytes, arena.engine_bytes)
     with _poison_if_left(arena):
         for first, piece in shard_pieces(num_tokens, arena.world, most):
             # Wait for the previous piece's copies before its generation comes up again.
@@ -169,7 +172,10 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
             generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
             own = x[first : first + piece]
             launch_publish(own, arena, generation, call)
-            _fetch(arena, generation, call, full, own, num_tokens, first, piece, max(piece, 1), keep_own=True)
+            # Programs share a shard; no flag is waited for.
+            split_rows = max(piece if by_engine else cdiv(piece, MAX_SPLITS), 1)
+            fetch = _fetch if by_engine else _fetch_by_kernel
+            fetch(arena, generation, call, full, own, num_tokens, first, piece, split_rows, keep_own=True)
     return full
 
 
@@ -251,6 +257,27 @@ def _fetch(
         rows = piece_of(shard_rows(num_tokens, arena.world, arena.rank), first, piece)
         fetches.append(Fetch(arena.rank, (Copy(own, full[rows], None),)))
     arena.copies.start(arena, fetches, generation, call)
+
+
+def _fetch_by_kernel(
+    arena: DeviceArena,
+    generation: int,
+    call: int,
+    full: Tensor,
+    own: Tensor,
+    num_tokens: int,
+    first: int,
+    piece: int,
+    split_rows: int,
+    *,
+    keep_own: bool,
+) -> None:
+    """Do as `_fetch`, by a kernel on the copy engine's stream; it takes this rank's own rows from its block."""
+
+    def launch() -> None:
+        launch_fetch(full, arena, num_tokens, first, piece, split_rows, generation, call, keep_own=keep_own)
+
+    arena.copies.launch(launch, full)
 
 
 def _raise_where_it_is_known(arena: DeviceArena) -> None:

@@ -48,11 +48,13 @@ class Decision(NamedTuple):
         pushes: whether a gather stores into the peers' memory, instead of fetching from it.
         pieces: (first row, rows) of every shard, as it moves: a call of its own each.
         split_rows: to gather: rows under one flag.
+        by_engine: whether what a gather fetches is fetched by copy engines, instead of a kernel.
     """
 
     pushes: bool
     pieces: tuple[tuple[int, int], ...]
     split_rows: int
+    by_engine: bool
 
 
 class _Room(NamedTuple):
@@ -62,6 +64,7 @@ class _Room(NamedTuple):
     slot_bytes: int
     generation_bytes: int
     split_bytes: int
+    engine_bytes: int
     rates: Rates | None
 
 
@@ -91,7 +94,8 @@ def decide(
     Raises:
         ValueError: a row does not fit into the arena; on every rank.
     """
-    room = _Room(arena.world, arena.slot_bytes, arena.generation_bytes, arena.split_bytes, arena.rates)
+    split_bytes, engine_bytes = arena.split_bytes, arena.engine_bytes
+    room = _Room(arena.world, arena.slot_bytes, arena.generation_bytes, split_bytes, engine_bytes, arena.rates)
     return decided(strategy, operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), room)
 
 
@@ -124,13 +128,20 @@ def decided(
     pushes = strategy == "push" and operation == "gather"
     room_bytes = room.slot_bytes if pushes or operation == "scatter" else room.generation_bytes
     pieces = shard_pieces(num_tokens, room.world, rows_that_fit(room_bytes, row_bytes))
-    # A copy engine wants large splits; programs that push want many, to share.
-    most, enough = cdiv(num_tokens, room.world), cdiv(1 if pushes else room.split_bytes, max(row_bytes, 1))
+    most = cdiv(num_tokens, room.world)
+    by_engine = is_for_engines(most * row_bytes, room.engine_bytes)
+    # A copy engine wants large splits; programs want many, to share.
+    enough = cdiv(room.split_bytes, max(row_bytes, 1)) if by_engine and not pushes else 1
     tiles = [exchange_config(most, columns, room.world, dtype, target).block_m for columns in widths]
     tile = max(tiles, default=1)
     # Whole tiles, no more splits than there are flags.
     split_rows = tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
-    return Decision(pushes, tuple(pieces), split_rows)
+    return Decision(pushes, tuple(pieces), split_rows, by_engine)
+
+
+def is_for_engines(shard_bytes: int, engine_bytes: int) -> bool:
+    """Return whether copy engines fetch shards of this size; see DeviceArena.engine_bytes."""
+    return shard_bytes >= engine_bytes
 
 
 def rows_that_fit(room_bytes: int, row_bytes: int) -> int:

@@ -104,6 +104,33 @@ def test_what_is_larger_than_the_arena_moves_in_pieces(interpreters: RankPool, w
     interpreters.run(check_matrix, world, strategy, TINY, (70,), 33)
 
 
+def check_some_that_are_fetched() -> None:
+    comm = kernel_communicator(dist.group.WORLD, "fetch", ROOMY)
+    wrong = wrong_results(comm, cases((7,))[::7])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_kernel_in_place_of_the_copy_engine(interpreters: RankPool) -> None:
+    interpreters.run(check_some_that_are_fetched, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "token_counts", "arena_bytes", "dim"),
+    [
+        (2, (7,), ROOMY, 5),
+        (2, (70,), TINY, 33),
+        (3, (0, 63), ROOMY, 5),
+        (4, (7, 65), ROOMY, 5),
+        (6, (7,), ROOMY, 5),
+    ],
+)
+def test_a_kernel_in_place_of_the_copy_engine_in_every_case(
+    interpreters: RankPool, world: int, token_counts: tuple[int, ...], arena_bytes: int, dim: int
+) -> None:
+    interpreters.run(check_matrix, world, "fetch", arena_bytes, token_counts, dim)
+
+
 def check_sizes_of_zero(strategy: str) -> None:
     comm = kernel_communicator(dist.group.WORLD, strategy, ROOMY)
     empty: list[Case] = []

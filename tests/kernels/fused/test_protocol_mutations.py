@@ -101,6 +101,13 @@ MUTATIONS = {
         check=first_wrong_gather,
         until=Standstill.until_own_kernel_waits,
     ),
+    "programs that fetch do not wait": Mutation(
+        ("fused.gather_kernel", "wait"),
+        skipped,
+        late=("fused.on_device", "launch_publish"),
+        check=first_wrong_gather,
+        strategy="fetch",
+    ),
     "tiles do not wait for what is pushed": Mutation(
         ("fused.gather_kernel", "wait"),
         skipped,

@@ -34,6 +34,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
 SOURCES = (signals_kernel, wait_kernels, gather_kernel, scatter_kernel)
 HALVES = (
     "publish bfloat16",
+    "fetch bfloat16",
     "gather_matmul pull bfloat16",
     "gather_matmul there bfloat16",
     "gather_matmul push bfloat16",
@@ -47,6 +48,7 @@ KINDS = ("wait", "meet", *HALVES)
 BY_DEFAULT = (
     "wait",
     "publish bfloat16",
+    "fetch bfloat16",
     "gather_matmul push bfloat16",
     "matmul_scatter two bf16",
     "sum_slots bfloat16",
@@ -77,6 +79,12 @@ LATE = "releases what other threads"
 MUTATIONS = {
     "rows are announced before all threads have pushed them": Mutation(
         "gather_matmul push bfloat16", BARRIER + FLAG, FLAG, LATE
+    ),
+    "a split is fetched without release": Mutation(
+        "fetch bfloat16", FLAG, FLAG.replace("release", "relaxed"), "is relaxed"
+    ),
+    "a block is fetched before its flag": Mutation(
+        "fetch bfloat16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
     ),
     "a shard is published without release": Mutation(
         "publish bfloat16", FLAG, FLAG.replace("release", "relaxed"), "is relaxed"
@@ -197,7 +205,7 @@ def test_signals_are_sound_in_every_kernel(code: Code, target: str, kinds: Seque
         heard, told = ([one for one in every if getattr(one, how)] for how in ("acquires", "releases"))
         assert heard and told, kind
         assert "there" in kind or any("sys" in one.words for one in heard), kind
-        assert kind.startswith(("wait", "meet")) or any("gpu" in one.words for one in told), kind
+        assert kind.startswith(("wait", "meet", "fetch")) or any("gpu" in one.words for one in told), kind
 
 
 def widths(ptx: str) -> Counter[str]:
@@ -239,7 +247,7 @@ def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[
         # Other threads' data, under a flag, neither comes nor goes by TMA.
         assert "TMA store" not in found, kind
         assert found["st v4.b32"], kind
-        if kind.startswith(("publish", "sum")):
+        if kind.startswith(("publish", "fetch", "sum")):
             assert found["ld v4.b32"] and not found["matrix"], kind
             continue
         assert found["matrix"], kind
@@ -276,7 +284,7 @@ def compile_broken(compilers: RankPool, every: Sequence[tuple[str, str, str]]) -
 @pytest.mark.parametrize(
     "names",
     [
-        ("a shard is published without release", "blocks are not read after their flags"),
+        ("a split is fetched without release", "a block is fetched before its flag"),
         pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow),
     ],
     ids=["two", "all"],
@@ -296,6 +304,7 @@ def test_broken_signals_are_noticed(compilers: RankPool, count_mutations: CountM
 @pytest.mark.parametrize(
     "kind",
     [
+        "fetch bfloat16",
         "publish bfloat16",
         "matmul_scatter two bf16",
         # Whose code is the longest by far.

@@ -155,7 +155,8 @@ def test_only_strategies_that_exist_are_taken() -> None:
 
 def arena_of(**room: Any) -> Any:
     return SimpleNamespace(
-        **{"world": 2, "slot_bytes": 256, "generation_bytes": 512, "split_bytes": 1, "rates": H200} | room
+        **{"world": 2, "slot_bytes": 256, "generation_bytes": 512, "split_bytes": 1, "engine_bytes": 0, "rates": H200}
+        | room
     )
 
 

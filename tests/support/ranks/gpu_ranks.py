@@ -82,6 +82,7 @@ def hostile(
     arena.__class__ = LateArena
     assert isinstance(arena, LateArena)
     arena.delays, arena.most_seconds, arena.used = generator, 2e-3, None
+    arena.engine_bytes = 0
     arena.split_bytes = 1  # a flag behind each row of tiles, while there are flags
     arena.copies = LateCopies(place, random.Random(generator.random()))
     comm.device_arena = arena

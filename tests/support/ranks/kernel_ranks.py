@@ -53,9 +53,10 @@ def kernel_communicator(
 ) -> Communicator:
     """A communicator whose fused operators take their kernels, over a hostile device arena.
 
-    A bound that is the thing under test is reached by standstill.py's clock.
+    With strategy "fetch" it is "fused", and a kernel fetches instead of the thread. A bound that is the thing under
+    test is reached by standstill.py's clock.
     """
-    comm = Communicator(group, strategy=strategy)
+    comm = Communicator(group, strategy="fused" if strategy == "fetch" else strategy)
     if comm.size > 1:
         arena = DeviceArena.open(
             group, arena_bytes, torch.device("cpu"), timeout_seconds=timeout_seconds, first_epoch=first_epoch
@@ -64,6 +65,7 @@ def kernel_communicator(
         arena.__class__ = HostileDeviceArena
         assert isinstance(arena, HostileDeviceArena)
         arena.delays, arena.most_seconds, arena.used = generator, most_seconds, None
+        arena.engine_bytes = 1 << 60 if strategy == "fetch" else 0
         arena.split_bytes = 1  # a flag behind each row of tiles, while there are flags
         arena.copies = HostCopies(random.Random(generator.random()), most_seconds)
         comm.device_arena = arena
