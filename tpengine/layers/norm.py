@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,23 +22,28 @@ class _RMSNorm(torch.autograd.Function):
     dgrad:    dx = rstd * (dy*w - h * mean(dy*w*h))
     wgrad:    dw = sum over this rank's tokens of dy*h   partial(tp), into the sink
 
+    With several sinks the tokens are cut into as many equal blocks: each sink gets the sum over its own block.
+
     Only x is kept; backward recomputes h. So one tensor is kept instead of two.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
-        y, _, mean, rstd = norm_forward(x, weight, None, None, eps, False)
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Sequence[GradientSink]
+    ) -> Tensor:
+        y, _, mean, rstd = norm_forward(x, weight, None, None, eps, False, len(sinks))
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
+        ctx.comm, ctx.sinks, ctx.parameter = comm, sinks, weight
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a tensor-parallel norm")
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, sums = norm_backward(dy, None, x, weight, mean, rstd, 1, False, False)
+        dx, sums = norm_backward(dy, None, x, weight, mean, rstd, len(ctx.sinks), False, False)
         if ctx.parameter.requires_grad:
-            ctx.sink.add(ctx.parameter, sums[0, 0], ctx.comm)
+            for sink, dw in zip(ctx.sinks, sums[0], strict=True):
+                sink.add(ctx.parameter, dw, ctx.comm)
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
@@ -69,9 +75,13 @@ class _AddRMSNorm(torch.autograd.Function):
         return of_x, of_residual, None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink) -> Tensor:
-    """Return y[T, D] = x / sqrt(mean(x^2) + eps) * w[D]; the sink gets dw summed over these tokens, partial(comm)."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sink)
+def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
+    """Return y[T, D] = x / sqrt(mean(x^2) + eps) * w[D].
+
+    Each of the n sinks gets dw summed over its block of T/n tokens, partial(comm). No operation takes tokens of two
+    blocks, so that the bits do not depend on n.
+    """
+    y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sinks)
     return y
 
 
@@ -116,7 +126,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        return rms_norm(x, self.weight, self.eps, self.comm, self.sink)
+        return rms_norm(x, self.weight, self.eps, self.comm, (self.sink,))
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], in one pass."""

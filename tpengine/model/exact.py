@@ -34,7 +34,7 @@ from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
-from tpengine.layers.norm import RMSNorm
+from tpengine.layers.norm import RMSNorm, rms_norm
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 
@@ -136,13 +136,6 @@ def whole(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
     return (x,) * len(shards.held)
 
 
-def token_blocks(x: Tensor, shards: Shards) -> tuple[Tensor, ...]:
-    """Give every held shard a block of T/V of this rank's tokens x[T/tp, D]."""
-    check_tokens(len(x) * shards.comm.size, shards.size, "shards")
-    # Contiguous, since sums over strided rows are taken in another order.
-    return x.contiguous().chunk(len(shards.held))
-
-
 def collect(partials: Sequence[Tensor], shards: Shards) -> Tensor:
     """Add the shards' partial tensors in a tree and keep this rank's tokens: y[T/tp, D] from y_v[T, D]."""
     y: Tensor = _Collect.apply(shards, *partials)
@@ -155,41 +148,27 @@ def stacked(outputs: Sequence[Tensor], shards: Shards) -> Tensor:
     return y
 
 
-def concatenated(blocks: Sequence[Tensor], shards: Shards) -> Tensor:
-    """Concatenate the shards' blocks of tokens: y[T/tp, D] from y_v[T/V, D]."""
-    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+class HeldShards(nn.Module):
+    """The layer of each held shard. Parameters that several shards have in common are one Parameter.
 
-
-class ExactLayer(nn.Module):
-    """An ordinary layer, computed shard by shard.
-
-        y = join(layer_v(x_v) for every held shard v),   x_v = take(x)_v
+    Those are norm weights, and the weights of a shared KV head.
 
     Args:
         shards: all shards.
-        layers: the layer of each held shard, made over `shards.ranks_of(v)`. Parameters that several shards have in
-            common (norm weights, the weights of a shared KV head) become one Parameter.
-        take: gives each shard its input: `spread`, `whole` or `token_blocks`.
-        join: makes the output of the shards' outputs: `collect`, `stacked` or `concatenated`.
+        layers: the layer of each held shard, made over `shards.ranks_of(v)`.
 
     Attributes:
         shards: the layer of each held shard, by its number.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        layers: Sequence[nn.Module],
-        take: Callable[[Tensor, Shards], Sequence[Tensor]],
-        join: Callable[[Sequence[Tensor], Shards], Tensor],
-    ) -> None:
+    def __init__(self, shards: Shards, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.cut, self.take, self.join = shards, take, join
+        self.cut = shards
         self.shards = nn.ModuleDict({str(shard): layer for shard, layer in zip(shards.held, layers, strict=True)})
         self._share_parameters()
         self.register_load_state_dict_post_hook(_share_again)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ExactLayer:
+    def _apply(self, fn: Any, recurse: bool = True) -> HeldShards:
         # `to_empty` of a layer on the meta device gives every module a new parameter of its own.
         super()._apply(fn, recurse)
         self._share_parameters()
@@ -208,6 +187,28 @@ class ExactLayer(nn.Module):
                     if holder < shard:
                         owner: Any = layers[holder - held.start].get_submodule(name)
                         part.borrow(owner)
+
+
+class ExactLayer(HeldShards):
+    """An ordinary layer, computed shard by shard.
+
+        y = join(layer_v(x_v) for every held shard v),   x_v = take(x)_v
+
+    Args:
+        shards, layers: as HeldShards.
+        take: gives each shard its input: `spread` or `whole`.
+        join: makes the output of the shards' outputs: `collect` or `stacked`.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        layers: Sequence[nn.Module],
+        take: Callable[[Tensor, Shards], Sequence[Tensor]],
+        join: Callable[[Sequence[Tensor], Shards], Tensor],
+    ) -> None:
+        super().__init__(shards, layers)
+        self.take, self.join = take, join
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Compute the layer; every shard's layer is given `arguments` unchanged."""
@@ -261,8 +262,8 @@ class ExactMatmuls(ExactLayer):
         return contents_of([linear.weight for linear in self._linears])
 
 
-class ExactNorm(ExactLayer):
-    """RMSNorm in blocks of T/V tokens, one per shard; each shard adds its part of dw to its own sink.
+class ExactNorm(HeldShards):
+    """RMSNorm in blocks of T/V tokens, one per shard, all in one call; each shard's sink gets dw of its own block.
 
     Args:
         shards: all shards; V divides T.
@@ -270,12 +271,19 @@ class ExactNorm(ExactLayer):
     """
 
     def __init__(self, shards: Shards, layers: Sequence[RMSNorm]) -> None:
-        super().__init__(shards, layers, token_blocks, concatenated)
+        super().__init__(shards, layers)
 
     @property
     def weight(self) -> Parameter:
         """The weight [D], which all shards share."""
         return next(self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        check_tokens(len(x) * self.cut.comm.size, self.cut.size, "shards")
+        # Contiguous, since sums over strided rows are taken in another order.
+        layers: list[Any] = list(self.shards.values())
+        return rms_norm(x.contiguous(), self.weight, layers[0].eps, layers[0].comm, [layer.sink for layer in layers])
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (y, total) as RMSNorm.add does, in two passes: total is the sum of the whole tensors."""
@@ -283,6 +291,6 @@ class ExactNorm(ExactLayer):
         return self(total), total
 
 
-def _share_again(layer: ExactLayer, _: Any) -> None:
+def _share_again(layer: HeldShards, _: Any) -> None:
     """Share parameters again: `load_state_dict(assign=True)` gives every module a parameter of its own."""
     layer._share_parameters()

@@ -41,13 +41,15 @@ from support.kernels.mutations import survivors
 from support.ranks.progress import run_program
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from torch.nn import Parameter
 from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
-from tpengine.model.exact import Shards
+from tpengine.layers.gradient_sink import GradientSink
+from tpengine.layers.norm import rms_norm
 from tpengine.training.evaluate import held_out_loss, sample
 from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
@@ -334,10 +336,20 @@ def in_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
     """A norm weight's gradient is summed over all tokens of a rank at once, and the other shards add nothing."""
 
-    def in_one_block(x: Tensor, shards: Shards) -> list[Tensor]:
-        return [x, *[x[:0]] * (len(shards.held) - 1)]
+    class First:
+        """Gives the whole sum to the first sink."""
 
-    patch.setattr("tpengine.model.exact.token_blocks", in_one_block)
+        def __init__(self, sinks: Sequence[GradientSink]) -> None:
+            self.sinks = sinks
+
+        def add(self, param: Parameter, grad: Tensor, partial: Communicator | None) -> None:
+            for sink, part in zip(self.sinks, [grad, *[0 * grad] * (len(self.sinks) - 1)], strict=True):
+                sink.add(param, part, partial)
+
+    def in_one_block(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Any) -> Tensor:
+        return rms_norm(x, weight, eps, comm, [First(sinks)])  # type: ignore[list-item]
+
+    patch.setattr("tpengine.model.exact.rms_norm", in_one_block)
 
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:

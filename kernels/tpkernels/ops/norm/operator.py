@@ -23,6 +23,7 @@ normalization", arXiv 1607.06450.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,7 +49,13 @@ def norm_reference(
 
 
 def _on_host(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    centered: bool,
+    num_chunks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(x.dtype)
     total = x.new_empty(0) if residual is None else x + residual
@@ -58,14 +65,20 @@ def _on_host(
         y, mean, rstd = torch.native_layer_norm(of.to(dtype), weight.shape, weight.to(dtype), wide_bias, eps)
         return y.to(x.dtype), total, mean.flatten(), rstd.flatten()
     y, _, mean, rstd = empty_outputs(x, None, False)
-    step = _host_rows(x)
-    for first in range(0, len(x), step):
-        rows = slice(first, first + step)
+    for rows in _host_blocks(x, num_chunks):
         wide, y_rows = of[rows].to(dtype), y[rows]
         h = torch.mul(wide, wide, out=y_rows if y.dtype == dtype else torch.empty_like(wide))
         torch.mean(h, 1, out=rstd[rows]).add_(eps).rsqrt_()
         torch.mul(torch.mul(wide, rstd[rows, None], out=h), weight, out=y_rows)
     return y, total, mean, rstd
+
+
+def _host_blocks(x: Tensor, num_chunks: int) -> Iterator[slice]:
+    """Yield the rows of one block after the other; a block has rows of one chunk only."""
+    chunk_rows, step = len(x) // num_chunks, _host_rows(x)
+    for end in range(chunk_rows, len(x) + 1, max(1, chunk_rows)):
+        for first in range(end - chunk_rows, end, step):
+            yield slice(first, min(first + step, end))
 
 
 def _host_rows(x: Tensor) -> int:
@@ -119,10 +132,22 @@ def _backward_on_host(
 
 
 def norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    centered: bool,
+    num_chunks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `norm_op` without torch's dispatcher, for callers inside a Function of their own."""
-    return (launch_norm if by_triton(x) else _on_host)(x, weight, bias, residual, eps, centered)
+    """Run `norm_op` without torch's dispatcher, for callers inside a Function of their own.
+
+    Args:
+        num_chunks: equal parts of the rows; on a CPU each operation of rms_norm takes rows of one of them.
+    """
+    if by_triton(x):
+        return launch_norm(x, weight, bias, residual, eps, centered)
+    return _on_host(x, weight, bias, residual, eps, centered, num_chunks)
 
 
 def norm_backward(
