@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -39,11 +40,18 @@ class BlockSums:
         """Add what bucket `index` holds; after the last block it holds the total, else zeros."""
         number, buffer = self._ended[index], self._flat[index]
         assert number < self._num_blocks, f"bucket {index} has had all its {self._num_blocks} blocks"
-        level = 0
-        while number >> level & 1:
-            buffer.add_(self._subtrees[index][level])
-            level += 1
-        self._ended[index] += 1
-        if self._ended[index] < self._num_blocks:
-            self._subtrees[index][level].copy_(buffer)
+        self._ended[index] = number + 1
+        is_last = number + 1 == self._num_blocks
+        # A carry adds the complete subtrees of 1, 2, 4, ... blocks: as many as the number has ones before its lowest 0.
+        level = (~number & (number + 1)).bit_length() - 1
+        carried = self._subtrees[index][:level]
+        kept = buffer if is_last else self._subtrees[index][level]
+        for subtree in carried[:-1]:
+            buffer.add_(subtree)
+        # The last addition writes the sum where it is kept.
+        if carried:
+            torch.add(buffer, carried[-1], out=kept)
+        elif not is_last:
+            kept.copy_(buffer)
+        if not is_last:
             buffer.zero_()

@@ -30,16 +30,20 @@ def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     if len(terms) == 1:
         return terms[0].to(wide, copy=True) if out is None else out.copy_(terms[0])
+    # The first terms are sums made here, to which others are added in place.
+    num_own = 0
     while len(terms) > 2:
-        pairs = [_sum(terms[i], terms[i + 1], wide) for i in range(0, len(terms) - 1, 2)]
-        terms = [*pairs, *terms[2 * len(pairs) :]]
+        pairs = [_sum(terms[i], terms[i + 1], wide, in_place=i < num_own) for i in range(0, len(terms) - 1, 2)]
+        terms, num_own = [*pairs, *terms[2 * len(pairs) :]], len(pairs)
     left, right = terms
     if out is None:
-        return _sum(left, right, wide)
+        return _sum(left, right, wide, in_place=num_own > 0)
     if out.dtype == wide == right.dtype == left.dtype:
         return torch.add(left, right, out=out)
-    return out.copy_(_sum(left, right, wide))
+    return out.copy_(_sum(left, right, wide, in_place=num_own > 0))
 
 
-def _sum(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+def _sum(left: Tensor, right: Tensor, wide: torch.dtype, *, in_place: bool) -> Tensor:
+    if in_place:
+        return left.add_(right)
     return left + right if left.dtype == right.dtype == wide else left.to(wide) + right
