@@ -78,8 +78,8 @@ class _AddRMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
     """Return y[T, D] = x / sqrt(mean(x^2) + eps) * w[D].
 
-    Each of the n sinks gets dw summed over its block of T/n tokens, partial(comm). No operation takes tokens of two
-    blocks, so that the bits do not depend on n.
+    Each of the n sinks gets dw summed over its block of T/n tokens, partial(comm). On a CPU no operation takes tokens
+    of two blocks: a block has the bits of a call of its own.
     """
     y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sinks)
     return y

@@ -10,7 +10,7 @@ activations need no such care: their results do not depend on shapes.
 
 The decision a reader will question: a layer does not know that it computes a shard. It is made over a ShardCommunicator
 of V ranks, whose gather and reduce-scatter return their input; spread and collect do the exchange. So whatever is added
-to an ordinary layer works in exact mode too.
+to an ordinary layer works in exact mode too. A norm needs no matmul: the blocks of all held shards are one call.
 
 The price: gathers and sums do not overlap with matmuls. Partial sums travel in at least float32. Each matmul has a
 V/tp-th of the fast one's size. With fewer KV heads than shards, K and V are computed for each shard. A rank looks up

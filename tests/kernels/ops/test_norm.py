@@ -21,6 +21,7 @@ from tpkernels.ops.norm.operator import (
     add_rms_norm,
     layer_norm,
     norm_backward_op,
+    norm_forward,
     norm_op,
     norm_reference,
     rms_norm,
@@ -206,3 +207,14 @@ def test_many_short_rows_fit_into_a_grid() -> None:
         launch_norm_backward(x, None, x, x[0], statistics, statistics, 1, True, True)
     assert len(grids) == 2 and all(max(grid[1:], default=1) <= 65535 for grid in grids)
     assert grids[0][0] <= 2048  # partial rows, which few programs add
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 4])
+def test_chunks_of_rows_have_the_bits_of_calls_of_their_own(num_chunks: int) -> None:
+    """With so many columns the host takes 16 rows at a time, which does not divide a chunk."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(60, 16384, generator=generator), torch.randn(16384, generator=generator)
+    y, _, _, rstd = norm_forward(x, weight, None, None, 1e-5, False, num_chunks)
+    parts = [norm_forward(rows, weight, None, None, 1e-5, False) for rows in x.chunk(num_chunks)]
+    assert torch.equal(y, torch.cat([part[0] for part in parts]))
+    assert torch.equal(rstd, torch.cat([part[3] for part in parts]))
