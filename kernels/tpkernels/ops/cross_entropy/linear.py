@@ -36,7 +36,7 @@ from tpkernels.ops.cross_entropy.operator import (
     cross_entropy_reference,
     token_losses,
 )
-from tpkernels.ops.matmul.wgrad import accumulate_wgrad
+from tpkernels.ops.matmul.wgrad import accumulate_wgrad, adds_in_place
 
 Combine = Callable[[Tensor], Tensor]
 
@@ -111,8 +111,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(dz, weight, out=dx[rows])
             if dw is not None:
-                # In blocks: if dw is wider than x, each product is a temporary tensor before it is added.
-                for dw_block, dz_block in zip(dw.split(_DW_ROWS), dz.split(_DW_ROWS, dim=1), strict=True):
+                # In blocks, unless a kernel adds in place: each product is a temporary tensor before it is added.
+                num_rows = max(len(dw), 1) if adds_in_place(dw, x) else _DW_ROWS
+                for dw_block, dz_block in zip(dw.split(num_rows), dz.split(num_rows, dim=1), strict=True):
                     accumulate_wgrad(dw_block, dz_block, x[rows])
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype

@@ -27,7 +27,7 @@ def _(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
     """Run `wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own."""
-    if _takes_kernel(buffer, x):
+    if adds_in_place(buffer, x):
         launch_matmul(dy.T, x, out=buffer, accumulate=True)
     elif x.dtype == buffer.dtype:
         buffer.addmm_(dy.T, x)
@@ -38,7 +38,8 @@ def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
         buffer.add_(dy.T @ x)
 
 
-def _takes_kernel(buffer: Tensor, x: Tensor) -> bool:
+def adds_in_place(buffer: Tensor, x: Tensor) -> bool:
+    """Return whether the matmul kernel adds to the buffer, without a product of its size beside it."""
     if not has_kernel(x):
         return False
     if x.dtype == buffer.dtype:

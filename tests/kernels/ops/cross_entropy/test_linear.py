@@ -18,7 +18,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from tpkernels.launch import INTERPRETED
+from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.cross_entropy.linear import (
     default_chunk_tokens,
     linear_cross_entropy,
@@ -323,3 +323,15 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -
     given = {"x": torch.ones(3, 4), "weight": torch.ones(6, 4), "labels": labels, **arguments}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**given)
+
+
+def test_a_chunk_is_added_to_dw_by_one_launch() -> None:
+    """Where the matmul kernel adds in place, however many rows dw has."""
+    pytest.importorskip("triton")
+    x, weight = (
+        torch.empty(rows, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (512, 10_000)
+    )
+    launches: list[str] = []
+    with observed(Target("cuda", 90), lambda kernel, *_: launches.append(kernel.fn.__name__)):
+        linear_cross_entropy(x, weight, torch.zeros(512, dtype=torch.int64, device="meta"), chunk_tokens=256)
+    assert launches.count("matmul_kernel") == 2
