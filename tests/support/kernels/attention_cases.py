@@ -99,7 +99,7 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sides = case.sides(str(q.device))
     if case.is_plain and q.device.type == "cpu" and q.element_size() == 2:
         # The public function leaves this to torch on the host, whose error torch's is.
-        return attention_op(q, k, v, None, None, *sides, *case.options)[0]
+        return attention_op(q, k, v, None, None, *sides, *case.options.packed)[0]
     return attention(
         q,
         k,

@@ -25,6 +25,7 @@ Sources: Dao, "FlashAttention-2", arXiv 2307.08691; Shah et al., "FlashAttention
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, opti
     """Return (y, lse), from the kernels if there are some for this device and dtype."""
     forward = launch_attention if has_kernel(q, q.shape[3]) else attention_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         return forward(_without_gaps(q), _without_gaps(k), _without_gaps(v), tables, sides, options)
 
 
@@ -65,8 +66,15 @@ def _backward(
     q, k, v = (_without_gaps(t) for t in inputs)
     backward = launch_attention_backward if has_kernel(q, q.shape[3]) else attention_backward_on_host
     tables, sides = Tables(*_dense(tables)), Sides(*_dense(sides))
-    with torch.autocast(dy.device.type, enabled=False):
+    with _without_autocast(dy.device.type):
         backward(_without_gaps(dy), q, k, v, *outputs, gradients, tables, sides, options)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Return a context without autocast; it costs a tenth of a call, so only where there is one."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def has_kernel(x: Tensor, head_size: int) -> bool:
@@ -92,15 +100,11 @@ def attention_op(
     sin: Tensor | None,
     query_starts: Tensor | None,
     key_starts: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    interleaved: bool,
-    rate: float,
-    dropout: Sequence[int],
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E]."""
-    options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
+    options = Options.unpacked(integers, reals)
     return _forward(q, k, v, Tables(cos, sin), Sides(query_starts, key_starts), options)
 
 
@@ -116,16 +120,12 @@ def attention_backward_op(
     sin: Tensor | None,
     query_starts: Tensor | None,
     key_starts: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    interleaved: bool,
-    rate: float,
-    dropout: Sequence[int],
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), contiguous."""
     gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
+    options = Options.unpacked(integers, reals)
     _backward(dy, (q, k, v), (y, lse), gradients, Tables(cos, sin), Sides(query_starts, key_starts), options)
     return gradients
 
@@ -133,22 +133,16 @@ def attention_backward_op(
 @torch.library.custom_op("tpkernels::attention_qkv", mutates_args=())
 def attention_qkv_op(
     qkv: Tensor,
-    batch: int,
-    num_heads: int,
-    num_kv_heads: int,
+    sizes: Sequence[int],
     cos: Tensor | None,
     sin: Tensor | None,
     starts: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    interleaved: bool,
-    rate: float,
-    dropout: Sequence[int],
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [T, H*E], lse [B, H, S]) for qkv[T, (H+2G)*E]."""
-    q, k, v = _views(qkv, batch, num_heads, num_kv_heads)
-    options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
+    """Return (y [T, H*E], lse [B, H, S]) for qkv[T, (H+2G)*E]; sizes are B, H and G."""
+    q, k, v = _views(qkv, *sizes)
+    options = Options.unpacked(integers, reals)
     y, lse = _forward(q, k, v, Tables(cos, sin), Sides(starts, starts), options)
     return y.flatten(2).flatten(0, 1), lse
 
@@ -159,24 +153,18 @@ def attention_qkv_backward_op(
     qkv: Tensor,
     y: Tensor,
     lse: Tensor,
-    batch: int,
-    num_heads: int,
-    num_kv_heads: int,
+    sizes: Sequence[int],
     cos: Tensor | None,
     sin: Tensor | None,
     starts: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    interleaved: bool,
-    rate: float,
-    dropout: Sequence[int],
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> Tensor:
-    """Return dqkv [T, (H+2G)*E], contiguous."""
+    """Return dqkv [T, (H+2G)*E], contiguous; sizes are B, H and G."""
     dqkv = qkv.new_empty(qkv.shape)
-    inputs, gradients = (_views(t, batch, num_heads, num_kv_heads) for t in (qkv, dqkv))
+    inputs, gradients = (_views(t, *sizes) for t in (qkv, dqkv))
     shape = inputs[0].shape
-    options = Options(causal, window, scale, interleaved, rate, tuple(dropout))
+    options = Options.unpacked(integers, reals)
     outputs = (y.view(shape), lse)
     _backward(dy.reshape(shape), inputs, outputs, gradients, Tables(cos, sin), Sides(starts, starts), options)
     return dqkv
@@ -203,9 +191,9 @@ def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 @attention_qkv_op.register_fake
-def _(qkv: Tensor, batch: int, num_heads: int, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor]:
-    q = _views(qkv, batch, num_heads, num_kv_heads)[0]
-    return qkv.new_empty(qkv.shape[0], num_heads * q.shape[3]), _lse_like(q)
+def _(qkv: Tensor, sizes: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+    q = _views(qkv, *sizes)[0]
+    return qkv.new_empty(qkv.shape[0], q.shape[2] * q.shape[3]), _lse_like(q)
 
 
 @attention_qkv_backward_op.register_fake
@@ -308,7 +296,8 @@ def attention(
     rate, numbers = _dropout_numbers(dropout, q.shape[2])
     # A wider window sees no more keys, and might exceed the range of the kernels' numbers.
     width = min(window or 0, q.shape[1] + k.shape[1])
-    y = attention_op(q, k, v, None, None, query_starts, key_starts, causal, width, scale, False, rate, numbers)[0]
+    options = Options(causal, width, scale, False, rate, tuple(numbers))
+    y = attention_op(q, k, v, None, None, query_starts, key_starts, *options.packed)[0]
     return y
 
 
@@ -385,9 +374,8 @@ def attention_qkv(
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout)
         return y.transpose(1, 2).reshape(num_tokens, -1)
     width = min(window or 0, 2 * seq)
-    y = attention_qkv_op(
-        qkv, batch, num_heads, num_kv_heads, cos, sin, starts, causal, width, scale, interleaved, rate, numbers
-    )[0]
+    options = Options(causal, width, scale, interleaved, rate, tuple(numbers))
+    y = attention_qkv_op(qkv, [batch, num_heads, num_kv_heads], cos, sin, starts, *options.packed)[0]
     return y
 
 

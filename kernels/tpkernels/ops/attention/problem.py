@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,7 +27,7 @@ NOT_SPECIALIZED = [
 
 
 class Options(NamedTuple):
-    """What attention depends on besides its tensors, in a form that an operator's schema can hold.
+    """What attention depends on besides its tensors.
 
     Attributes:
         causal: if True, a query does not see later keys.
@@ -43,6 +44,18 @@ class Options(NamedTuple):
     interleaved: bool
     rate: float
     dropout: tuple[int, ...]
+
+    @property
+    def packed(self) -> tuple[list[int], list[float]]:
+        """Return them as two arguments: torch's time per call grows with the square of a schema's arguments."""
+        return [int(self.causal), self.window, int(self.interleaved), *self.dropout], [self.scale, self.rate]
+
+    @classmethod
+    def unpacked(cls, integers: Sequence[int], reals: Sequence[float]) -> Options:
+        """Return what was packed."""
+        causal, window, interleaved, *dropout = integers
+        scale, rate = reals
+        return cls(bool(causal), window, scale, bool(interleaved), rate, tuple(dropout))
 
 
 class Sides(NamedTuple):

@@ -247,7 +247,7 @@ def check_log_sum_exp(device: str, whole: bool) -> None:
     for case in (CASES[2], CASES[7], Case(63, 0, 1, 1, 16)) if whole else (Case(40, 29, 1, 1, 16, window=7),):
 
         def operator(case: Case = case, **given: Tensor) -> Tensor:
-            return attention_op(*given.values(), None, None, *case.sides(device), *case.options)[1]
+            return attention_op(*given.values(), None, None, *case.sides(device), *case.options.packed)[1]
 
         def definition(q: Tensor, k: Tensor, v: Tensor, case: Case = case) -> Tensor:
             return scores_by_definition(case, q, k).logsumexp(-1)

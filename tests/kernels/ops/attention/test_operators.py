@@ -55,7 +55,7 @@ def check_which_are_dropped(device: str, whole: bool) -> None:
         # On the host plain sequences take another path than the operator.
         ways = (
             lambda q, k, v, sides=sides: attention(q, k, v, query_starts=sides.query_starts, dropout=DROPOUT),
-            lambda q, k, v, sides=sides, options=options: attention_op(q, k, v, None, None, *sides, *options)[0],
+            lambda q, k, v, sides=sides, options=options: attention_op(q, k, v, None, None, *sides, *options.packed)[0],
         )
         for way in ways:
             y, _, _, dv = outcome(way, unit, q, k, unit)
@@ -160,7 +160,7 @@ def small_problem(name: str, dtype: torch.dtype) -> tuple[Case, list[Tensor], Ta
 @small
 def test_gradcheck_of_host_path_and_specification(name: str) -> None:
     case, inputs, tables, sides, options = small_problem(name, torch.float64)
-    host = lambda q, k, v: attention_op(q, k, v, *tables, *sides, *options)[0]  # noqa: E731
+    host = lambda q, k, v: attention_op(q, k, v, *tables, *sides, *options.packed)[0]  # noqa: E731
     specification = lambda q, k, v: attention_reference(q, k, v, tables, sides, options)  # noqa: E731
     torch.testing.assert_close(host(*inputs), specification(*inputs))
     if case.queries:
@@ -171,14 +171,14 @@ def test_gradcheck_of_host_path_and_specification(name: str) -> None:
 @small
 def test_opcheck(name: str) -> None:
     case, inputs, tables, sides, options = small_problem(name, torch.float32)
-    torch.library.opcheck(attention_op, (*inputs, *tables, *sides, *options))
+    torch.library.opcheck(attention_op, (*inputs, *tables, *sides, *options.packed))
     values = [t.detach() for t in inputs]
-    y, lse = attention_op(*values, *tables, *sides, *options)
-    torch.library.opcheck(attention_backward_op, (y, *values, y, lse, *tables, *sides, *options))
+    y, lse = attention_op(*values, *tables, *sides, *options.packed)
+    torch.library.opcheck(attention_backward_op, (y, *values, y, lse, *tables, *sides, *options.packed))
     if case.queries != case.keys:
         return
     qkv = torch.cat(values, dim=2).flatten(2).flatten(0, 1)
-    rest = (case.batch, case.heads, case.kv_heads, *tables, sides.query_starts, *options)
+    rest = ([case.batch, case.heads, case.kv_heads], *tables, sides.query_starts, *options.packed)
     torch.library.opcheck(attention_qkv_op, (qkv.requires_grad_(), *rest))
     y, lse = attention_qkv_op(qkv.detach(), *rest)
     torch.library.opcheck(attention_qkv_backward_op, (y, qkv.detach(), y, lse, *rest))
