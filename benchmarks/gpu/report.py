@@ -1,4 +1,7 @@
-"""The tables of a run, also of one that was cut: what is right, what is wrong, what is fast, what is slow. No torch."""
+"""The tables of a run, also of one that was cut: what is fast, what is slow, what is wrong, what failed. No torch.
+
+What matters most comes last: whoever runs the command may see only the end of what it prints.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.bars import verdicts
-from benchmarks.gpu.rows import HOW, PREFLIGHT, RUN_CASE, outcomes, results
+from benchmarks.gpu.rows import HOW, PREFLIGHT, RUN_CASE, has_samples, num_ranks, outcomes, results
 from benchmarks.harness.journal import read
 
 _COLUMNS = 150
 _STYLES = {"met": "green", "short": "red", "passed": "green", "wrong": "red", "crashed": "red", "hung": "red"}
-# Fields of a row that are not among its figures.
-_UNITS = ("_us", "_percent", "_per_second", "_ratio")
+# Fields of a row that are among its figures: what is named, what is counted, what is measured.
+_TEXTS, _COUNTS = ("kernel", "what", "left_out"), "num_"
+_UNITS = ("_us", "_percent", "_per_second", "_ratio", "_bytes")
 _SPREADS = ("_p20_", "_p80_")
 
 Row = Mapping[str, Any]
@@ -37,8 +41,9 @@ def tables(rows: Sequence[Row]) -> list[Table | str]:
     preflight: Mapping[str, Any] = next((row[PREFLIGHT] for row in reversed(rows) if PREFLIGHT in row), {})
     found = results(rows)
     title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
-    every: list[Table | str] = [title, _bars(found), _ended(rows)]
-    every += _wrong(found), _fused(found), _speeds(found), _figures(found)
+    measured = [row for row in found if has_samples(row)]
+    every: list[Table | str] = [title, _figures(measured), _speeds(measured), _fused(measured)]
+    every += _wrong(found), _ended(rows), _bars(found)
     return [table for table in every if isinstance(table, str) or table.row_count]
 
 
@@ -50,18 +55,18 @@ def _bars(found: Sequence[Row]) -> Table:
 
 
 def _ended(rows: Sequence[Row]) -> Table:
-    """Return how cases ended: each that did not pass, and how many did."""
+    """Return how cases ended: how many passed, and each that did not, the worst last."""
     table = _table("Cases", "how", "case", "s", "last line")
     last = {row[RUN_CASE]: row for row in rows if row.get(HOW) not in (None, "started")}
     ended = outcomes(rows)
-    for how in ("crashed", "hung", "wrong", "cut", "left out", "no time"):
+    passed = [name for name, how in ended.items() if how == "passed"]
+    table.add_row("passed", f"{len(passed)} of {len(ended)}", "", "", style=_STYLES["passed"])
+    for how in ("no time", "left out", "cut", "wrong", "hung", "crashed"):
         for name in (name for name, its in ended.items() if its == how):
             row = last.get(name, {})
             lines = row.get("last_lines") or [f"needs {', '.join(row['missing'])}" if "missing" in row else ""]
             seconds = f"{row['took_seconds']:.0f}" if "took_seconds" in row else ""
             table.add_row(how, name, seconds, str(lines[-1]), style=_STYLES.get(how))
-    passed = [name for name, how in ended.items() if how == "passed"]
-    table.add_row("passed", f"{len(passed)} of {len(ended)}", "", "", style=_STYLES["passed"])
     return table
 
 
@@ -69,7 +74,7 @@ def _wrong(found: Sequence[Row]) -> Table:
     table = _table("Wrong results", "what", "why")
     for row in found:
         if row.get("check", "passed") != "passed":
-            table.add_row(str(row["case"]), str(row["check"]))
+            table.add_row(_named(row), str(row["check"]))
     return table
 
 
@@ -97,7 +102,7 @@ def _speeds(found: Sequence[Row]) -> Table:
         percent = row.get(f"{row['ours']}_of_ceiling_percent")
         ceiling = "" if percent is None else f"{percent:.0f} % of a {row['ceiling']}"
         style = "red" if row[name] < 1 else "green"
-        case = str(row["case"]).removeprefix("kernels/")
+        case = _named(row).removeprefix("kernels/")
         table.add_row(f"{row[name]:.2f}", case, row["best_rival"], ceiling, style=style)
     return table
 
@@ -110,9 +115,17 @@ def _figures(found: Sequence[Row]) -> Table:
         # A tile's own time is among the rows; the fastest one is among the speeds.
         if name.startswith(("kernels/", "overlap/", "compile/", "tiles/")) or row.get("check", "passed") != "passed":
             continue
-        shown = {n: v for n, v in row.items() if n.endswith(_UNITS) and not any(part in n for part in _SPREADS)}
-        table.add_row(name, ", ".join(f"{n} {v:.4g}" for n, v in shown.items() if v is not None))
+        shown = [f"{n} {v}" for n, v in row.items() if n in _TEXTS or n.startswith(_COUNTS)]
+        figures = {n: v for n, v in row.items() if n.endswith(_UNITS) and not any(part in n for part in _SPREADS)}
+        shown += [f"{n} {v:.4g}" for n, v in figures.items() if v is not None]
+        table.add_row(_named(row), ", ".join(shown))
     return table
+
+
+def _named(row: Row) -> str:
+    """Return the name of a row, with its number of ranks if it has one."""
+    ranks = num_ranks(row)
+    return str(row["case"]) if ranks is None else f"{row['case']}, {ranks} ranks"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -195,7 +195,7 @@ def test_what_fits_is_chosen_by_worth_per_second() -> None:
 def test_bars_are_met_short_or_not_measured() -> None:
     assert {verdict.state for verdict in verdicts([])} == {"not measured"}
     ratio = "tpkernels_speedup_over_torch_median_ratio"
-    product = {"case": "kernels/matmul_qkv/x", "op": "matmul", "model": "llama3_8b", "dtype": "bfloat16"}
+    product = {"case": "kernels/matmul_qkv/x", "op": "matmul", "model": "llama3_8b", "dtype": "bfloat16", "seq": 4096}
     sdpa = {"contestants": ["tpkernels", "torch", "sdpa_flash", "sdpa_cudnn"], "torch_median_seconds": 0.1}
     sdpa |= {"sdpa_flash_median_seconds": 4.0, "sdpa_cudnn_median_seconds": 2.0, "tpkernels_median_seconds": 3.0}
     attention = {"case": "kernels/attention/x", "direction": "forward", "seq": 4096, "model": "llama3_8b", **sdpa}
@@ -205,10 +205,15 @@ def test_bars_are_met_short_or_not_measured() -> None:
         product | {ratio: 1.05},
         product | {ratio: 0.8},
         product | {ratio: 0.1, "check": "failed: wrong"},
+        product | {ratio: 0.1, "seq": 512},
+        product | {ratio: 0.1, "num_samples": 1},
+        product | {ratio: 0.1, "case": "kernels/matmul_swiglu/x"},
         attention,
         pair | {"overlap_ceiling_ratio": 0.97, "overlap_efficiency_ratio": 0.96},
         pair | {"overlap_ceiling_ratio": 0.9, "overlap_efficiency_ratio": 0.1},
-        {"case": "host/fused/gather", "host_us": 30.0},
+        pair | {"fused_median_seconds": 4.0, "num_samples": 1},
+        {"case": "host/fused/gather", "host_us": 30.0, "by_engine": False},
+        {"case": "host/fused/gather/engine", "host_us": 70.0, "by_engine": True},
         {"case": "train/llama_1b", "mfu_percent": 44.0},
         {"case": "train/llama_1b/against_torch", "speedup_median_ratio": 1.2},
     ]
@@ -221,6 +226,7 @@ def test_bars_are_met_short_or_not_measured() -> None:
         ("met", "0.96"),
         ("met", "2"),
         ("met", "30"),
+        ("short", "70"),
         ("short", "44"),
         ("met", "1.2"),
     ]
