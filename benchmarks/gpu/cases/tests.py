@@ -44,7 +44,11 @@ def run(rows: Path, paths: Sequence[str], chosen: str) -> int:
     # In this process: workers of pytest-xdist would each hold a part of the GPU's memory.
     pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", "-k", chosen, *paths], plugins=[reports])
     counts = {f"num_{outcome}": number for outcome, number in sorted(reports.counts.items())}
-    append(rows, {"case": f"tests/{'+'.join(Path(path).stem for path in paths)}", "check": "passed", **counts})
-    if not reports.counts["passed"] + reports.counts["failed"]:
+    num_failed, num_ran = reports.counts["failed"], reports.counts["passed"] + reports.counts["failed"]
+    check = f"failed: {num_failed} of the {num_ran} tests that ran" if num_failed else "passed"
+    if not num_ran:
+        check = "failed: no test ran"
+    append(rows, {"case": f"tests/{'+'.join(Path(path).stem for path in paths)}", "check": check, **counts})
+    if not num_ran:
         raise RuntimeError(f"no test ran: {counts or 'none was found'}")
-    return int(reports.counts["failed"] > 0)
+    return int(num_failed > 0)

@@ -266,6 +266,7 @@ def test_tests_are_a_case(tmp_path: Path) -> None:
     failed, summary = read(rows)
     assert failed["case"].endswith("test_some.py::test_one[gpu]") and "planted" in failed["check"]
     assert summary["num_failed"] == 1 and "num_passed" not in summary
+    assert summary["check"] == "failed: 1 of the 1 tests that ran"
 
 
 @pytest.mark.slow
