@@ -85,13 +85,25 @@ def still_streams() -> Iterator[None]:
         yield
 
 
+def why_not_still() -> str | None:
+    """Return why triton's launches cannot be made on a GPU that does nothing; None if they can."""
+    if hasattr(nvidia, "PyKernelArg"):
+        return None
+    return f"triton {triton.__version__} compiles a launcher for each kernel, which calls the driver: use triton 3.7"
+
+
 @contextlib.contextmanager
 def still_gpu(launched: Callable[..., None] = _nothing) -> Iterator[None]:
     """Let triton launch on a GPU that does nothing.
 
     Args:
         launched: is called with the grid and the arguments of each launch.
+
+    Raises:
+        RuntimeError: triton is older than 3.7.
     """
+    if reason := why_not_still():
+        raise RuntimeError(reason)
     kinds: dict[str, Any] = {name: getattr(nvidia, name) or 0 for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     before = triton.runtime.driver._active
     with (

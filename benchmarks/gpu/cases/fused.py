@@ -20,6 +20,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from benchmarks import host_time
 from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, on_device, write
 from benchmarks.harness.shapes import MODELS, REHEARSED, Model
+from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave
 from benchmarks.overlap.cases import GATHER, SCATTER, Operands
 from benchmarks.overlap.gpu import arenas_for, measure_on_gpu
@@ -53,22 +54,33 @@ def host(rows: Path, model: str, tokens: int, ranks: int, calls: int = 50, graph
     o.fill(integers=True)
     arenas = arenas_for(o)
     pulled, pushed = (Fused(virtual, arenas, push=push) for push in (False, True))
+    gather = functools.partial(pulled.gather, o.x, o.w_t, GATHER, False)
+    # Shards of one size are fetched in one way only, so both are forced.
     every: dict[str, Callable[[], object]] = {
-        f"{GATHER}/pulled": lambda: pulled.gather(o.x, o.w_t, GATHER, False),
-        f"{GATHER}/pushed": lambda: pushed.gather(o.x, o.w_t, GATHER, False),
-        SCATTER: lambda: pulled.scatter(o.h, o.v_t, SCATTER),
+        f"{GATHER}/pulled_by_kernel": gather,
+        f"{GATHER}/pulled_by_engine": gather,
+        f"{GATHER}/pushed": functools.partial(pushed.gather, o.x, o.w_t, GATHER, False),
+        SCATTER: functools.partial(pulled.scatter, o.h, o.v_t, SCATTER),
     }
     for name, call in every.items():
+        by_engine = name.endswith("engine")
+        _fetch_by(arenas, engine=by_engine)
         load(call, virtual)
         # The first call makes its decision.
         host_seconds(call, virtual.device, 1)
         timed = _captured(call, virtual) if graph else call
         median = Spread.of([host_seconds(timed, virtual.device, 1) / ranks for _ in range(calls)]).median
-        fields: dict[str, Any] = {"model": model, "tokens": tokens, "virtual_ranks": ranks}
+        fields: dict[str, Any] = {"model": model, "tokens": tokens, "virtual_ranks": ranks, "by_engine": by_engine}
         kind = "fused_graph" if graph else "fused"
         write(rows, f"host/{kind}/{name}/tokens_{tokens}", fields | {"host_us": 1e6 * median})
         for arena in arenas:
             arena.check()
+
+
+def _fetch_by(arenas: Sequence[DeviceArena], *, engine: bool) -> None:
+    """Let copy engines fetch shards of any size, or kernels."""
+    for arena in arenas:
+        arena.engine_bytes = 0 if engine else 1 << 60
 
 
 def _captured(call: Callable[[], object], virtual: VirtualRanks) -> Callable[[], object]:
@@ -142,8 +154,6 @@ def own_bars(
         dtype = torch.bfloat16 if virtual.streams else torch.float16
         o = Operands(Model(f"depth_{depth}", hidden, 1, 1, 128, depth, 128), tokens, virtual, dtype)
         o.fill(integers=False)
-        arenas = arenas_for(o)
-        own = Own(virtual, arenas)
         plain = {
             "torch": Way(virtual, torch.mm),
             "kernel": Way(virtual, functools.partial(matmul_on, virtual.processors)),
@@ -151,7 +161,12 @@ def own_bars(
         calls: dict[str, Callable[[], object]] = {
             name: functools.partial(way.scatter, o.h, o.v_t, SCATTER) for name, way in plain.items()
         }
+        arenas = []
         for numbers in tiles:
+            # Of its own: an arena makes a launch that it knows again, whatever tile is asked for.
+            of_tile = arenas_for(o)
+            arenas += of_tile
+            own = Own(virtual, of_tile)
             calls["x".join(map(str, numbers))] = functools.partial(_with_tile, MatmulConfig(*numbers), own, o)
         for call in calls.values():
             load(call, virtual)
@@ -207,12 +222,15 @@ def what_copies(rows: Path, model: str, tokens: int, ranks: int) -> None:
     for event in on_device(recorded):
         times.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
     for place, (name, spans) in enumerate(sorted(times.items())):
-        fields = {"what": name[:120], "number": len(spans), "total_us": sum(spans), "virtual_ranks": ranks}
+        fields = {"what": name[:120], "num_calls": len(spans), "total_us": sum(spans), "virtual_ranks": ranks}
         write(rows, f"what_copies/{place}", fields)
 
 
 def host_alone(rows: Path) -> int:
     """Measure the host's time, launches and copies of every fused call, as `benchmarks.run host` does."""
+    if reason := why_not_still():
+        write(rows, "host/alone", {"left_out": reason})
+        return 0
     return host_time.main(host_time.Options(out=rows))
 
 
@@ -242,17 +260,13 @@ def pulls(rows: Path, ranks: int, calls: int, seconds: float) -> int:
 
     virtual.settle()
 
-    def fetch_by(engine_bytes: int) -> None:
-        for arena in arenas:
-            arena.engine_bytes = engine_bytes
-
-    for engine_bytes in (0, 1 << 60):
-        fetch_by(engine_bytes)
+    for engine in (True, False):
+        _fetch_by(arenas, engine=engine)
         load(lambda: fused.gather(o.x, o.w_t, GATHER, False), virtual)
     begin, done = time.monotonic(), 0
     while done < calls and time.monotonic() - begin < seconds:
         virtual.each(poison)
-        fetch_by(0 if done % 2 else 1 << 60)
+        _fetch_by(arenas, engine=done % 2 == 1)
         results = fused.gather(o.x, o.w_t, GATHER, False)[0]
         virtual.each(count)
         done += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,23 +161,36 @@ def against_torch(rows: Path, preset: str, steps: int, layers: int | None = None
     fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles}
     fields |= spread_fields("torch", "seconds", Spread.of(samples["torch"]))
     fields |= spread_fields("speedup", "ratio", Spread.of(paired_ratios(samples["torch"], samples["ours"])))
-    fields |= {f"{name}_num_nats_in_1000": round(1000 * side.loss) for name, side in sides.items()}
+    fields |= loss_fields({name: side.loss for name, side in sides.items()})
     write(rows, f"train/{preset}/against_torch", fields, check)
     return int(check != "passed")
+
+
+def loss_fields(losses: Mapping[str, float]) -> dict[str, int | None]:
+    """Return the losses as fields of a row; None for one that is not finite, which no row can hold."""
+    return {
+        f"{name}_num_nats_in_1000": round(1000 * loss) if math.isfinite(loss) else None for name, loss in losses.items()
+    }
 
 
 def exact_price(rows: Path, preset: str, steps: int, layers: int) -> int:
     """Measure exact mode's step over fast mode's, in turns, with some of a model's layers."""
     config, device = _started(preset, steps, layers)
     exact = validate(replace(config, train=replace(config.train, reduction="exact")), 1)
-    # Exact mode makes torch deterministic for the whole process, so the fast one is timed before.
     fast = OwnStep(config, device)
     check = _checked(fast, config)
-    samples = [fast.seconds() for _ in range(steps)]
     slow = OwnStep(exact, device)
     check = check if check != "passed" else _checked(slow, exact)
-    ratio = Spread.of(paired_ratios([slow.seconds() for _ in range(steps)], samples))
-    fields: dict[str, Any] = {"layers": layers, "fast_median_seconds": Spread.of(samples).median}
+
+    def seconds(side: OwnStep, is_exact: bool) -> float:
+        # Exact mode makes torch deterministic for the whole process, which would slow down the fast step.
+        torch.use_deterministic_algorithms(is_exact)
+        return side.seconds()
+
+    turns = {"fast": functools.partial(seconds, fast, False), "exact": functools.partial(seconds, slow, True)}
+    samples = interleave(turns, rounds=steps)
+    ratio = Spread.of(paired_ratios(samples["exact"], samples["fast"]))
+    fields: dict[str, Any] = {"layers": layers, "fast_median_seconds": Spread.of(samples["fast"]).median}
     write(rows, f"train/{preset}/exact", fields | spread_fields("exact_over_fast", "ratio", ratio), check)
     return int(check != "passed")
 

@@ -1,0 +1,66 @@
+"""Rung: pure; what is slow: compiles, runs nothing. What cases write when something does not go as it should.
+
+Only a GPU shows what they measure.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.kernels.compiled import CACHE_VARIABLE
+from support.ranks.rank_pool import RankPool
+
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks.gpu.cases import fused, tiles
+from benchmarks.gpu.cases.training import loss_fields
+from benchmarks.harness.journal import append, read
+from benchmarks.harness.shapes import REHEARSED
+from benchmarks.harness.still_gpu import still_gpu
+
+
+def test_a_loss_that_is_not_finite_leaves_its_row(tmp_path: Path) -> None:
+    fields = loss_fields({"ours": math.nan, "torch": math.inf, "other": 2.5})
+    append(tmp_path / "rows.jsonl", fields)
+    assert read(tmp_path / "rows.jsonl") == [
+        {"ours_num_nats_in_1000": None, "torch_num_nats_in_1000": None, "other_num_nats_in_1000": 2500}
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU every small candidate fits")
+def test_a_tile_that_does_not_fit_is_not_wrong(tmp_path: Path) -> None:
+    """Without a GPU no candidate runs: each costs itself alone, and no result is called wrong."""
+    rows = tmp_path / "rows.jsonl"
+    assert tiles.tune(rows, REHEARSED.name, [16], into=str(tmp_path), most=1) == 0
+    left_out = read(rows)
+    assert len(left_out) == len(tiles.SMALL_CANDIDATES)
+    assert all(row["check"] == "passed" and row["left_out"] and "tile_us" not in row for row in left_out)
+
+
+def grids_of_own_bars(rows: Path) -> list[int]:
+    """Return the numbers of programs of every scattering matmul that `own_bars` launches on a still GPU."""
+    triton.knobs.cache.dir = str(Path(os.environ[CACHE_VARIABLE]) / "triton")
+    launched: list[int] = []
+    numbers = {"depths": [16], "tokens": 64, "hidden": 64, "ranks": 2, "rounds": 3}
+    # More than there are generations, because a launch is known by its generation, too.
+    tiles_of = [[32, columns, 16, 2, 4, 1] for columns in (64, 32, 16)]
+    plain = patch.object(fused, "matmul_on", lambda _, a, b: torch.mm(a, b))
+    with plain, still_gpu(lambda *arguments: launched.append(arguments[0])):
+        fused.own_bars(rows, tiles=tiles_of, **numbers)  # type: ignore[arg-type]
+    return launched
+
+
+# Compiles three kernels.
+@pytest.mark.slow
+def test_every_tile_is_launched_under_its_own_name(compilers: RankPool, tmp_path: Path) -> None:
+    (launched,) = compilers.run(grids_of_own_bars, 1, tmp_path / "rows.jsonl")
+    # A warm-up and three rounds by two ranks, each with a program for each of its tiles, but at most 4.
+    assert Counter(launched) == {2: 8, 4: 16}
