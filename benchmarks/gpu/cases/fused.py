@@ -19,6 +19,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 
 from benchmarks import host_time
 from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, on_device, write
+from benchmarks.gpu.cases.engines import copies_beside_a_full_gpu
 from benchmarks.harness.shapes import MODELS, REHEARSED, Model
 from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave
@@ -198,13 +199,18 @@ class _HostTime:
         return time.perf_counter() - begin, result
 
 
-def what_copies(rows: Path, model: str, tokens: int, ranks: int) -> None:
-    """Record one pulled gather, and write every kernel and copy in it: are copies made by engines or by kernels?"""
+def what_copies(rows: Path, model: str, tokens: int, ranks: int) -> int:
+    """Record one gather by copy engines, and write all that it runs; then whether copies need processors.
+
+    Returns:
+        1 if what should occupy every processor did not; engines.py says how that is found.
+    """
     prepare_environment()
     virtual = _ranks(ranks)
     o = Operands(_MODELS[model], tokens, virtual)
     o.fill(integers=True)
     arenas = arenas_for(o)
+    _fetch_by(arenas, engine=True)
     fused = Fused(virtual, arenas, push=False)
 
     def gather() -> object:
@@ -224,6 +230,7 @@ def what_copies(rows: Path, model: str, tokens: int, ranks: int) -> None:
     for place, (name, spans) in enumerate(sorted(times.items())):
         fields = {"what": name[:120], "num_calls": len(spans), "total_us": sum(spans), "virtual_ranks": ranks}
         write(rows, f"what_copies/{place}", fields)
+    return copies_beside_a_full_gpu(rows, virtual)
 
 
 def host_alone(rows: Path) -> int:

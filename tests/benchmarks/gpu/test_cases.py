@@ -20,11 +20,14 @@ pytest.importorskip("triton")
 
 import triton
 
-from benchmarks.gpu.cases import fused, tiles
+from benchmarks.gpu.cases import engines, fused, tiles
 from benchmarks.gpu.cases.training import loss_fields
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.shapes import REHEARSED
-from benchmarks.harness.still_gpu import still_gpu
+from benchmarks.harness.still_gpu import still_gpu, why_not_still
+from benchmarks.run import main
+
+needs_still_gpu = pytest.mark.skipif(why_not_still() is not None, reason=str(why_not_still()))
 
 
 def test_a_loss_that_is_not_finite_leaves_its_row(tmp_path: Path) -> None:
@@ -59,8 +62,37 @@ def grids_of_own_bars(rows: Path) -> list[int]:
 
 
 # Compiles three kernels.
+@needs_still_gpu
 @pytest.mark.slow
 def test_every_tile_is_launched_under_its_own_name(compilers: RankPool, tmp_path: Path) -> None:
     (launched,) = compilers.run(grids_of_own_bars, 1, tmp_path / "rows.jsonl")
     # A warm-up and three rounds by two ranks, each with a program for each of its tiles, but at most 4.
     assert Counter(launched) == {2: 8, 4: 16}
+
+
+def occupied() -> list[tuple[int, ...]]:
+    """Return the grid of every launch that occupies a still GPU."""
+    triton.knobs.cache.dir = str(Path(os.environ[CACHE_VARIABLE]) / "triton")
+    launched: list[tuple[int, ...]] = []
+    with still_gpu(lambda *arguments: launched.append(arguments[:3])):
+        engines.occupy(132 * 2048, 0.02)
+    return launched
+
+
+# Compiles a kernel.
+@needs_still_gpu
+@pytest.mark.slow
+def test_what_occupies_a_gpu_compiles_and_is_launched_for_every_thread(compilers: RankPool) -> None:
+    assert compilers.run(occupied, 1) == [[(132 * 8, 1, 1)]]
+
+
+def test_with_an_old_triton_a_still_gpu_is_left_out_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr("triton.backends.nvidia.driver.PyKernelArg", raising=False)
+    assert fused.host_alone(tmp_path / "rows.jsonl") == 0
+    (row,) = read(tmp_path / "rows.jsonl")
+    assert row["case"] == "host/alone" and row["left_out"].endswith("calls the driver: use triton 3.7")
+    assert main(["host", "--calls", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"benchmarks: error: kernels must be bound without a GPU: {row['left_out']}"
