@@ -31,7 +31,7 @@ from tpkernels.symmetric.cuda_memory import VirtualMemory
 
 from benchmarks.harness.journal import append
 from benchmarks.harness.rows import make_row
-from benchmarks.harness.still_gpu import StillCopies, still_gpu, still_streams
+from benchmarks.harness.still_gpu import StillCopies, still_gpu, still_streams, why_not_still
 
 # Per rank: tokens, features, and columns of a weight. Whole tiles, rows that TMA reads.
 _TOKENS, _WIDTH, _COLUMNS = 64, 64, 64
@@ -166,6 +166,8 @@ def main(options: Options) -> int:
         raise ValueError(f"--ranks must be 2 to 8, as groups with an arena: got {wrong[0]}: use 8")
     if INTERPRETED:
         raise ValueError("kernels must be bound as for a GPU: TRITON_INTERPRET is set, which interprets: unset it")
+    if reason := why_not_still():
+        raise ValueError(f"kernels must be bound without a GPU: {reason}")
     torch.set_num_threads(1)
     table = Table(title="host time of a fused call, without the driver's", box=box.SIMPLE)
     for column in ("call", "ranks", "us", "launches", "copies"):

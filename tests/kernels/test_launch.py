@@ -23,8 +23,10 @@ from tpkernels import launch
 from tpkernels.fused.exchange_matmul import matmul_scatter
 from tpkernels.launch import Launches
 
-from benchmarks.harness.still_gpu import still_gpu
+from benchmarks.harness.still_gpu import still_gpu, why_not_still
 from benchmarks.host_time import CALLS, Rank
+
+needs_still_gpu = pytest.mark.skipif(why_not_still() is not None, reason=str(why_not_still()))
 
 
 def passed(arguments: Sequence[Any]) -> list[Any]:
@@ -56,6 +58,7 @@ def both_ways(name: str) -> list[tuple[list[Any], list[Any]]]:
 
 
 # By default what has descriptors, and is one kernel to compile.
+@needs_still_gpu
 @pytest.mark.parametrize(
     ("name", "num_launches"),
     [
@@ -93,6 +96,7 @@ def launches_made_again(misaligned: bool, *, blind: bool = False) -> list[bool]:
     return made
 
 
+@needs_still_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("misaligned", [False, True], ids=["dtype", "alignment"])
 def test_a_launch_is_not_made_again_for_what_was_not_compiled(
