@@ -5,15 +5,19 @@ Only a GPU shows what they measure.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from support import ROOT
 from support.kernels.compiled import CACHE_VARIABLE
+from support.ranks.progress import run_program
 from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
@@ -27,6 +31,19 @@ from benchmarks.harness.shapes import REHEARSED
 from benchmarks.harness.still_gpu import still_gpu, why_not_still
 from benchmarks.run import main
 
+EXACT_PRICE = """
+import json, sys
+from pathlib import Path
+import torch
+from benchmarks.gpu.cases import training
+seen, kept = [], training.OwnStep.seconds
+def noted(self):
+    seen.append([self._trainer.config.train.reduction, torch.are_deterministic_algorithms_enabled()])
+    return kept(self)
+training.OwnStep.seconds = noted
+assert training.exact_price(Path(sys.argv[1]), "tiny", steps=2, layers=1) == 0
+print(json.dumps(seen))
+"""
 needs_still_gpu = pytest.mark.skipif(why_not_still() is not None, reason=str(why_not_still()))
 
 
@@ -96,3 +113,18 @@ def test_with_an_old_triton_a_still_gpu_is_left_out_in_a_line(
     assert main(["host", "--calls", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"benchmarks: error: kernels must be bound without a GPU: {row['left_out']}"
+
+
+@pytest.mark.slow
+def test_exact_and_fast_steps_take_turns_and_the_fast_one_is_not_deterministic(tmp_path: Path) -> None:
+    """In a process of its own, because exact mode makes torch deterministic for the whole process."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-c", EXACT_PRICE, str(tmp_path / "rows.jsonl")]
+    done = run_program(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    fast, exact = ["fast", False], ["exact", True]
+    # The trainer itself sets the flag for a GPU only.
+    warm = [fast] * 3 + [["exact", torch.cuda.is_available()]] * 3
+    assert json.loads(done.stdout.splitlines()[-1]) == [*warm, fast, exact, exact, fast]
+    (row,) = read(tmp_path / "rows.jsonl")
+    assert row["check"] == "passed" and row["exact_over_fast_median_ratio"] > 0
