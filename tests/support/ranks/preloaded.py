@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 
-# What most ranks use; the rest is imported by those that need it.
+# What most ranks use; the rest is imported by those that need it. Not every machine has what all of these import.
 MODULES = (
     "torch.distributed",
     "torch._dynamo",
@@ -167,8 +167,11 @@ def _preloaded(environment: tuple[tuple[str, str], ...], turn: int) -> Preloaded
 
 def main(number: int, modules: Sequence[str]) -> None:
     """Fork by order, until the session is over. Children leave this function to end as processes do."""
-    for name in (*modules, "support.ranks.rank_pool"):
-        importlib.import_module(name)
+    for name in modules:
+        # A rank that needs what is not installed imports it itself, and says so.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    importlib.import_module("support.ranks.rank_pool")
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     # What is there now stays: a child's collector need not look at it, and copies no page for that.

@@ -52,6 +52,13 @@ def test_a_process_that_has_died_is_replaced(process: Preloaded, tmp_path: Path)
     assert connection.recv() == 0 and "Zen" in (tmp_path / "output").read_text()
 
 
+def test_what_is_not_installed_stops_nobody_who_does_not_need_it(tmp_path: Path) -> None:
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = Preloaded({**os.environ, **paths}, modules=("a_module_that_nobody_has",))
+    _, connection = start(process, tmp_path, "this")
+    assert connection.recv() == 0 and "Zen" in (tmp_path / "output").read_text()
+
+
 def test_a_program_does_not_outlive_who_started_it(process: Preloaded, tmp_path: Path) -> None:
     """A session that is killed lets go of all connections, and tells nobody."""
     pid, connection = start(process, tmp_path, "http.server", "0", "--bind", "127.0.0.1")
