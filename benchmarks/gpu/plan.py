@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.gpu.declared import Case
 
 _CASES = "benchmarks.gpu.cases"
-# What every test imports, and what the trainer does.
+# What every test imports, and what the trainer does; neither needs what the command line does.
 _TESTS = ("pytest", "hypothesis", "xdist")
-_TRAINING = ("tomli_w",)
+_TRAINING = ("numpy",)
 _RANKS = (2, 4, 8)
 _MODELS = ("llama3_8b", "llama3_70b")
 _NO_RIVALS = ["torch"]
@@ -83,7 +83,6 @@ def _tests() -> list[Case]:
 
     fused, ops = "tests/kernels/fused", "tests/kernels/ops"
     rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
-    engine = ("tyro", "tomli_w")
     protocol = f"{_CASES}.protocol"
     return [
         tests("fused", 200, 90, "[cuda", f"{fused}/test_cuda.py"),
@@ -93,8 +92,8 @@ def _tests() -> list[Case]:
         tests("rows", 50, 60, "[gpu", *rows),
         tests("losses", 30, 40, "[gpu", f"{ops}/cross_entropy"),
         tests("memory", 30, 30, "cuda", "tests/kernels/symmetric/test_cuda_memory.py"),
-        tests("block", 30, 30, "[cuda", f"{fused}/test_block.py", needs=engine),
-        tests("layouts", 110, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=engine),
+        tests("block", 30, 30, "[cuda", f"{fused}/test_block.py", needs=_TRAINING),
+        tests("layouts", 110, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=_TRAINING),
         Case("pulls", "b", 40, 45, f"{_CASES}.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "b", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]

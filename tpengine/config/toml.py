@@ -13,13 +13,14 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-
 from tpengine.config import Config
 
 
 def dump_toml(config: Config) -> str:
     """Return the configuration as TOML, without values that are None; `load_toml` reads it back equal."""
+    # Only what writes a run directory needs it: a trainer without one runs where it is not installed.
+    import tomli_w
+
     values = {
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in asdict(config).items()

@@ -10,9 +10,10 @@ the optimizer changes nothing.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.config import Config, decay_steps_of
-from tpengine.config.toml import dump_toml
 from tpengine.data import Corpus
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.groups import Communicators, exchange_seconds
@@ -399,7 +399,8 @@ class Trainer:
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
-        mine = (self.plan.digest(), dump_toml(replace(self.config, run_dir="")), self.corpus.fingerprint())
+        settings = json.dumps(asdict(replace(self.config, run_dir="")))
+        mine = (self.plan.digest(), settings, self.corpus.fingerprint())
         names = ("plan", "configuration", "text")
         for name, value in zip(names, mine, strict=True):
             differing = differing_ranks(value, self.device)

@@ -250,6 +250,16 @@ def test_cases_are_what_they_call(tmp_path: Path) -> None:
         assert arguments.get("preset", "tiny") in PRESETS
 
 
+def test_training_needs_nothing_that_only_the_command_line_does() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('tomli_w', 'tyro')));"
+        "import benchmarks.gpu.cases.training, benchmarks.gpu.cases.tests"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_device_is_busy_while_any_kernel_runs() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
