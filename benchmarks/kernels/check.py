@@ -23,7 +23,7 @@ from benchmarks.kernels.cases.cases import OURS, Case, Contestant, Draw, Shape
 
 # One draw may suit one side by chance, and a whole row may cancel. With 3 draws of a few thousand elements, errors that
 # were on average no larger than torch's broke the rule once in 50 times. So small cases are drawn more often.
-_FEWEST_DRAWS, _MOST_DRAWS = 3, 32
+FEWEST_DRAWS, _MOST_DRAWS = 3, 32
 _INPUT_ELEMENTS = 2**20
 
 
@@ -39,7 +39,7 @@ class Findings(NamedTuple):
     less_exact: dict[str, str]
 
 
-def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Findings:
+def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant], most_draws: int = _MOST_DRAWS) -> Findings:
     """Check every contestant's results against the rule.
 
     Cost: 3 draws, for small inputs up to 32; each runs in float64, in plain torch and with every contestant.
@@ -49,7 +49,7 @@ def check(case: Case, shape: Shape, contestants: Mapping[str, Contestant]) -> Fi
     largest: dict[tuple[str, str], float] = {}
     allowed: dict[str, float] = {}
     half_digits: dict[str, float] = {}
-    for seed in range(_num_draws(case, shape)):
+    for seed in range(min(_num_draws(case, shape), most_draws)):
         draw = functools.partial(_drawn, case, shape, seed)
         slopes = slopes_of(case, shape, seed)
         wide = {name: _wide(tensor) for name, tensor in draw().items()}
@@ -98,7 +98,7 @@ def slopes_of(case: Case, shape: Shape, seed: int) -> list[Tensor]:
 
 def _num_draws(case: Case, shape: Shape) -> int:
     num_elements = sum(tensor.numel() for tensor in _drawn(case, shape, 0).values())
-    return min(max(_FEWEST_DRAWS, _INPUT_ELEMENTS // num_elements), _MOST_DRAWS)
+    return min(max(FEWEST_DRAWS, _INPUT_ELEMENTS // num_elements), _MOST_DRAWS)
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -65,6 +65,8 @@ class Options:
 
     op: tuple[str, ...] | None = None
     """Operators; by default all."""
+    cases: tuple[str, ...] | None = None
+    """Cases of these operators, such as attention_qkv; by default all."""
     models: tuple[str, ...] | None = None
     """Models whose per-rank shapes, at tp 8, are used: llama3_8b, llama3_70b, llama3_405b, by default these; undivided
     llama3_8b_whole, llama_1b."""
@@ -136,6 +138,7 @@ def main(options: Options) -> int:
                 f"no GPU: host paths on {THREADS_PER_RANK} thread, {sizes}: --models and --seqs choose others"
             )
         out = _out(options.out, device)
+        _check_cases(options, ops, shapes[0])
         ceilings = measure_ceilings(device, shapes[0].dtype)
         rows: list[dict[str, Any]] = []
         for op in ops:
@@ -205,6 +208,14 @@ def _ops(options: Options, contest: _Contest, shape: Shape, console: Console) ->
     return found
 
 
+def _check_cases(options: Options, ops: Sequence[str], shape: Shape) -> None:
+    """Refuse cases that the operators do not have."""
+    known = [case.name for op in ops for case in cases_of(op, shape)]
+    for name in options.cases or ():
+        if name not in known:
+            raise ValueError(f"--cases must be of {', '.join(known)}: got {name!r}: leave it out for all")
+
+
 @contextlib.contextmanager
 def _threads(device: str) -> Iterator[None]:
     """Use as many threads on a CPU as a rank has in training."""
@@ -230,6 +241,8 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for shape in shapes:
         for case in cases_of(op, shape):
+            if options.cases is not None and case.name not in options.cases:
+                continue
             wrong, less_exact = contest.open(op, shape, case.name)
             for direction in options.direction:
                 if direction not in case.directions:
