@@ -9,12 +9,12 @@ from typing import Any
 
 PHASES: Mapping[str, str] = {
     "a": "smoke: every kernel family once against its reference",
-    "b": "the tests that need a GPU",
-    "c": "matmul tiles tuned, against cuBLAS",
-    "d": "attention against SDPA's backends",
-    "e": "fused operators by co-located ranks",
-    "f": "operators of a block against torch, torch.compile, Liger",
-    "g": "training steps of llama_1b",
+    "b": "training steps of llama_1b",
+    "c": "the tests that need a GPU",
+    "d": "matmul tiles tuned, against cuBLAS",
+    "e": "attention against SDPA's backends",
+    "f": "fused operators by co-located ranks",
+    "g": "operators of a block against torch, torch.compile, Liger",
     "h": "the price of exact mode and of ZeRO",
     "i": "rows for the planner",
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu.declared import Case
 from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import HOW, ROWS, RUN_CASE, STARTED, outcomes
+from benchmarks.gpu.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, outcomes
 from benchmarks.gpu.run_cases import run_cases, say
 from benchmarks.harness.journal import read
 
@@ -85,6 +85,7 @@ def small_cases(out: Path) -> list[Case]:
         case("compile_ahead", "ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
         case("own_bars", "fused:own_bars", True, **bars),
         case("pulls", "protocol:pulls", True, ranks=2, calls=1, late=False),
+        case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
         case("launches", "planner:launches", True, calls=1),
         case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
     ]
@@ -119,9 +120,12 @@ def differences(out: Path, small: Sequence[Case], report: str) -> list[str]:
     amiss = [f"{name} must be {how}, is {ended.get(name)}" for name, how in want.items() if ended.get(name) != how]
     starts = Counter(row[RUN_CASE] for row in rows if row.get(HOW) == STARTED)
     for name, how in want.items():
-        times = {"rehearsal/is_cut": 2}.get(name, 0 if how in ("left out", "no time") else 1)
+        times = {"rehearsal/is_cut": 2, "rehearsal/hangs": 2}.get(name, 0 if how in ("left out", "no time") else 1)
         if starts[name] != times:
             amiss.append(f"{name} must be started {times} times, was {starts[name]}")
+    hangs = sum(row.get(HOW) == HUNG for row in rows)
+    if hangs != 2:
+        amiss.append(f"a case that hangs must be run in two starts, then no more: hung {hangs} times")
     words = " ".join(report.split())
     return amiss + [f"the tables do not say {text!r}" for text in _SAID if text not in words]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 ROWS, LOG = "rows.jsonl", "log.txt"
 PREFLIGHT, RUN_CASE, HOW, STARTED = "preflight", "run_case", "how", "started"
-# Of these a second start does not run the case again.
-DONE = ("passed", "wrong", "crashed", "hung")
+# Of these a later start does not run the case again. One that hung is run once more: what it compiled is in the caches.
+DONE = ("passed", "wrong", "crashed")
+HUNG, _MOST_HANGS = "hung", 2
+_DID_NOT_START = ("left out", "no time")
 # A figure of fewer samples says that something runs, not how fast it is: those of smoke cases.
 FEWEST_SAMPLES = 5
 
@@ -20,10 +23,18 @@ def outcomes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     for row in rows:
         if RUN_CASE in row:
             how = str(row.get(HOW))
-            # What was done stays done, whatever a later start had no time or no module for.
-            if found.get(str(row[RUN_CASE])) not in DONE:
+            before = found.get(str(row[RUN_CASE]))
+            # What was run stays so, whatever a later start had no time or no module for.
+            if before not in DONE and not (before == HUNG and how in _DID_NOT_START):
                 found[str(row[RUN_CASE])] = "cut" if how == STARTED else how
     return found
+
+
+def done(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the cases that a later start does not run again."""
+    hangs = Counter(str(row[RUN_CASE]) for row in rows if row.get(HOW) == HUNG)
+    ended = {name for name, how in outcomes(rows).items() if how in DONE}
+    return ended | {name for name, number in hangs.items() if number >= _MOST_HANGS}
 
 
 def results(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.declared import PHASES, Case, chosen
-from benchmarks.gpu.rows import DONE, HOW, LOG, ROWS, RUN_CASE, STARTED, now, outcomes
+from benchmarks.gpu.rows import HOW, LOG, ROWS, RUN_CASE, STARTED, done, now
 from benchmarks.harness.journal import append, read
 
 
@@ -30,7 +30,7 @@ def run_cases(cases: Sequence[Case], out: Path, deadline: float) -> None:
         KeyboardInterrupt: Ctrl-C; the running case has been ended and is written down as cut.
     """
     rows = out / ROWS
-    ended = {name for name, how in outcomes(read(rows)).items() if how in DONE}
+    ended = done(read(rows))
     waiting = [case for case in cases if case.name not in ended]
     if ended:
         say(f"{len(ended)} of {len(cases)} cases are done already")
