@@ -81,7 +81,7 @@ def links(rows: Path, sizes_bytes: Sequence[int], ranks: Sequence[int], rounds: 
                 name: _Gathers(virtual, num_bytes, limit) for name, limit in (("engine", 0), ("kernel", _NO_LIMIT))
             }
             fields = {"ranks": f"virtual, one {_name_of(device)}", "virtual_ranks": world, "shard_bytes": num_bytes}
-            check, samples = PASSED, dict[str, list[float]]()
+            check, samples = PASSED, dict[str, tuple[float, ...]]()
             try:
                 for call in calls.values():
                     call.check()
