@@ -5,8 +5,9 @@ For use where launches are observed (tpkernels.launch.observed), not made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +31,29 @@ from tpkernels.ops.rope import launch_rope
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
-from benchmarks.harness.shapes import MODELS, SEQUENCES, TP
+from benchmarks.harness.shapes import MODELS, SEQUENCES, TP, Model
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Sizes(NamedTuple):
+    """For which dtypes of activations, models, and ranks of fused operators launches are made."""
+
+    dtypes: Sequence[torch.dtype] = DTYPES
+    models: Sequence[Model] = MODELS
+    world: int = TP
+
+
+EVERY = Sizes()
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _norm() -> None:
-    for dtype in DTYPES:
-        for model in MODELS:
+def _norm(sizes: Sizes = EVERY) -> None:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             x = _empty(SEQUENCES[0] // TP, model.hidden, dtype=dtype)
             weight = x[0]
             for centered, residual in ((False, None), (False, x), (True, x)):
@@ -51,9 +63,9 @@ def _norm() -> None:
                 launch_norm_backward(x, dtotal, x, weight, mean, rstd, 1, centered, centered)
 
 
-def _cross_entropy() -> None:
-    for dtype in DTYPES:
-        for model in MODELS:
+def _cross_entropy(sizes: Sizes = EVERY) -> None:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             logits = _empty(1024, model.vocabulary, dtype=dtype)
             labels = _empty(1024, dtype=torch.int64)
             partials = launch_cross_entropy_partials(logits, labels, 0, model.vocabulary)
@@ -72,9 +84,9 @@ def _cross_entropy() -> None:
                 )
 
 
-def _activation() -> None:
-    for dtype in DTYPES:
-        for model in MODELS:
+def _activation(sizes: Sizes = EVERY) -> None:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             h = _empty(SEQUENCES[0], model.ffn, dtype=dtype)
             for kind in ("silu", "gelu", "gelu_tanh"):
                 for gated in (False, True):
@@ -83,9 +95,9 @@ def _activation() -> None:
                     launch_activation_backward(h, y, kind, gated)
 
 
-def _rope() -> None:
-    for dtype in DTYPES:
-        for model in MODELS:
+def _rope(sizes: Sizes = EVERY) -> None:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             table = _empty(SEQUENCES[0], model.head_size // 2, dtype=torch.float32)
             packed = _empty(SEQUENCES[0], dtype=torch.int32)
             qkv = _empty(SEQUENCES[0], model.heads + 2 * model.kv_heads, model.head_size, dtype=dtype)
@@ -95,26 +107,26 @@ def _rope() -> None:
                         launch_rope(x, table, table, positions, interleaved, False)
 
 
-def _embedding() -> None:
+def _embedding(sizes: Sizes = EVERY) -> None:
     rows = _empty(SEQUENCES[0], dtype=torch.int64)
-    for dtype in DTYPES:
-        for model in MODELS:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             weight = _empty(model.vocabulary, model.hidden, dtype=dtype)
             dy = launch_embedding(rows, weight)
             for buffer in (weight, weight.float()) if dtype != torch.float32 else (weight,):
                 launch_embedding_backward_(buffer, rows, dy)
 
 
-def _dropout() -> None:
+def _dropout(sizes: Sizes = EVERY) -> None:
     """Launch for whole rows, for a rank's columns, and for columns that begin within a Philox call."""
-    for dtype in DTYPES:
-        for model in MODELS:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             x = _empty(SEQUENCES[0], model.hidden, dtype=dtype)
             for columns, first_column in ((model.hidden, 0), (model.hidden // TP, model.hidden // TP), (1023, 1)):
                 launch_dropout(x[:, :columns], 0.1, (0, 0), (0, 0), 0, first_column, model.hidden)
 
 
-def _adamw() -> None:
+def _adamw(sizes: Sizes = EVERY) -> None:
     """Launch without and with a copy of the masters, and, as the engine does, with the flag that skips."""
     master, skip = _empty(1 << 26, dtype=torch.float32), _empty(1, dtype=torch.bool)
     for grad in (master, master.bfloat16()):
@@ -124,12 +136,12 @@ def _adamw() -> None:
         launch_adamw_(master, master, master, master, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter, skip)
 
 
-def _attention() -> None:
+def _attention(sizes: Sizes = EVERY) -> None:
     """Launch for head sizes of real models, with and without documents, rotation, a window and dropout."""
-    for dtype in DTYPES:
+    for dtype in sizes.dtypes:
         for head in (64, 80, 96, 128, 256) if dtype == torch.bfloat16 else (64, 128):
             _attend(dtype, head, heads=8, kv_heads=1)
-    for model in MODELS:
+    for model in sizes.models:
         _attend(torch.bfloat16, model.head_size, model.heads, model.kv_heads)
     for causal in (True, False):
         _attend(torch.bfloat16, 128, 8, 1, causal=causal, window=1024, rotated=True)
@@ -161,11 +173,11 @@ def _attend(
     launch_attention_backward(y, q, k, v, y, lse, (q, k, v), *problem)
 
 
-def _matmul() -> None:
+def _matmul(sizes: Sizes = EVERY) -> None:
     """Launch forward, dgrad, wgrad of every projection; then every operand order, epilogue, kind of configuration."""
     tokens, few = SEQUENCES[0], 64
-    for dtype in DTYPES:
-        for model in MODELS:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             for out, inner in model.projections.values():
                 x, dy = _empty(tokens, inner, dtype=dtype), _empty(tokens, out, dtype=dtype)
                 weight = _empty(out, inner, dtype=dtype)
@@ -197,26 +209,26 @@ def _project(x: Tensor, dy: Tensor, weight: Tensor, fixed: bool = False) -> None
     launch_matmul(dy.T, x, out=weight.float(), accumulate=True, fixed=fixed)
 
 
-def _arena() -> DeviceArena:
-    """Return the arena of the first of TP ranks, as far as launches need it; its data has addresses and no memory."""
-    memory = VirtualMemory.allocate(TP, CONTROL_BYTES, "cpu")[0]
+def _arena(world: int) -> DeviceArena:
+    """Return the arena of the first of `world` ranks, as far as launches need it; its data has addresses, no memory."""
+    memory = VirtualMemory.allocate(world, CONTROL_BYTES, "cpu")[0]
     record = torch.zeros(8, dtype=torch.int32)
-    return DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(TP), timeout_seconds=1.0)
+    return DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(world), timeout_seconds=1.0)
 
 
-def _all_gather_matmul() -> None:
+def _all_gather_matmul(sizes: Sizes = EVERY) -> None:
     """Launch forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
-    arena = _arena()
+    arena = _arena(sizes.world)
     launch_wait(arena, 1, 1, 1, 7)
     launch_meet(arena, 7)
-    for dtype in DTYPES:
-        for model in MODELS:
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             for name in ("qkv", "gate_up", "down", "out"):
                 rows, columns = model.projections[name]
                 weight = _empty(rows, columns, dtype=dtype)
                 matrix = weight.T if name in ("qkv", "gate_up") else weight
                 for tokens, how in ((SEQUENCES[0], "pull"), (SEQUENCES[0], "there"), (512, "push")):
-                    x = _empty(tokens // TP, matrix.shape[0], dtype=dtype)
+                    x = _empty(tokens // sizes.world, matrix.shape[0], dtype=dtype)
                     y, full = (_empty(tokens, columns, dtype=dtype) for columns in (matrix.shape[1], x.shape[1]))
                     bias = matrix[0].contiguous() if name == "qkv" else None
                     launch_publish(x, arena, 1, 7)
@@ -227,18 +239,18 @@ def _all_gather_matmul() -> None:
                     )
 
 
-def _matmul_reduce_scatter() -> None:
+def _matmul_reduce_scatter(sizes: Sizes = EVERY) -> None:
     """Launch forward of the row-parallel matmuls, and dx of the column-parallel ones, also for two weights at once."""
-    arena = _arena()
-    for dtype in DTYPES:
-        for model in MODELS:
+    arena = _arena(sizes.world)
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
             for name in ("qkv", "gate_up", "down", "out"):
                 rows, columns = model.projections[name]
                 weight = _empty(rows, columns, dtype=dtype)
                 matrix = weight.T if name in ("down", "out") else weight
                 for tokens in (SEQUENCES[0], 512):
                     x = _empty(tokens, matrix.shape[0], dtype=dtype)
-                    y = _empty(tokens // TP, matrix.shape[1], dtype=dtype)
+                    y = _empty(tokens // sizes.world, matrix.shape[1], dtype=dtype)
                     addend = _empty(tokens, matrix.shape[1], dtype=dtype)
                     for terms, added, bias in (([(x, matrix)], None, None), (2 * [(x, matrix)], addend, y[0])):
                         launch_matmul_scatter(y, terms, added, bias, arena, tokens, 0, len(y), y.numel(), 1, 7)
@@ -246,7 +258,7 @@ def _matmul_reduce_scatter() -> None:
                         launch_sum_slots(y, bias, arena, y.numel(), 1)
 
 
-LAUNCHES: Mapping[str, Callable[[], None]] = MappingProxyType(
+LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
     {
         "activation": _activation,
         "all_gather_matmul": _all_gather_matmul,

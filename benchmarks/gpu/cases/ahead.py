@@ -11,38 +11,74 @@ import contextlib
 import functools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
-from tpkernels.launch import observed
+from tpkernels.launch import Target, observed
 
-from benchmarks.compile import TARGETS, pretend
-from benchmarks.launches import LAUNCHES
+from benchmarks.compile import TARGETS, describe, pretend
+from benchmarks.harness.shapes import MODELS
+from benchmarks.launches import LAUNCHES, Sizes
 
-# The dearest first.
-_FIRST = ("attention", "matmul", "all_gather_matmul", "matmul_reduce_scatter")
+# Fused operators are launched by the second case already, and attention takes the compiler longest.
+_FIRST = ("all_gather_matmul", "matmul_reduce_scatter", "attention", "matmul")
+_WORLDS = (2, 4, 8)
+_MODELS = [model for model in MODELS if model.name in ("llama3_8b", "llama3_70b")]
+
+
+class Launch(NamedTuple):
+    """A launch that is not made: the kernel, its grid and arguments, and constants with options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compile(self) -> None:
+        """Compile it; a kernel that does not compile fails in its case, where it is written down."""
+        with contextlib.suppress(Exception):
+            self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
 def compile_ahead(rows: Path, target: str, processes: int, ops: Sequence[str] = ()) -> None:
-    """Compile the launches of operators, by default of all, into triton's cache; cases come first."""
+    """Compile the launches of operators, by default of all, into triton's cache, the first cases' first."""
     if target not in TARGETS:
         return
     os.nice(10)
     chosen = ops or [*_FIRST, *(op for op in LAUNCHES if op not in _FIRST)]
+    share = functools.partial(_compile_share, target=target, ops=chosen, processes=processes)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(functools.partial(_compile, target=target), chosen))
+        list(pool.map(share, range(processes)))
 
 
-def _compile(op: str, target: str) -> None:
+def each_share(target: Target, ops: Sequence[str], place: int, processes: int, do: Callable[[Launch], None]) -> None:
+    """Do something with every launch that falls to one of several processes: launches are dealt out one by one.
+
+    Dtypes and models are those of the GPU's cases, and fused operators are launched for 2, 4 and 8 ranks.
+    """
+    seen = set[object]()
+
+    def deal(*launch: Any) -> None:
+        one = Launch(*launch)
+        # Of integers the compiler looks at these two properties.
+        integers = tuple((n == 1, n % 16 == 0) for n in one.arguments if isinstance(n, int))
+        key = one.kernel.fn.__name__, describe(one.kernel, one.arguments, one.options), integers
+        if key not in seen:
+            seen.add(key)
+            if (len(seen) - 1) % processes == place:
+                do(one)
+
+    for op in ops:
+        # What has no ranks launches the same for any number of them.
+        for world in _WORLDS:
+            with observed(target, deal):
+                LAUNCHES[op](Sizes((torch.bfloat16,), _MODELS, world))
+
+
+def _compile_share(place: int, target: str, ops: Sequence[str], processes: int) -> None:
     pretend(TARGETS[target], Path(triton.knobs.cache.dir))
-
-    def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # A kernel that does not compile fails in its case, where it is written down.
-        with contextlib.suppress(Exception):
-            kernel.warmup(*arguments, grid=grid, **options)
-
-    with observed(TARGETS[target], compile_launch):
-        LAUNCHES[op]()
+    each_share(TARGETS[target], ops, place, processes, Launch.compile)
