@@ -33,6 +33,7 @@ from benchmarks.overlap.cases import Case, Operands, cases_of
 from benchmarks.overlap.ranks import (
     FEWEST_RANKS,
     MOST_RANKS,
+    TIMEOUT_SECONDS,
     Clock,
     RanksClock,
     VirtualRanks,
@@ -163,10 +164,10 @@ def ways_of(case: Case, o: Operands, arenas: Sequence[DeviceArena], still: Seque
     return ways | ({PUSH: Fused(ranks, arenas, push=True)} if case.is_pushed else {})
 
 
-def arenas_for(o: Operands) -> list[DeviceArena]:
+def arenas_for(o: Operands, timeout_seconds: float = TIMEOUT_SECONDS) -> list[DeviceArena]:
     """Return arenas so large that every case's exchange is one piece."""
     row_bytes = o.model.hidden * o.h[0].element_size()
-    return o.ranks.arenas(exchange_bytes(o.tokens, row_bytes, o.ranks.world) // NUM_GENERATIONS)
+    return o.ranks.arenas(exchange_bytes(o.tokens, row_bytes, o.ranks.world) // NUM_GENERATIONS, timeout_seconds)
 
 
 def _compared(case: Case, o: Operands, clock: Clock, rounds: int) -> Comparison:

@@ -42,7 +42,7 @@ _MOST_TRIES = 4
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _PAGE_BYTES = 4096
 # Limit for a deadlock, which then is a red check.
-_TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class VirtualRanks:
         self.streams = [torch.cuda.Stream(device) for _ in range(world)] if on_gpu else []
         self._copies = [StreamCopies(device) for _ in range(world)] if copies is None else copies
 
-    def arenas(self, generation_bytes: int) -> list[DeviceArena]:
+    def arenas(self, generation_bytes: int, timeout_seconds: float = TIMEOUT_SECONDS) -> list[DeviceArena]:
         """Return new arenas, one per rank, with generations of this many bytes, in memory that all of them address."""
         whole = -(-generation_bytes // _PAGE_BYTES) * _PAGE_BYTES
         num_bytes = -(-CONTROL_BYTES // _PAGE_BYTES) * _PAGE_BYTES + NUM_GENERATIONS * whole
@@ -82,7 +82,7 @@ class VirtualRanks:
             VirtualMemory.allocate(self.world, num_bytes, self.device), self._copies, strict=True
         ):
             arena = DeviceArena(
-                memory, host_record(), copies, whole, "of co-located ranks", range(self.world), _TIMEOUT_SECONDS
+                memory, host_record(), copies, whole, "of co-located ranks", range(self.world), timeout_seconds
             )
             arena.processors = self.processors
             arenas.append(arena)

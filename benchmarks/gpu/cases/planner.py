@@ -97,7 +97,7 @@ def links(rows: Path, sizes_bytes: Sequence[int], ranks: Sequence[int], rounds: 
             for name, seconds in samples.items():
                 median = Spread.of(seconds).median
                 fields |= {f"{name}_us": 1e6 * median, f"{name}_bytes_per_second": (world - 1) * num_bytes / median}
-            write(rows, f"planner/links/ranks_{world}/{num_bytes}", fields | {"num_samples": rounds}, check)
+            write(rows, f"planner/links/{num_bytes}", fields | {"num_samples": rounds}, check)
             num_wrong += check != PASSED
     return int(num_wrong > 0)
 
