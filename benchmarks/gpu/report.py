@@ -42,7 +42,7 @@ def tables(rows: Sequence[Row]) -> list[Table | str]:
     found = results(rows)
     title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
     measured = [row for row in found if has_samples(row)]
-    every: list[Table | str] = [title, _figures(measured), _speeds(measured), _fused(measured)]
+    every: list[Table | str] = [title, _figures(measured), _speeds(measured, preflight), _fused(measured)]
     every += _wrong(found), _ended(rows), _bars(found)
     return [table for table in every if isinstance(table, str) or table.row_count]
 
@@ -94,9 +94,12 @@ def _fused(found: Sequence[Row]) -> Table:
     return table
 
 
-def _speeds(found: Sequence[Row]) -> Table:
-    """Return our speed over the fastest rival's, the slowest first."""
-    table = _table("Speed over the fastest rival, slowest first", "ours / rival", "case", "rival", "of the ceiling")
+def _speeds(found: Sequence[Row], preflight: Row) -> Table:
+    """Return our speed over the fastest rival's, the slowest first; the title says which rival was not there."""
+    absent = "" if preflight.get("liger_kernel") else "; liger: not installed"
+    table = _table(
+        f"Speed over the fastest rival, slowest first{absent}", "ours / rival", "case", "rival", "of the ceiling"
+    )
     name = "speedup_over_best_rival_median_ratio"
     for row in sorted((row for row in found if name in row), key=lambda row: float(row[name])):
         percent = row.get(f"{row['ours']}_of_ceiling_percent")
