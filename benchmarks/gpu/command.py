@@ -2,7 +2,8 @@
 
 For somebody who has a GPU for a short while and knows nothing of this project. Cases (plan.py) are plain data. Each
 runs in a process of its own (runner.py), and what it finds is in DIR/rows.jsonl at once. The same command with the same
-DIR goes on where the last one ended; `--report DIR` prints the tables again, also of a run that was cut.
+DIR goes on where the last one ended, `--continue-from OLD` in a new DIR; `--report DIR` prints the tables again, also
+of a run that was cut.
 
     DIR/rows.jsonl     a row for each result, and two for each case: that it started, and how it ended
     DIR/log.txt        everything that cases printed
@@ -29,7 +30,11 @@ from benchmarks.gpu.rows import LOG, PREFLIGHT, ROWS, now
 from benchmarks.gpu.run_cases import run_cases
 from benchmarks.gpu.runner import beside
 from benchmarks.harness.journal import append
+from benchmarks.harness.revision import ROOT
+from tpengine.files import write_beside
 
+# Where the operators look for tuned tiles: as tpkernels.ops.matmul.tuned.FOLDER, which imports torch.
+TUNED = ROOT / "kernels" / "tpkernels" / "tuned"
 # Kept for the tables at the end.
 _REPORT_SECONDS = 5.0
 
@@ -42,6 +47,8 @@ class Options:
     """Time for everything; what is worth most per minute is run."""
     out: Path | None = None
     """Directory of the results; the same one again goes on."""
+    continue_from: Path | None = None
+    """Directory of an earlier run, whose rows and tuned tiles are copied to `out` first."""
     report: Path | None = None
     """Print the tables of this directory, and run nothing."""
     rehearse: bool = False
@@ -58,6 +65,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser("benchmarks.run gpu", description=__doc__, formatter_class=_AsWritten)
     parser.add_argument("--minutes", type=float, default=Options.minutes, help="time for everything")
     parser.add_argument("--out", type=Path, help="directory of the results; the same one again goes on")
+    parser.add_argument("--continue-from", type=Path, metavar="DIR", help="take over rows and tiles of an earlier run")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of this directory, run nothing")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: everything else, and planted faults")
     options = Options(**vars(parser.parse_args(argv)))
@@ -81,6 +89,8 @@ def main(options: Options) -> int:
         return 0
     assert options.out is not None, "parse asks for it"
     deadline = time.monotonic() + 60 * options.minutes - _REPORT_SECONDS
+    if options.continue_from is not None:
+        _take_over(options.continue_from, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.rehearse:
         return rehearse(options.out, small_cases(options.out), deadline)
@@ -91,6 +101,7 @@ def main(options: Options) -> int:
         raise ValueError(
             f"benchmarks gpu needs a GPU: torch {found['torch']} sees none: use --rehearse to try the command without"
         )
+    _place_tiles(options.out, TUNED)
     append(options.out / ROWS, {PREFLIGHT: found, "date": now(), "minutes": options.minutes})
     try:
         with beside(compiling(found["capability"]), options.out / ROWS, options.out / LOG):
@@ -98,3 +109,26 @@ def main(options: Options) -> int:
     finally:
         print_report(options.out / ROWS, options.out / "report.txt")
     return 0
+
+
+def _take_over(earlier: Path, out: Path) -> None:
+    """Copy rows and tuned tiles of an earlier run.
+
+    Raises:
+        ValueError: there is none, or `out` has rows of its own.
+    """
+    if not (earlier / ROWS).exists():
+        raise ValueError(f"--continue-from needs the directory of a run: {earlier} has no {ROWS}: name its --out")
+    if (out / ROWS).exists():
+        raise ValueError(f"--continue-from needs a new --out: {out} has {ROWS}: leave the option out, or name another")
+    out.mkdir(parents=True, exist_ok=True)
+    for file in (*sorted(earlier.glob("*.json")), earlier / ROWS):
+        write_beside(out / file.name, file.read_bytes())
+
+
+def _place_tiles(out: Path, folder: Path) -> None:
+    """Put tuned tiles of an earlier run where the operators look, unless there are others."""
+    for file in sorted(out.glob("*.json")):
+        if not (folder / file.name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_beside(folder / file.name, file.read_bytes())

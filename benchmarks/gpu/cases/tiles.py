@@ -79,9 +79,8 @@ def tune(
             if tile is not None:
                 found[tile_key(tile)] = tile
         # Written after each number of tokens: a cut leaves what was found.
-        _save(path, gpu, found, target)
-        if copy is not None:
-            write_beside(Path(copy) / path.name, path.read_bytes())
+        copied = None if copy is None else Path(copy) / path.name
+        _save(path, gpu, found, target, copied)
     return int(wrong)
 
 
@@ -149,10 +148,16 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
     return Tile(m, n, k, dtype, *orders, tiles[best], round(1e6 * seconds, 2), round(1e6 * of_cublas, 2)), is_right
 
 
-def _save(path: Path, gpu: str, found: dict[tuple[Any, ...], Tile], target: Target) -> None:
-    """Write the tiles found, beside those of an earlier run that were not tuned again."""
-    known = {tile_key(tile): tile for tile in read_tiles(path, gpu, target)} if path.exists() else {}
+def _save(path: Path, gpu: str, found: dict[tuple[Any, ...], Tile], target: Target, copied: Path | None = None) -> None:
+    """Write the tiles found to both places, beside those that either has of an earlier run and this one lacks."""
+    places = [place for place in (copied, path) if place is not None]
+    known: dict[tuple[Any, ...], Tile] = {}
+    for place in places:
+        if place.exists():
+            known |= {tile_key(tile): tile for tile in read_tiles(place, gpu, target)}
     where = environment()
-    file = TunedFile(gpu, where["date"], where["commit"], where["torch"], where["triton"], [*(known | found).values()])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_beside(path, written(file))
+    tiles = [*(known | found).values()]
+    file = TunedFile(gpu, where["date"], where["commit"], where["torch"], where["triton"], tiles)
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_beside(place, written(file))

@@ -172,6 +172,7 @@ def test_a_run_that_was_cut_has_its_tables(tmp_path: Path, capsys: pytest.Captur
         ([], "a run needs --out: got none"),
         (["--out", "{}", "--minutes", "0"], "--minutes must be above 0"),
         (["--report", "{}"], "has no rows.jsonl"),
+        (["--out", "{}/new", "--continue-from", "{}"], "--continue-from needs the directory of a run"),
     ],
 )
 def test_mistakes_are_one_line(

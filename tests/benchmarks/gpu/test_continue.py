@@ -1,0 +1,96 @@
+"""Rung: pure. What a later start takes over from an earlier one, and what the compiler does ahead of the cases.
+
+Only a GPU shows that what was compiled ahead is what its cases launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tpkernels.launch import Target
+from tpkernels.ops.matmul import tuned
+from tpkernels.ops.matmul.configs import MatmulConfig
+from tpkernels.ops.matmul.tuned import Tile, path_for, read_tiles, tile_key
+
+from benchmarks.compile import describe
+from benchmarks.gpu import command
+from benchmarks.gpu.cases.ahead import Launch, each_share
+from benchmarks.gpu.cases.tiles import _save
+from benchmarks.gpu.report import print_report
+from benchmarks.gpu.rows import PREFLIGHT
+from benchmarks.harness.journal import append, read
+
+H200, NAME = Target("cuda", 90), "NVIDIA H200"
+TILES = [
+    Tile(4096, columns, 4096, "bfloat16", True, False, MatmulConfig(128, 256, 64, 8, 8, 4), 190.5, 188.0)
+    for columns in (512, 1024, 2048)
+]
+
+
+def saved(path: Path, *tiles: Tile, copied: Path | None = None) -> None:
+    _save(path, NAME, {tile_key(tile): tile for tile in tiles}, H200, copied)
+
+
+def test_tiles_of_both_places_are_kept(tmp_path: Path) -> None:
+    """A machine that is new has lost one of the two files."""
+    path, copied = tmp_path / "tuned" / "h200.json", tmp_path / "h200.json"
+    saved(path, TILES[0])
+    saved(copied, TILES[1])
+    faster = TILES[1]._replace(us=100.0)
+    saved(path, TILES[2], faster, copied=copied)
+    assert set(read_tiles(path, NAME, H200)) == {TILES[0], faster, TILES[2]}
+    assert path.read_bytes() == copied.read_bytes()
+
+
+def test_an_earlier_run_is_taken_over_and_none_is_overwritten(tmp_path: Path) -> None:
+    old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "tuned"
+    old.mkdir()
+    append(old / "rows.jsonl", {"case": "one"})
+    saved(old / "h200.json", TILES[0])
+    command._take_over(old, new)
+    assert [row["case"] for row in read(new / "rows.jsonl")] == ["one"]
+    command._place_tiles(new, folder)
+    assert read_tiles(folder / "h200.json", NAME, H200) == [TILES[0]]
+    # What is there stays.
+    saved(new / "h200.json", TILES[1])
+    command._place_tiles(new, folder)
+    assert read_tiles(folder / "h200.json", NAME, H200) == [TILES[0]]
+    with pytest.raises(ValueError, match=r"needs a new --out: .* has rows.jsonl"):
+        command._take_over(old, new)
+
+
+def test_tiles_are_placed_where_the_operators_look() -> None:
+    assert command.TUNED == tuned.FOLDER == path_for(NAME).parent
+
+
+def test_launches_are_dealt_out_to_processes_each_once() -> None:
+    every: list[Launch] = []
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    each_share(H200, ops, 0, 1, every.append)
+    shares: list[list[Launch]] = [[], [], []]
+    for place, share in enumerate(shares):
+        each_share(H200, ops, place, len(shares), share.append)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert Counter(map(text, every)) == Counter(text(one) for share in shares for one in share)
+    assert {one.options["WORLD"] for one in every if "WORLD" in one.options} == {2, 4, 8}
+    dtypes = {tensor.dtype for one in every for tensor in one.arguments if isinstance(tensor, torch.Tensor)}
+    assert dtypes == {torch.bfloat16}
+
+
+def text(launch: Launch) -> str:
+    # An arena's address differs from call to call.
+    multiples = [n % 16 == 0 for n in launch.arguments if isinstance(n, int)]
+    return f"{launch.kernel.fn.__name__} {describe(launch.kernel, launch.arguments, launch.options)} {multiples}"
+
+
+def test_a_rival_that_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in (None, "0.6.4"):
+        rows = tmp_path / f"{version}.jsonl"
+        append(rows, {PREFLIGHT: {"gpu": NAME, "liger_kernel": version}})
+        fields = {"ours": "tpkernels", "best_rival": "torch", "speedup_over_best_rival_median_ratio": 1.1}
+        append(rows, {"case": "kernels/rope/x", "check": "passed", **fields})
+        print_report(rows, None)
+        assert ("liger: not installed" in capsys.readouterr().out) == (version is None)
