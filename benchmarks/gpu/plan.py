@@ -89,6 +89,7 @@ def _training() -> list[Case]:
     return [
         _training_case("own_step", "b", 600, 90, steps=8),
         _training_case("against_torch", "b", 900, 180, steps=8),
+        _training_case("host_time", "b", 90, 40, steps=10, depths=[1, 3]),
     ]
 
 

@@ -40,6 +40,8 @@ _FIRST_LOSS = 0.1
 # Of a loss in bfloat16; in float32 rounding explains far less.
 _SAME_LOSS = 5e-3
 _MOST_KERNELS = 12
+# With about a thousand under way, CUDA makes the host wait.
+_MOST_LAUNCHES = 800
 
 
 class OwnStep:
@@ -48,11 +50,6 @@ class OwnStep:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
         self.host_seconds, self.loss, self.first_loss = 0.0, math.nan, math.nan
-
-    @property
-    def num_actions(self) -> int:
-        """Number of actions of a step of this rank's plan."""
-        return len(self._trainer.plan.actions[self._trainer.mesh.at.pp])
 
     def seconds(self) -> float:
         """Run a step; it ends with a wait for the device."""
@@ -125,22 +122,54 @@ def _initialise(model: LlamaStage, config: Config, device: torch.device) -> None
 
 
 def own_step(rows: Path, preset: str, steps: int, layers: int | None = None) -> int:
-    """Measure our step: tokens/s, MFU, the host's time, what a profile says; return 1 if the loss is not one."""
+    """Measure our step: tokens/s, MFU, what a profile says; return 1 if the loss is not one.
+
+    The host's time is not among the figures: CUDA lets the host run ahead by about a thousand launches only, so in a
+    step of many the host waits for the GPU. See `host_time`.
+    """
     config, device = _started(preset, steps, layers)
     own = OwnStep(config, device)
     check = _checked(own, config)
-    seconds, host = [], []
-    for _ in range(steps):
-        seconds.append(own.seconds())
-        host.append(own.host_seconds)
-    step = Spread.of(seconds)
-    host_us = 1e6 * Spread.of(host).median
-    fields = _of_step(config, step, device) | {"host_us": host_us, "host_per_action_us": host_us / own.num_actions}
+    step = Spread.of([own.seconds() for _ in range(steps)])
+    fields = _of_step(config, step, device)
     if device.type == "cuda":
         fields["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     write(rows, f"train/{preset}", fields, check)
     if device.type == "cuda":
         _profile(rows, preset, own, step.median)
+    return int(check != "passed")
+
+
+def host_time(rows: Path, preset: str, steps: int, depths: tuple[int, int]) -> int:
+    """Measure the host's time of a step of one micro-batch, and of each layer; return 1 if it may have waited.
+
+    Args:
+        rows: where the row goes.
+        preset: the model.
+        steps: samples of each depth.
+        depths: two numbers of layers, so small that no step fills the queue of launches; what a layer takes is the
+            difference.
+    """
+    config, device = _started(preset, steps, depths[0])
+    medians, check, num_launches = [], "passed", 0
+    for layers in depths:
+        model, train = replace(config.model, num_layers=layers), replace(config.train, num_micro_batches=1)
+        own = OwnStep(validate(replace(config, model=model, train=train), 1), device)
+        samples = []
+        for step in range(_WARM_STEPS + steps):
+            own.seconds()
+            if step >= _WARM_STEPS:
+                samples.append(own.host_seconds)
+        medians.append(1e6 * Spread.of(samples).median)
+        if device.type == "cuda":
+            num_launches = len(on_device(_recorded(own)))
+    if num_launches > _MOST_LAUNCHES:
+        check = f"failed: of {num_launches} launches in a step the host may wait for, {_MOST_LAUNCHES} are allowed"
+    (fewer, more), per_layer_us = depths, (medians[1] - medians[0]) / (depths[1] - depths[0])
+    fields: dict[str, Any] = {f"host_{layers}_layers_us": us for layers, us in zip(depths, medians, strict=True)}
+    fields |= {"host_per_layer_us": per_layer_us, "host_without_layers_us": medians[0] - fewer * per_layer_us}
+    fields |= {"layers": more, "num_launches": num_launches, "num_samples": steps}
+    write(rows, f"train/{preset}/host", fields, check)
     return int(check != "passed")
 
 
@@ -275,9 +304,7 @@ def _profile(rows: Path, preset: str, own: OwnStep, step_seconds: float) -> None
 
     A step that is recorded takes the host longer, so the idle share is that of a step that was not.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        own.seconds()
-    kernels = on_device(recorded)
+    kernels = on_device(_recorded(own))
     busy_us = covered((event.time_range.start, event.time_range.end) for event in kernels)
     idle = max(0.0, 100 * (1 - busy_us / (1e6 * step_seconds)))
     fields: dict[str, Any] = {"busy_us": busy_us, "idle_percent": idle, "num_kernels": len(kernels)}
@@ -289,3 +316,9 @@ def _profile(rows: Path, preset: str, own: OwnStep, step_seconds: float) -> None
         share = 100 * times[name] / max(busy_us, 1e-9)
         fields = {"kernel": name[:120], "kernel_us": times[name], "share_percent": share}
         write(rows, f"train/{preset}/kernel_{place}", fields)
+
+
+def _recorded(own: OwnStep) -> profile:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        own.seconds()
+    return recorded

@@ -353,6 +353,20 @@ def test_tests_are_a_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_hosts_time_of_a_step_is_that_of_two_depths(tmp_path: Path) -> None:
+    arguments = {"preset": "tiny", "steps": 2, "depths": [1, 2]}
+    one = Case("train/host_time", "b", 1.0, 1.0, "benchmarks.gpu.cases.training:host_time", arguments)
+    one = replace(one, limit_seconds=3600.0, environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    rows = tmp_path / "rows.jsonl"
+    outcome = runner.run(one, rows, tmp_path / "log.txt", 3600.0)
+    assert outcome.how == "passed", outcome.last_lines
+    (row,) = read(rows)
+    layer, rest = row["host_per_layer_us"], row["host_without_layers_us"]
+    assert rest + layer == pytest.approx(row["host_1_layers_us"])
+    assert rest + 2 * layer == pytest.approx(row["host_2_layers_us"])
+
+
+@pytest.mark.slow
 def test_the_whole_rehearsal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.run", "gpu", "--rehearse", "--out", str(tmp_path)]
     done = run_program(command, capture_output=True, text=True, cwd=ROOT)
