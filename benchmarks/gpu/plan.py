@@ -118,15 +118,17 @@ def _tests() -> list[Case]:
 
 
 def _matmul(out: Path) -> list[Case]:
-    def tiles(model: str, tokens: int, worth: float) -> Case:
-        arguments = {"model": model, "tokens": [tokens], "copy": str(out)}
-        return Case(f"tiles/{model}/{tokens}", "d", worth, 70, f"{_CASES}.tiles:tune", arguments)
+    def tiles(model: str, tokens: int, worth: float, seconds: float = 70, **which: Any) -> Case:
+        arguments = {"model": model, "tokens": [tokens], "copy": str(out), **which}
+        return Case(f"tiles/{model}/{tokens}", "d", worth, seconds, f"{_CASES}.tiles:tune", arguments)
 
     def against(model: str, worth: float) -> Case:
         sizes = {"models": [model], "seqs": [4096, 8192], "rivals": _NO_RIVALS}
         return _operators_case(f"matmul/{model}", "d", worth, 40, ops=["matmul"], **sizes)
 
     return [
+        # All that training on one GPU launches of the matmul; its forward and dgrad are torch's.
+        tiles("llama_1b", 8192, 90, 30, kinds=["wgrad"]),
         tiles("llama3_8b", 4096, 110),
         tiles("llama3_8b", 8192, 80),
         tiles("llama3_70b", 4096, 45),

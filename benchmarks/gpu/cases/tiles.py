@@ -17,10 +17,10 @@ from tpkernels.ops.matmul.tuned import Tile, TunedFile, is_allowed, path_for, re
 
 from benchmarks.gpu.cases.clock import device_here, medians, write
 from benchmarks.harness.rows import environment
-from benchmarks.harness.shapes import MODELS, REHEARSED, Model
+from benchmarks.harness.shapes import MODELS, REHEARSED, WHOLE_MODELS, Model
 from tpengine.files import write_beside
 
-_MODELS = {model.name: model for model in (*MODELS, REHEARSED)}
+_MODELS = {model.name: model for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
 # Block sizes, tiles in a column, warps, stages: those of the tables, of the fused operators, and their neighbours.
 CANDIDATES = tuple(
     MatmulConfig(*numbers)
@@ -41,11 +41,16 @@ SMALL_CANDIDATES = (MatmulConfig(16, 16, 16, 2, 4, 1), MatmulConfig(32, 16, 16, 
 
 
 class Product(NamedTuple):
-    """A product of a rank: its name, and its operands in the order in which training multiplies them."""
+    """A product of a rank: its name, and its operands in the order in which training multiplies them.
+
+    Attributes:
+        accumulates: whether it is added to a buffer in float32, as a weight's gradient is.
+    """
 
     name: str
     a: Tensor
     b: Tensor
+    accumulates: bool = False
 
 
 def tune(
@@ -55,6 +60,7 @@ def tune(
     copy: str | None = None,
     into: str | None = None,
     most: int = 100,
+    kinds: Sequence[str] = ("forward", "dgrad", "wgrad"),
 ) -> int:
     """Time every candidate for every product of a model, and write the fastest; return 1 if a product is wrong.
 
@@ -65,6 +71,7 @@ def tune(
         copy: a directory that gets a copy of the file.
         into: the directory of the file; default where the operators look.
         most: products of each number of tokens.
+        kinds: which products of a projection.
     """
     device = device_here()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
@@ -73,7 +80,9 @@ def tune(
     found: dict[tuple[Any, ...], Tile] = {}
     wrong = 0
     for num_tokens in tokens:
-        for product in itertools.islice(products(_MODELS[model], num_tokens, device), most):
+        every = products(_MODELS[model], num_tokens, device)
+        of_kinds = (product for product in every if product.name.rpartition("_")[2] in kinds)
+        for product in itertools.islice(of_kinds, most):
             tile, is_right = _tuned(rows, product, f"{model}/tokens_{num_tokens}/{product.name}", target)
             wrong |= not is_right
             if tile is not None:
@@ -96,17 +105,21 @@ def products(model: Model, tokens: int, device: torch.device) -> Iterator[Produc
         x, dy, weight = normal(tokens, inner), normal(tokens, out), normal(out, inner)
         yield Product(f"{name}_forward", x, weight.T)
         yield Product(f"{name}_dgrad", dy, weight)
-        yield Product(f"{name}_wgrad", dy.T, x)
+        yield Product(f"{name}_wgrad", dy.T, x, accumulates=True)
 
 
 def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Tile | None, bool]:
     """Time the candidates of one product; return the fastest right one, and whether all that ran were right."""
-    _, a, b = product
+    _, a, b, accumulates = product
     wide = a.double() @ b.double()
     of_torch = (a @ b).double()
     unit = torch.finfo(a.dtype).eps * float(wide.abs().max())
     allowed = max(unit, 2 * float((of_torch - wide).abs().max()))
-    calls: dict[str, Callable[[], object]] = {"torch": functools.partial(torch.mm, a, b)}
+    # torch has no product that is added to a buffer of a wider dtype.
+    sums = torch.zeros(a.shape[0], b.shape[1], device=a.device) if accumulates else None
+    rival = functools.partial(torch.mm, a, b) if sums is None else lambda: sums.add_(torch.mm(a, b))
+    calls: dict[str, Callable[[], object]] = {"torch": rival}
+    launch = functools.partial(launch_matmul, a, b, out=sums, accumulate=accumulates)
     tiles: dict[str, MatmulConfig] = {}
     is_right = True
     for config in CANDIDATES if a.is_cuda else SMALL_CANDIDATES:
@@ -114,7 +127,9 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
         if not is_allowed(config, a.element_size(), target):
             continue
         try:
-            error = float((launch_matmul(a, b, config=config).double() - wide).abs().max())
+            if sums is not None:
+                sums.zero_()
+            error = float((launch(config=config).double() - wide).abs().max())
         except Exception as raised:  # a candidate that does not compile or fit costs itself alone
             text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
             write(rows, f"tiles/{case}/{name}", {"left_out": text})
@@ -124,11 +139,10 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
             is_right = False
             continue
         tiles[name] = config
-        calls[name] = functools.partial(launch_matmul, a, b, config=config)
+        calls[name] = functools.partial(launch, config=config)
     if not tiles:
         return None, is_right
-    present = functools.partial(launch_matmul, a, b)
-    times = medians({**calls, "present": present}, a.device, rounds=10 if a.is_cuda else 1)
+    times = medians({**calls, "present": launch}, a.device, rounds=10 if a.is_cuda else 1)
     for name in tiles:
         write(rows, f"tiles/{case}/{name}", {"tile_us": 1e6 * times[name].median})
     best = min(tiles, key=lambda name: times[name].median)
@@ -137,7 +151,7 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
         "tile": best,
         "tile_us": 1e6 * seconds,
         "torch_us": 1e6 * of_cublas,
-        "best_rival": "cublas",
+        "best_rival": "cublas and an addition" if accumulates else "cublas",
         "speedup_over_best_rival_median_ratio": of_cublas / seconds,
         "gain_over_present_ratio": times["present"].median / seconds,
         "ours": "tile",
@@ -145,7 +159,9 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
     write(rows, f"tiles/{case}", fields)
     (m, k), n = a.shape, b.shape[1]
     dtype, orders = str(a.dtype).removeprefix("torch."), (a.stride(1) == 1, b.stride(1) == 1)
-    return Tile(m, n, k, dtype, *orders, tiles[best], round(1e6 * seconds, 2), round(1e6 * of_cublas, 2)), is_right
+    return Tile(
+        m, n, k, dtype, *orders, accumulates, tiles[best], round(1e6 * seconds, 2), round(1e6 * of_cublas, 2)
+    ), is_right
 
 
 def _save(path: Path, gpu: str, found: dict[tuple[Any, ...], Tile], target: Target, copied: Path | None = None) -> None:

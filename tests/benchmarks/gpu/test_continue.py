@@ -25,7 +25,7 @@ from benchmarks.harness.journal import append, read
 
 H200, NAME = Target("cuda", 90), "NVIDIA H200"
 TILES = [
-    Tile(4096, columns, 4096, "bfloat16", True, False, MatmulConfig(128, 256, 64, 8, 8, 4), 190.5, 188.0)
+    Tile(4096, columns, 4096, "bfloat16", True, False, False, MatmulConfig(128, 256, 64, 8, 8, 4), 190.5, 188.0)
     for columns in (512, 1024, 2048)
 ]
 

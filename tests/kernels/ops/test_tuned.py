@@ -33,8 +33,8 @@ H200 = Target("cuda", 90)
 NAME = "NVIDIA H200"
 CONFIG = MatmulConfig(128, 256, 64, 8, 8, 4)
 TILES = [
-    Tile(4096, 3584, 4096, "bfloat16", True, False, CONFIG, 190.5, 188.0),
-    Tile(3584, 4096, 8192, "float16", False, True, MatmulConfig(64, 128, 64, 8, 4, 4), 400, 380.25),
+    Tile(4096, 3584, 4096, "bfloat16", True, False, False, CONFIG, 190.5, 188.0),
+    Tile(3584, 4096, 8192, "float16", False, True, True, MatmulConfig(64, 128, 64, 8, 4, 4), 400, 380.25),
 ]
 FILE = TunedFile(NAME, "2026-11-23", "0123456789ab", "2.11.0+cu130", "3.6.0", TILES)
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path.write_bytes(written(FILE))
     assert read_tiles(path, NAME, H200) == TILES
     assert json.loads(path.read_bytes()) | {"tiles": []} == {
-        "format": 1,
+        "format": 2,
         "gpu": NAME,
         "date": "2026-11-23",
         "commit": "0123456789ab",
@@ -67,7 +67,7 @@ def of_config(place: int, value: Any) -> Change:
 
 DAMAGES: list[Change] = [
     lambda content: content.update(gpu="NVIDIA H100"),
-    lambda content: content.update(format=2),
+    lambda content: content.update(format=1),
     lambda content: content.update(tiles={}),
     lambda content: content.pop("tiles"),
     lambda content: content["tiles"].append(3),
@@ -78,6 +78,7 @@ DAMAGES: list[Change] = [
     of_tile("dtype", ["bfloat16"]),
     of_tile("a_by_rows", 1),
     of_tile("b_by_rows", None),
+    of_tile("accumulates", 0),
     *(of_tile("us", value) for value in (0, -1.0, "4", True, 1e30, float("nan"), float("inf"))),
     of_tile("torch_us", None),
     of_tile("config", []),
@@ -126,15 +127,16 @@ def test_a_target_with_less_shared_memory_allows_less() -> None:
 
 
 def test_a_few_tokens_more_are_the_same_product() -> None:
-    forward = key_of(4096, 3584, 4096, "bfloat16", True, False)
-    assert tile_key(TILES[0]) == forward == key_of(4100, 3584, 4000, "bfloat16", True, False)
+    forward = key_of(4096, 3584, 4096, "bfloat16", True, False, False)
+    assert tile_key(TILES[0]) == forward == key_of(4100, 3584, 4000, "bfloat16", True, False, False)
     others = [
-        key_of(8192, 3584, 4096, "bfloat16", True, False),
-        key_of(4096, 3592, 4096, "bfloat16", True, False),
-        key_of(4096, 3584, 4096, "float16", True, False),
-        key_of(4096, 3584, 4096, "bfloat16", True, True),
+        key_of(8192, 3584, 4096, "bfloat16", True, False, False),
+        key_of(4096, 3592, 4096, "bfloat16", True, False, False),
+        key_of(4096, 3584, 4096, "float16", True, False, False),
+        key_of(4096, 3584, 4096, "bfloat16", True, True, False),
+        key_of(4096, 3584, 4096, "bfloat16", True, False, True),
     ]
-    assert forward not in others and len(set(others)) == 4
+    assert forward not in others and len(set(others)) == 5
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_files_that_are_here_are_right() -> None:
 
 
 def test_without_a_gpu_nothing_is_looked_up() -> None:
-    assert tuned_config(torch.empty(4096, 4096, device="meta"), 3584, True, False) is None
+    assert tuned_config(torch.empty(4096, 4096, device="meta"), 3584, True, False, False) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -162,7 +164,7 @@ def test_a_tuned_tile_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tuned._tiles_of.cache_clear()
     try:
         a, b = (torch.randint(-2, 3, (size, 4096), device="cuda").bfloat16() for size in (4096, 3584))
-        assert tuned_config(a, 3584, True, False) == CONFIG
+        assert tuned_config(a, 3584, True, False, False) == CONFIG
         assert torch.equal(launch_matmul(a, b.T), (a.float() @ b.T.float()).bfloat16())
     finally:
         tuned._tiles_of.cache_clear()

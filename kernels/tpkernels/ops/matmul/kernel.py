@@ -191,7 +191,7 @@ def launch_matmul(
     left, right = Operand.of(a, target), Operand.of(b, target)
     if config is None:
         scattered = left.is_scattered or right.is_scattered
-        config = None if fixed or scattered else tuned_config(a, n, left.by_rows, right.by_rows)
+        config = None if fixed or scattered else tuned_config(a, n, left.by_rows, right.by_rows, accumulate)
         config = config or config_of(
             m, n, k, a.dtype, target, fixed=fixed, scattered=scattered, num_processors=processors
         )

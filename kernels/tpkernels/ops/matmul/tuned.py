@@ -24,21 +24,22 @@ from tpkernels.launch import Target, target_of
 from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
 
 FOLDER = Path(__file__).resolve().parents[2] / "tuned"
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 4 << 20
 _DTYPES = ("bfloat16", "float16")
 _SIZES = ("m", "n", "k")
-_ORDERS = ("a_by_rows", "b_by_rows")
+_FLAGS = ("a_by_rows", "b_by_rows", "accumulates")
 _BLOCKS = (16, 32, 64, 128, 256)
 
 
 class Tile(NamedTuple):
-    """The fastest tile of one product, C[m, n] = A[m, k] @ B[k, n].
+    """The fastest tile of one product, C[m, n] = A[m, k] @ B[k, n], or C += A @ B with C in float32.
 
     Attributes:
         m, n, k: sizes at which it was timed.
         dtype: of the operands.
         a_by_rows, b_by_rows: whether an operand's rows have no gaps; else its columns.
+        accumulates: whether the product is added to C.
         config: the tile.
         us, torch_us: microseconds of our product, and of torch.mm's.
     """
@@ -49,6 +50,7 @@ class Tile(NamedTuple):
     dtype: str
     a_by_rows: bool
     b_by_rows: bool
+    accumulates: bool
     config: MatmulConfig
     us: float
     torch_us: float
@@ -65,7 +67,7 @@ class TunedFile(NamedTuple):
     tiles: list[Tile]
 
 
-Key = tuple[int, int, int, str, bool, bool]
+Key = tuple[int, int, int, str, bool, bool, bool]
 
 
 def path_for(gpu: str) -> Path:
@@ -76,12 +78,12 @@ def path_for(gpu: str) -> Path:
 
 def tile_key(tile: Tile) -> Key:
     """Return the key that finds a tile."""
-    return key_of(tile.m, tile.n, tile.k, tile.dtype, tile.a_by_rows, tile.b_by_rows)
+    return key_of(tile.m, tile.n, tile.k, tile.dtype, tile.a_by_rows, tile.b_by_rows, tile.accumulates)
 
 
-def key_of(m: int, n: int, k: int, dtype: str, a_by_rows: bool, b_by_rows: bool) -> Key:
+def key_of(m: int, n: int, k: int, dtype: str, a_by_rows: bool, b_by_rows: bool, accumulates: bool) -> Key:
     """Return the key of a product; m and k are rounded, as in `config_of`: they may be numbers of tokens."""
-    return nearest_power_of_2(m), n, nearest_power_of_2(k), dtype, a_by_rows, b_by_rows
+    return nearest_power_of_2(m), n, nearest_power_of_2(k), dtype, a_by_rows, b_by_rows, accumulates
 
 
 def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
@@ -132,7 +134,7 @@ def read_tiles(path: Path, gpu: str, target: Target) -> list[Tile]:
     return [_tile(path, place, entry, target) for place, entry in enumerate(tiles)]
 
 
-def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool) -> MatmulConfig | None:
+def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool, accumulates: bool) -> MatmulConfig | None:
     """Return the tile that was tuned for a's GPU and C[m, n] = a[m, k] @ B[k, n]; None if there is none.
 
     Raises:
@@ -144,7 +146,7 @@ def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool) -> MatmulC
     if not known:
         return None
     m, k = a.shape
-    return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows))
+    return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows, accumulates))
 
 
 @functools.cache
@@ -167,7 +169,7 @@ def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
     _require(
         entry["dtype"] in _DTYPES, path, f"have a dtype of {', '.join(_DTYPES)} in {where}", _short(entry["dtype"])
     )
-    for name in _ORDERS:
+    for name in _FLAGS:
         _require(isinstance(entry[name], bool), path, f"say {name} in {where}", _short(entry[name]))
     numbers = entry["config"]
     legal = isinstance(numbers, list) and len(numbers) == 6 and all(map(_is_int, numbers))
