@@ -286,6 +286,10 @@ def test_a_rival_that_is_less_exact_is_timed_and_said_to_be(
         ("--op norn", "--op must be of norm, rope, .*: got 'norn': use norm"),
         ("--models llama3_7b", "--models must be of .*: got 'llama3_7b': use llama3_70b"),
         ("--rivals ligr", "--rivals must be of .*: got 'ligr': use liger"),
+        (
+            "--op attention --models llama3_8b --seqs 8 --cases atention",
+            "--cases must be of attention, .*: got 'atention'",
+        ),
         ("--seqs 0", "--seqs must be at least 1"),
         ("--rounds 0", "--rounds must be at least 1: got 0: use 20"),
         ("--against nosuch", "--against must be a revision of .*: got 'nosuch': use HEAD, a branch"),
