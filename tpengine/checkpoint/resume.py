@@ -9,6 +9,7 @@ own; they are written all the same, and compared.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.config import Config, ModelConfig, ParallelConfig, decay_steps_of, resolve_layout, validate
+from tpengine.config import Config, ParallelConfig, decay_steps_of, resolve_layout, validate
 from tpengine.config.toml import load_toml
 from tpengine.plan import SCHEDULES
 
@@ -180,7 +181,7 @@ def changes_since(index: Index, config: Config) -> list[str]:
     A setting that did not exist when the checkpoint was written had its default value. A setting that only the
     checkpoint has no longer exists and is ignored.
     """
-    before, now = _flat(asdict(Config())) | _flat(index.state["config"]), _flat(asdict(config))
+    before, now = _flat(_plain(Config())) | _flat(index.state["config"]), _flat(_plain(config))
     for settings in (before, now):
         settings["optim.decay_steps"] = settings["optim.decay_steps"] or settings["train.steps"]
     return [
@@ -188,6 +189,12 @@ def changes_since(index: Index, config: Config) -> list[str]:
         for name, value in sorted(now.items())
         if name not in _SAYS_NOTHING and before[name] != value and not _is_the_same(name, before[name], value)
     ]
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Return the settings as a checkpoint has them: what JSON makes of them."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return plain
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +234,7 @@ def state_of(
     return {
         "updates": step if num_updates is None else num_updates,
         "threads": threads,
-        "config": asdict(replace(config, resume=False)),
+        "config": _plain(replace(config, resume=False)),
         "data": {"fingerprint": fingerprint, "next_sample": step * _samples_per_step(config)},
         "random": {"generator": "philox4x32-10, counter-based: no state besides the seed", "seed": config.train.seed},
     }
@@ -336,7 +343,7 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     config = state["config"]
     train, data = config["train"], config["data"]
     # A setting that did not exist when the checkpoint was written had its default value.
-    model = asdict(ModelConfig()) | config["model"]
+    model = _plain(Config())["model"] | config["model"]
     dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
     return {
         **{f"model.{name}": value for name, value in model.items()},

@@ -22,10 +22,14 @@ import tyro
 
 from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.config import Config, decay_steps_of, validate
+from tpengine.config.details import ModelDetails
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
 from tpengine.distributed.launch import Launch
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
+
+# The numbers of an architecture come from its config.json: they have no flags.
+tyro.conf.configure(tyro.conf.Suppress)(ModelDetails)
 
 PROGRAM = "python -m tpengine.train"
 
@@ -180,6 +184,8 @@ def _settings() -> dict[str, _Setting]:
     def add(owner: object, prefix: str) -> None:
         for name, hint in get_type_hints(type(owner)).items():
             value = getattr(owner, name)
+            if isinstance(value, ModelDetails):
+                continue
             if is_dataclass(value):
                 add(value, f"{prefix}{name}.")
             else:

@@ -10,13 +10,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tpengine.config.details import ModelDetails
+
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style transformer."""
+    """A transformer."""
+
+    architecture: str = "llama"
+    """Which kind of transformer: llama, qwen2, qwen3, mistral, gpt2, gemma3, or a Python file of your own."""
 
     hidden_size: int = 128
     """Model width D."""
@@ -43,10 +48,13 @@ class ModelConfig:
     mlp_dropout: float = 0.0
     """Share of elements dropped inside the feed-forward network, before its second matrix."""
 
+    details: ModelDetails = field(default_factory=ModelDetails)
+    """Numbers that an architecture adds, from its config.json; no flags."""
+
     @property
     def head_size(self) -> int:
         """Width E of a head."""
-        return self.hidden_size // self.num_heads
+        return self.details.head_size or self.hidden_size // self.num_heads
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of lcm(8, tp)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpengine.config import Config
+from tpengine.config.details import ModelDetails
 
 
 def dump_toml(config: Config) -> str:
@@ -25,6 +26,8 @@ def dump_toml(config: Config) -> str:
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in asdict(config).items()
     }
+    if config.model.details == ModelDetails():
+        del values["model"]["details"]
     return tomli_w.dumps(values)
 
 
@@ -73,6 +76,11 @@ def _typed(hint: Any, value: Any, key: str, path: str) -> Any:
         if value in choices:
             return value
         raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+    if typing.get_origin(hint) is tuple:
+        of = typing.get_args(hint)[0]
+        if not isinstance(value, list) or any(type(entry) is not of for entry in value):
+            raise ValueError(f"{path}: {key} must be an array of {of.__name__}: got {value!r}: correct the value")
+        return tuple(value)
     wanted = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
     if float in wanted and type(value) is int and abs(value) < 2**53:
         return float(value)

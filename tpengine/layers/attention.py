@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.derivatives import differentiable_once
-from tpkernels.ops.attention import attention_qkv, has_kernel
+from tpkernels.ops.attention import attention, attention_qkv, has_kernel
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
-from tpkernels.ops.rope import rope_tables
+from tpkernels.ops.rope import RopeScaling, rope_tables
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+from tpengine.layers.norm import Norm
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary frequencies.
+
+    Attributes:
+        theta: their base.
+        scaling: changes them; None does not.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How attention's scores are made: scale * rope(q) rope(k).T, over the keys that a query sees.
+
+    Attributes:
+        rotation: of queries and keys by their positions; None rotates nothing.
+        window: how many tokens back a query sees, its own included; None for all.
+        scale: default E^(-1/2).
+    """
+
+    rotation: Rotation | None = Rotation()
+    window: int | None = None
+    scale: float | None = None
 
 
 @functools.lru_cache(maxsize=16)
 def tables_of(
-    seq: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device
+    seq: int, head_size: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [S, E/2], of each position's angles."""
-    return rope_tables(seq, head_size, theta, dtype=dtype, device=device)
+    return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,46 +106,70 @@ def attend(
     num_heads: int,
     num_kv_heads: int,
     seq: int,
-    rope_theta: float,
+    scores: Scores,
     dropout: AttentionDropout | None,
+    head_norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Rotate q and k by their positions, then attend causally within each sequence.
 
         q[T, H*E], k[T, G*E], v[T, G*E] = the columns of qkv, side by side
-        y[T, H*E] = softmax(rope(q) rope(k).T / sqrt(E), causal) v
+        y[T, H*E] = softmax(scale * rope(norm(q)) rope(norm(k)).T, over the keys that a query sees) v
 
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
         num_heads, num_kv_heads: H and G of this rank.
         seq: S, the number of tokens per sequence.
-        rope_theta: base of the rotary frequencies.
+        scores: rotation, window, scale.
         dropout: drops attention probabilities; None drops none.
+        head_norms: norms of each head's queries and keys [E]; None for none.
     """
-    head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    cos, sin = tables_of(seq, head_size, rope_theta, accumulation_dtype(qkv.dtype), qkv.device)
+    heads = num_heads, num_kv_heads, num_kv_heads
+    head_size = qkv.shape[1] // sum(heads)
+    if head_norms is not None:
+        # A norm's rows are heads; the packed columns are put together again behind it.
+        q, k, v = qkv.split([n * head_size for n in heads], dim=1)
+        normed = (norm(of.reshape(-1, head_size)).view(of.shape) for norm, of in zip(head_norms, (q, k), strict=True))
+        qkv = torch.cat((*normed, v), dim=1)
+    window = None if scores.window is None or scores.window >= seq else scores.window
+    cos, sin = None, None
+    if scores.rotation is not None:
+        cos, sin = tables_of(seq, head_size, scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
     if has_kernel(qkv, head_size):
-        return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, dropout=dropout)
+        options: dict[str, Any] = dict(window=window, scale=scores.scale, dropout=dropout)
+        return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, **options)
     # On a CPU matmuls are faster when each head is contiguous. The rotation writes q and k that way at no extra cost.
     # v is copied too: otherwise it would be a view that keeps all of qkv until backward.
-    parts = qkv.split([n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+    parts = qkv.split([n * head_size for n in heads], dim=1)
     q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=seq, e=head_size) for part in parts)
-    mixed = causal_attention(
-        rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format), dropout
-    )
-    return rearrange(mixed, "b h s e -> (b s) (h e)")
+    if cos is not None and sin is not None:
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+    else:
+        q, k = (of.clone(memory_format=torch.contiguous_format) for of in (q, k))
+    v = v.clone(memory_format=torch.contiguous_format)
+    if window is not None:
+        q, k, v = (of.transpose(1, 2) for of in (q, k, v))
+        return attention(q, k, v, window=window, scale=scores.scale, dropout=dropout).flatten(2).flatten(0, 1)
+    if scores.scale is not None:
+        q = q * (scores.scale * head_size**0.5)
+    return rearrange(causal_attention(q, k, v, dropout), "b h s e -> (b s) (h e)")
 
 
 class Attention(nn.Module):
     """Causal self-attention over H query heads and G key/value heads.
 
-        q, k, v = all_gather_tp(x[T/tp, D]) @ (wq, wk, wv).T       one gather, one GEMM
-        y[T/tp, D] = reduce_scatter_tp(softmax(q k.T / sqrt(E), causal) v @ wo.T)
+        q, k, v = all_gather_tp(x[T/tp, D]) @ (wq, wk, wv).T + b   one gather, one GEMM
+        y[T/tp, D] = reduce_scatter_tp(softmax(scale * q k.T, causal) v @ wo.T) + bo
 
     Args:
         hidden_size, num_heads, num_kv_heads: D, H, G, global; H divisible by G and by tp.
         comm: the tp ranks.
+        head_size: E; default D/H.
+        qkv_bias, output_bias: whether there are b[(H + 2G) E / tp] and bo[D].
+        head_norm: makes the norm of each head's queries, and that of its keys, before they are rotated, from E and
+            comm; default none.
+        scores: rotation, window and scale of the scores.
         replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
-        rope_theta: base of the rotary frequencies.
+        rope_theta: base of the rotary frequencies, instead of `scores`.
         dropout: drops attention probabilities.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
 
@@ -132,6 +187,11 @@ class Attention(nn.Module):
         num_kv_heads: int,
         comm: Communicator,
         *,
+        head_size: int | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        head_norm: Callable[[int, Communicator], Norm] | None = None,
+        scores: Scores | None = None,
         replicas: Communicator | None = None,
         rope_theta: float = 10000.0,
         dropout: Dropout | None = None,
@@ -141,7 +201,7 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size % num_heads or num_heads % num_kv_heads or num_heads % comm.size:
+        if (head_size is None and hidden_size % num_heads) or num_heads % num_kv_heads or num_heads % comm.size:
             raise ValueError(
                 "hidden_size must be divisible by num_heads, num_heads by num_kv_heads and by tp: "
                 f"hidden_size {hidden_size}, num_heads {num_heads}, num_kv_heads {num_kv_heads}, tp {comm.size}: "
@@ -156,14 +216,17 @@ class Attention(nn.Module):
                 f"head: num_kv_heads {num_kv_heads}, tp {comm.size}, replicas {replicas.size if replicas else None}: "
                 f"use num_kv_heads {comm.size}, or replicas of {max(1, share)} consecutive ranks"
             )
-        self.head_size = hidden_size // num_heads
-        self.rope_theta, self.dropout = rope_theta, dropout
-        kv_size = num_kv_heads * self.head_size
+        self.head_size = head_size or hidden_size // num_heads
+        self.scores, self.dropout = scores or Scores(Rotation(rope_theta)), dropout
+        q_size, kv_size = num_heads * self.head_size, num_kv_heads * self.head_size
         options: dict[str, Any] = dict(sink=sink, gathers_again=gathers_again, dtype=dtype, device=device)
-        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, comm, **options)
-        self.k_proj = ColumnParallelLinear(hidden_size, kv_size, comm, replicas=replicas, **options)
-        self.v_proj = ColumnParallelLinear(hidden_size, kv_size, comm, replicas=replicas, **options)
-        self.o_proj = RowParallelLinear(hidden_size, hidden_size, comm, **options)
+        self.q_proj = ColumnParallelLinear(hidden_size, q_size, comm, bias=qkv_bias, **options)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_size, comm, bias=qkv_bias, replicas=replicas, **options)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_size, comm, bias=qkv_bias, replicas=replicas, **options)
+        if head_norm is not None:
+            self.q_norm, self.k_norm = (head_norm(self.head_size, comm) for _ in range(2))
+        self._norms_heads = head_norm is not None
+        self.o_proj = RowParallelLinear(q_size, hidden_size, comm, bias=output_bias, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, seq: int) -> Tensor:
@@ -178,7 +241,8 @@ class Attention(nn.Module):
         heads, kv_heads = (len(layer.weight) // self.head_size for layer in (self.q_proj, self.k_proj))
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
         qkv = self._qkv.forward_packed(x)
-        y: Tensor = self.o_proj(attend(qkv, heads, kv_heads, seq, self.rope_theta, drop))
+        norms = (self.q_norm, self.k_norm) if self._norms_heads else None
+        y: Tensor = self.o_proj(attend(qkv, heads, kv_heads, seq, self.scores, drop, norms))
         return y
 
     def prepare(self, num_tokens: int) -> None:

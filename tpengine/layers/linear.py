@@ -8,8 +8,9 @@ column-parallel weights share one gather and one GEMM when their storage is pack
 separate parameters: a fused [q; k; v] shard, loaded at another tp, would have the right shape and permuted rows, and
 nothing would fail.
 
-There is no bias (Llama has none). Weight gradients go to a sink (gradient_sink.py), not through autograd. The one
-exception is torch.compile, which cannot trace sinks: there the registered operators are used, and autograd accumulates.
+Biases are added behind the products (bias.py). Weight gradients go to a sink (gradient_sink.py), not through autograd.
+The one exception is torch.compile, which cannot trace sinks: there the registered operators are used, and autograd
+accumulates.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatt
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix
 
+from tpengine.layers.bias import add_cut_bias, add_whole_bias
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 
@@ -195,12 +197,13 @@ def check_divides(what: str, size: int, shards: int) -> int:
 class ColumnParallelLinear(nn.Module):
     """Linear layer whose output features are cut over tp.
 
-        y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T
-        dx[T/tp, D] = reduce_scatter_tp(dy @ w);  dw = dy.T @ all_gather(x)
+        y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T + b[F/tp]
+        dx[T/tp, D] = reduce_scatter_tp(dy @ w);  dw = dy.T @ all_gather(x);  db = the sum of dy over tokens
 
     Args:
         in_features, out_features: D and F, global.
         comm: the tp ranks.
+        bias: whether there is b, cut as the weight's rows; it begins with zeros.
         sink: where the weight gradient goes; default `weight.grad`.
         replicas: the consecutive tp ranks that hold the same shard, each with only a part of its gradient (fewer KV
             heads than tp ranks); default none. Construction is then collective: all take the first one's weight.
@@ -222,6 +225,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         comm: Communicator,
         *,
+        bias: bool = False,
         sink: GradientSink | None = None,
         replicas: Communicator | None = None,
         gathers_again: bool = False,
@@ -236,17 +240,21 @@ class ColumnParallelLinear(nn.Module):
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
+        self.bias = Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
         if replicas is not None and not self.weight.is_meta:
             # The replicas' gradients are summed, so their weights must start equal, whatever each generator drew.
             replicas.broadcast_(self.weight.detach())
 
     def borrow(self, owner: ColumnParallelLinear) -> None:
-        """Share the weight of another layer of the same shape: both layers then have one Parameter."""
-        self.weight, self.borrows = owner.weight, True
+        """Share the parameters of another layer of the same shape: both layers then have the same."""
+        self.weight, self.bias, self.borrows = owner.weight, owner.bias, True
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
+        return _with_biases(self._product(x), (self,))
+
+    def _product(self, x: Tensor) -> Tensor:
         if _is_traceable((self,)):
             return all_gather_matmul(x, (self.weight,), self.comm)[0]
         _check_gather(x, (self.weight,), self.comm)
@@ -267,6 +275,12 @@ class ColumnParallelLinear(nn.Module):
     def release(self) -> None:
         """Free the prepared copies."""
         self._prepared = None
+
+
+def _with_biases(y: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor:
+    """Add the layers' biases, of all or of none, to their products y[T, F/tp], side by side."""
+    biases = [(layer.bias, layer.replicas) for layer in layers if layer.bias is not None]
+    return add_cut_bias(y, biases, layers[0].sink) if biases else y
 
 
 class PackedWeights:
@@ -304,12 +318,15 @@ class PackedWeights:
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map x[T/tp, D] to (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
-        if _is_traceable(self.layers):
+        if _is_traceable(self.layers) and self.layers[0].bias is None:
             return all_gather_matmul(x, [layer.weight for layer in self.layers], self.layers[0].comm)
         return self.forward_packed(x).split([layer.weight.shape[0] for layer in self.layers], dim=1)
 
     def forward_packed(self, x: Tensor) -> Tensor:
         """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
+        return _with_biases(self._product(x), self.layers)
+
+    def _product(self, x: Tensor) -> Tensor:
         weights = [layer.weight for layer in self.layers]
         if _is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
@@ -404,12 +421,13 @@ def _lie_side_by_side(layers: Sequence[ColumnParallelLinear]) -> bool:
 class RowParallelLinear(nn.Module):
     """Linear layer whose input features are cut over tp.
 
-        y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T)
-        dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather(dy).T @ x
+        y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T) + b[D]
+        dx[T, F/tp] = all_gather_tp(dy) @ w;  dw = all_gather(dy).T @ x;  db = the sum of dy, partial(tp)
 
     Args:
         in_features, out_features: F and D, global.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        bias: whether there is b, whole on every rank; it begins with zeros.
         gathers_again: gather dy once more for a weight gradient that is computed later, instead of keeping dy[T, D].
 
     Shape: x [T, F/tp], y [T/tp, D]; T must be divisible by tp.
@@ -427,6 +445,7 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         comm: Communicator,
         *,
+        bias: bool = False,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,
@@ -438,10 +457,24 @@ class RowParallelLinear(nn.Module):
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
+        self.bias = Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        # Not by a layer of one shard: who adds the shards' outputs adds the bias to their sum.
+        self.adds_bias = bias
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T, F/tp] -> y[T/tp, D]."""
+        y = self._product(x)
+        return y if self.bias is None or not self.adds_bias else self.biased(y, (self.sink,))
+
+    def biased(self, y: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
+        """Return y[T/tp, D] + b; each sink gets the gradient of its block of tokens."""
+        assert self.bias is not None
+        if torch.compiler.is_compiling() and self.comm.size == 1:
+            return y + self.bias
+        return add_whole_bias(y, self.bias, self.comm, sinks)
+
+    def _product(self, x: Tensor) -> Tensor:
         check_tokens(x.shape[0], self.comm.size)
         if _is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)

@@ -1,8 +1,8 @@
-"""SwiGLU feed-forward network, its width cut over tp."""
+"""Feed-forward networks, their width cut over tp."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +14,50 @@ from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 
+ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
-class _GatedSilu(torch.autograd.Function):
-    """y[T, 2F] = (g, u) -> silu(g) * u;  dg = dsilu(dh * u, g), du = dh * silu(g), written side by side into dy.
 
-    Backward computes silu(g) again, from y: the matmul's output is kept in any case.
+class _Activation(torch.autograd.Function):
+    """gated:  y[T, 2F] = (g, u) -> act(g) * u;  dg = dact(dh * u, g), du = dh * act(g), side by side in dy.
+
+    not gated:  y[T, F] -> act(y);  dy = dact(dh, y)
+
+    Backward computes act again, from y: the matmul's output is kept in any case.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, kind: ActivationKind, gated: bool) -> Tensor:
         ctx.save_for_backward(y)
-        return activation_forward(y, "silu", True)
+        ctx.kind, ctx.gated = kind, gated
+        return activation_forward(y, kind, gated)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dh: Tensor) -> Tensor:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
         (y,) = ctx.saved_tensors
-        return activation_backward(dh, y, "silu", True)
+        return activation_backward(dh, y, ctx.kind, ctx.gated), None, None
 
 
 def gated_silu(y: Tensor) -> Tensor:
     """Return h[T, F] = silu(g) * u, where y[T, 2F] = (g, u) side by side."""
-    h: Tensor = _GatedSilu.apply(y)
+    h: Tensor = _Activation.apply(y, "silu", True)
     return h
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward network.
+class FeedForward(nn.Module):
+    """Feed-forward network of two products, with a gate or without.
 
-        g, u = all_gather_tp(x[T/tp, D]) @ (w_gate, w_up).T        one gather, one GEMM
-        y[T/tp, D] = reduce_scatter_tp((silu(g) * u) @ w_down.T)
+        gated:      g, u = all_gather_tp(x[T/tp, D]) @ (w_gate, w_up).T + (b_gate, b_up)      one gather, one GEMM
+                    y[T/tp, D] = reduce_scatter_tp((act(g) * u) @ w_down.T) + b_down
+        not gated:  y[T/tp, D] = reduce_scatter_tp(act(all_gather_tp(x) @ w_up.T + b_up) @ w_down.T) + b_down
 
     Args:
         hidden_size, ffn_size: D and F, global; F divisible by tp.
         comm, sink, gathers_again, dtype, device: as ColumnParallelLinear.
-        dropout: drops elements of silu(g) * u.
+        activation: act; gelu_tanh is gelu's approximation by tanh.
+        gated: whether there is a gate.
+        bias: whether there are biases.
+        dropout: drops elements between the products.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
     """
@@ -59,6 +68,9 @@ class SwiGLU(nn.Module):
         ffn_size: int,
         comm: Communicator,
         *,
+        activation: ActivationKind = "silu",
+        gated: bool = True,
+        bias: bool = False,
         dropout: Dropout | None = None,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
@@ -66,16 +78,17 @@ class SwiGLU(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
-        options: dict[str, Any] = dict(sink=sink, gathers_again=gathers_again, dtype=dtype, device=device)
-        self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
+        self.dropout, self.activation, self.gated = dropout, activation, gated
+        options: dict[str, Any] = dict(bias=bias, sink=sink, gathers_again=gathers_again, dtype=dtype, device=device)
+        if gated:
+            self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, comm, **options)
-        self._gate_up = PackedWeights(self.gate_proj, self.up_proj)
+        self._gate_up = PackedWeights(*((self.gate_proj, self.up_proj) if gated else (self.up_proj,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        hidden = gated_silu(self._gate_up.forward_packed(x))
+        hidden: Tensor = _Activation.apply(self._gate_up.forward_packed(x), self.activation, self.gated)
         if self.dropout is not None:
             comm, columns = self.down_proj.comm, hidden.shape[1]
             hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)
@@ -91,3 +104,7 @@ class SwiGLU(nn.Module):
         """Release all prepared weights: see ColumnParallelLinear.release."""
         self._gate_up.release()
         self.down_proj.release()
+
+
+class SwiGLU(FeedForward):
+    """The gated network with silu and without biases: FeedForward's defaults, under its own name."""

@@ -1,9 +1,9 @@
-"""RMSNorm on sequence-sharded tokens. Every tp rank holds the whole weight."""
+"""Norms of sequence-sharded tokens, or of the heads that a rank has. Every tp rank holds the whole weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,102 +12,67 @@ from tpkernels.derivatives import refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Local shapes: x[T/tp, D], w[D], y[T/tp, D]; h = x * rstd is the normalised input.
+class _Norm(torch.autograd.Function):
+    """Local shapes: x, r, total, y[T/tp, D], w, b[D]; h = (total - mean) * rstd is the normalised input.
 
-    forward:  rstd = (mean(x^2) + eps)^(-1/2);  y = x * rstd * w
-    dgrad:    dx = rstd * (dy*w - h * mean(dy*w*h))
-    wgrad:    dw = sum over this rank's tokens of dy*h   partial(tp), into the sink
+    forward:  total = x + r, or x without r;  rstd = (mean((total - mean)^2) + eps)^(-1/2);  y = h * w + b
+    dgrad:    dx = dr = dtotal + rstd * (dy*w - h * mean(dy*w*h)), less its mean if the norm subtracts one
+    wgrad:    dw = sum over this rank's tokens of dy*h, db = that of dy   partial(tp), into the sink
 
-    With several sinks the tokens are cut into as many equal blocks: each sink gets the sum over its own block.
+    A norm that does not subtract the mean has mean 0 here. With several sinks the tokens are cut into as many equal
+    blocks: each sink gets the sum over its own block.
 
-    Only x is kept; backward recomputes h. So one tensor is kept instead of two.
+    Only total is kept; backward recomputes h. So one tensor is kept instead of two.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Sequence[GradientSink]
-    ) -> Tensor:
-        y, _, mean, rstd = norm_forward(x, weight, None, None, eps, False, len(sinks))
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.comm, ctx.sinks, ctx.parameter = comm, sinks, weight
-        return y
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Parameter,
+        bias: Parameter | None,
+        norm: Norm,
+        sinks: Sequence[GradientSink],
+    ) -> tuple[Tensor, Tensor | None]:
+        factor = weight.to(accumulation_dtype(weight.dtype)) + norm.offset if norm.offset else weight
+        y, total, mean, rstd = norm_forward(x, factor, bias, residual, norm.eps, norm.centered, len(sinks))
+        ctx.save_for_backward(x if residual is None else total, factor, mean, rstd)
+        ctx.norm, ctx.sinks, ctx.weight, ctx.bias = norm, sinks, weight, bias
+        return y, None if residual is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_order("a tensor-parallel norm")
-        x, weight, mean, rstd = ctx.saved_tensors
-        dx, sums = norm_backward(dy, None, x, weight, mean, rstd, len(ctx.sinks), False, False)
-        if ctx.parameter.requires_grad:
-            for sink, dw in zip(ctx.sinks, sums[0], strict=True):
-                sink.add(ctx.parameter, dw, ctx.comm)
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    """Local shapes: x, r, total, y[T/tp, D], w[D].
-
-    forward:  total = x + r;  y = rms_norm(total)       in one pass
-    dgrad:    dx = dr = dtotal + what dy gives to total
-    wgrad:    as _RMSNorm
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink
-    ) -> tuple[Tensor, Tensor]:
-        y, total, mean, rstd = norm_forward(x, weight, None, residual, eps, False)
-        ctx.save_for_backward(total, weight, mean, rstd)
-        ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
-        return y, total
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order("a tensor-parallel norm")
-        total, weight, mean, rstd = ctx.saved_tensors
-        dx, sums = norm_backward(dy, dtotal, total, weight, mean, rstd, 1, False, False)
-        if ctx.parameter.requires_grad:
-            ctx.sink.add(ctx.parameter, sums[0, 0], ctx.comm)
+        total, factor, mean, rstd = ctx.saved_tensors
+        norm, has_bias = ctx.norm, ctx.bias is not None
+        dx, sums = norm_backward(dy, dtotal, total, factor, mean, rstd, len(ctx.sinks), norm.centered, has_bias)
+        for parameter, blocks in zip((ctx.weight, ctx.bias), sums, strict=False):
+            if parameter.requires_grad:
+                for sink, block in zip(ctx.sinks, blocks, strict=True):
+                    sink.add(parameter, block, norm.comm)
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
         return of_x, of_residual, None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
-    """Return y[T, D] = x / sqrt(mean(x^2) + eps) * w[D].
-
-    Each of the n sinks gets dw summed over its block of T/n tokens, partial(comm). On a CPU no operation takes tokens
-    of two blocks: a block has the bits of a call of its own.
-    """
-    y: Tensor = _RMSNorm.apply(x, weight, eps, comm, sinks)
-    return y
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Parameter, eps: float, comm: Communicator, sink: GradientSink
-) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(total), total)[T, D], where total = x + residual."""
-    y, total = _AddRMSNorm.apply(x, residual, weight, eps, comm, sink)
-    return y, total
-
-
-class RMSNorm(nn.Module):
-    """Scale each token to unit root mean square, after adding a residual if one is given.
-
-        total[T/tp, D] = x + residual;   y[T/tp, D] = total / sqrt(mean(total^2) + eps) * w[D]
+class Norm(nn.Module):
+    """A norm of rows: what RMSNorm, OffsetRMSNorm and LayerNorm have in common.
 
     Args:
-        hidden_size: D.
-        comm: the tp ranks, which hold other tokens of the same batch.
+        hidden_size: D, the elements of a row.
+        comm: the tp ranks, which hold other rows of the same batch.
         eps: added to the mean square.
-        sink: where the weight gradient goes; default `weight.grad`, summed over tp at once.
-        dtype, device: of the weight, as torch.
+        sink: where the gradients go; default `.grad`, summed over tp at once.
+        dtype, device: of the parameters, as torch.
 
     Numerics: statistics in promote_types(dtype, float32).
-    Source: Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
+
+    centered: ClassVar[bool] = False
+    offset: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -122,12 +87,55 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.comm, self.eps = comm, eps
         self.sink: GradientSink = sink or ParamGradSink()
-        self.weight = Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.weight = Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=dtype, device=device))
+        self.bias: Parameter | None = None
+        if self.centered:
+            self.bias = Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        return rms_norm(x, self.weight, self.eps, self.comm, (self.sink,))
+        return self.in_blocks(x, (self.sink,))
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual[T/tp, D] -> (y, total)[T/tp, D], in one pass."""
-        return add_rms_norm(x, residual, self.weight, self.eps, self.comm, self.sink)
+        """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
+        y, total = _Norm.apply(x, residual, self.weight, self.bias, self, (self.sink,))
+        return y, total
+
+    def in_blocks(self, x: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
+        """Return y[T, D]; each of the n sinks gets the gradients of its block of T/n rows, partial(comm).
+
+        On a CPU no operation takes rows of two blocks: a block has the bits of a call of its own.
+        """
+        y: Tensor = _Norm.apply(x, None, self.weight, self.bias, self, sinks)[0]
+        return y
+
+
+class RMSNorm(Norm):
+    """Scale each token to unit root mean square, after adding a residual if one is given.
+
+        total[T/tp, D] = x + residual;   y[T/tp, D] = total / sqrt(mean(total^2) + eps) * w[D]
+
+    Args, Numerics: as Norm.
+    Source: Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
+
+
+class OffsetRMSNorm(Norm):
+    """RMSNorm whose weight is stored less one, as Gemma's: y = total / sqrt(mean(total^2) + eps) * (1 + w[D]).
+
+    Args, Numerics: as Norm; 1 + w is not rounded to 16 bits.
+    """
+
+    offset = 1.0
+
+
+class LayerNorm(Norm):
+    """Shift and scale each token to mean 0 and variance 1, after adding a residual if one is given.
+
+        total[T/tp, D] = x + residual;   y[T/tp, D] = (total - mean(total)) / sqrt(var(total) + eps) * w[D] + b[D]
+
+    Args, Numerics: as Norm.
+    Source: Ba, Kiros and Hinton, "Layer normalization", arXiv 1607.06450.
+    """
+
+    centered = True

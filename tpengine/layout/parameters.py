@@ -1,22 +1,26 @@
 """The model's parameters as a table: names, global shapes, how each is cut over tp, how its gradient is summed.
 
-Torch-free, because every rank builds the plan of all ranks and the planner counts bytes without a device. The
-modules in `layers/` hold the tensors; the trainer checks that they agree with this table name by name. Names are
-those of Hugging Face's Llama, less the leading "model.".
+Torch-free, because every rank builds the plan of all ranks and the planner counts bytes without a device. What there is
+and how it is cut comes from the architecture (tpengine/architectures). The modules in `layers/` hold the tensors; the
+model checks that they agree with this table name by name.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tpengine.architectures.describe import Norm
+from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
 
 ReduceOver = Literal["dp", "dp_tp", "dp_replica"]
 
 EMBEDDING = "embed_tokens.weight"
+POSITIONS = "embed_positions.weight"
 HEAD = "lm_head.weight"
 
 # A cache line. Exact mode's operands begin at one: a library may add in another order elsewhere.
@@ -33,7 +37,8 @@ class ParameterSpec:
         shard_dim: the dim cut over tp; None if every tp rank holds the whole tensor.
         replicas: how many consecutive tp ranks hold the same shard (more than 1 only for k and v with fewer KV
             heads than tp ranks).
-        init_std: standard deviation of the initial values; None means ones (norm weights).
+        init_std: standard deviation of the initial values; None where all of them are `init`.
+        init: the initial value of norms and biases.
         valid_rows: rows that mean something; the rest is vocabulary padding, initialised to zero.
     """
 
@@ -43,14 +48,15 @@ class ParameterSpec:
     replicas: int = 1
     init_std: float | None = None
     valid_rows: int | None = None
+    init: float = 1.0
 
     @property
     def reduce_over(self) -> ReduceOver:
         """The axes over which each rank's gradient is only a partial sum.
 
-        A sharded weight sees all tokens of its replica after the gather: dp alone. A norm weight, whole on every tp
-        rank, has seen its T/tp tokens: dp and tp. A replicated KV shard has seen its rank's query heads: dp and the
-        replicas.
+        A sharded weight sees all tokens of its replica after the gather: dp alone. What is whole on every tp rank has
+        seen its T/tp tokens, or, as a norm of heads, its own heads: dp and tp. A replicated KV shard has seen its
+        rank's query heads: dp and the replicas.
         """
         if self.shard_dim is None:
             return "dp_tp"
@@ -132,26 +138,34 @@ def embedding_spec(model: ModelConfig, tp: int) -> ParameterSpec:
     return ParameterSpec(EMBEDDING, shape, 0, init_std=init_std(model), valid_rows=model.vocab_size)
 
 
+@functools.lru_cache(maxsize=4096)
 def layer_specs(model: ModelConfig, tp: int, layer: int) -> tuple[ParameterSpec, ...]:
     """Parameters of one block in the order of their use in forward."""
-    d, f = model.hidden_size, model.ffn_size
-    heads, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    replicas = kv_replicas(model, tp)
-    # Every block adds two terms to the residual stream: their scale keeps its variance independent of depth.
+    specs: list[ParameterSpec] = []
+    for part_name, part in architecture_of(model).block(model, layer).items():
+        for name, shape in part.shapes(model).items():
+            norm = part if isinstance(part, Norm) else getattr(part, "head_norm", None)
+            specs.append(_spec(model, tp, f"layers.{layer}.{part_name}.{name}", shape, norm))
+    return tuple(specs)
+
+
+def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], norm: Norm | None = None) -> ParameterSpec:
+    """Return the parameter as its rule has it; a `norm` says what its weight begins with."""
+    module, _, kind = name.rpartition(".")
+    rule = rule_of(model, module).rule
+    is_matrix = len(shape) > 1
+    # The bias of an input-parallel product is added to this rank's tokens.
+    is_cut = rule.cut in ("column", "vocab") or (rule.cut == "row" and is_matrix)
+    if not is_cut and not is_matrix:
+        first = norm.first_weight if norm is not None and kind == "weight" else 0.0
+        return ParameterSpec(name, shape, None, init=first)
     std = init_std(model)
-    output_std = std / math.sqrt(2 * model.num_layers)
-    prefix = f"layers.{layer}."
-    return (
-        ParameterSpec(prefix + "input_layernorm.weight", (d,), None),
-        ParameterSpec(prefix + "self_attn.q_proj.weight", (heads, d), 0, init_std=std),
-        ParameterSpec(prefix + "self_attn.k_proj.weight", (kv, d), 0, replicas, std),
-        ParameterSpec(prefix + "self_attn.v_proj.weight", (kv, d), 0, replicas, std),
-        ParameterSpec(prefix + "self_attn.o_proj.weight", (d, heads), 1, init_std=output_std),
-        ParameterSpec(prefix + "post_attention_layernorm.weight", (d,), None),
-        ParameterSpec(prefix + "mlp.gate_proj.weight", (f, d), 0, init_std=std),
-        ParameterSpec(prefix + "mlp.up_proj.weight", (f, d), 0, init_std=std),
-        ParameterSpec(prefix + "mlp.down_proj.weight", (d, f), 1, init_std=output_std),
-    )
+    if rule.cut == "row":
+        # Every block adds two terms to the residual stream: their scale keeps its variance independent of depth.
+        std /= math.sqrt(2 * model.num_layers)
+    dim = (1 if rule.cut == "row" else 0) if is_cut else None
+    replicas = max(1, tp // (shape[dim] // model.head_size)) if rule.by_heads and dim is not None else 1
+    return ParameterSpec(name, shape, dim, replicas, init_std=std if is_matrix else None, init=0.0)
 
 
 def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[ParameterSpec, ...]:
@@ -162,13 +176,15 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[Par
     stage, the same tensor.
     """
     specs: list[ParameterSpec] = []
-    embedding = embedding_spec(model, tp)
+    embedding, ends = embedding_spec(model, tp), architecture_of(model).ends(model)
     if first == 0:
         specs.append(embedding)
+        if ends.has_positions:
+            specs.append(_spec(model, tp, POSITIONS, (model.details.max_positions, model.hidden_size)))
     for layer in range(first, last):
         specs.extend(layer_specs(model, tp, layer))
     if last == model.num_layers:
-        specs.append(ParameterSpec("norm.weight", (model.hidden_size,), None))
+        specs += [_spec(model, tp, f"norm.{name}", shape, ends.norm) for name, shape in ends.norm.shapes(model).items()]
         if not model.tie_embeddings:
             specs.append(replace(embedding, name=HEAD))
         elif first != 0:
@@ -186,7 +202,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def num_matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: all matrices but the embedding lookup; a tied head counts."""
+    """Parameters that a token is multiplied with: all matrices but the lookups; a tied head counts."""
     head = model.vocab_size * model.hidden_size
     blocks = sum(
         math.prod(spec.shape)

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
+from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
-from tpengine.layers.norm import RMSNorm, rms_norm
+from tpengine.layers.norm import Norm
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 
@@ -179,9 +179,11 @@ class HeldShards(nn.Module):
         layers, held = list(self.shards.values()), self.cut.held
         for shard, layer in zip(held, layers, strict=True):
             for name, part in layer.named_modules():
-                if isinstance(part, RMSNorm):
-                    first: Any = layers[0].get_submodule(name)
+                first: Any = layers[0].get_submodule(name)
+                if isinstance(part, Norm | LearnedPositions):
                     part.weight = first.weight
+                if isinstance(part, Norm | RowParallelLinear):
+                    part.bias = first.bias
                 elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
                     holder = max(shard - part.replicas.rank, held.start)
                     if holder < shard:
@@ -223,7 +225,8 @@ class ExactMatmuls(ExactLayer):
     Args:
         shards, layers, join: as ExactLayer.
 
-    It always multiplies by prepared weights, so that the bits are the same: forward prepares them if they are not.
+    It always multiplies by prepared weights, so that the bits are the same: forward prepares them if they are not. The
+    bias of an output that the shards add up is added to the sum.
     """
 
     def __init__(
@@ -232,12 +235,18 @@ class ExactMatmuls(ExactLayer):
         super().__init__(shards, layers, spread, join)
         self._prepared_of: list[tuple[int, int]] | None = None
         self._linears = [part for part in self.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
+        self._outputs = [part for part in self._linears if isinstance(part, RowParallelLinear)]
+        for output in self._outputs:
+            output.adds_bias = False
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Compute the layer of x[T/tp, D]; the output's shape follows from `join`."""
         if self._prepared_of != self._contents():
             self.prepare(len(x) * self.cut.comm.size)
-        return super().forward(x, *arguments)
+        y = super().forward(x, *arguments)
+        if self._outputs and self._outputs[0].bias is not None:
+            y = self._outputs[0].biased(y, [output.sink for output in self._outputs])
+        return y
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weights of all held shards: see ColumnParallelLinear.prepare.
@@ -263,32 +272,42 @@ class ExactMatmuls(ExactLayer):
 
 
 class ExactNorm(HeldShards):
-    """RMSNorm in blocks of T/V tokens, one per shard, all in one call; each shard's sink gets dw of its own block.
+    """A norm in blocks of T/V tokens, one per shard, all in one call; each shard's sink gets dw of its own block.
 
     Args:
         shards: all shards; V divides T.
         layers: the norm of each held shard.
     """
 
-    def __init__(self, shards: Shards, layers: Sequence[RMSNorm]) -> None:
+    def __init__(self, shards: Shards, layers: Sequence[Norm]) -> None:
         super().__init__(shards, layers)
-
-    @property
-    def weight(self) -> Parameter:
-        """The weight [D], which all shards share."""
-        return next(self.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
         check_tokens(len(x) * self.cut.comm.size, self.cut.size, "shards")
         # Contiguous, since sums over strided rows are taken in another order.
         layers: list[Any] = list(self.shards.values())
-        return rms_norm(x.contiguous(), self.weight, layers[0].eps, layers[0].comm, [layer.sink for layer in layers])
+        y: Tensor = layers[0].in_blocks(x.contiguous(), [layer.sink for layer in layers])
+        return y
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (y, total) as RMSNorm.add does, in two passes: total is the sum of the whole tensors."""
+        """Return (y, total) as Norm.add does, in two passes: total is the sum of the whole tensors."""
         total = x + residual
         return self(total), total
+
+
+class ExactPositions(HeldShards):
+    """Learned positions in blocks of T/V tokens, one per shard, as ExactNorm."""
+
+    def __init__(self, shards: Shards, layers: Sequence[LearnedPositions]) -> None:
+        super().__init__(shards, layers)
+
+    def forward(self, x: Tensor, seq: int) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        layers: list[Any] = list(self.shards.values())
+        first = self.cut.comm.rank * len(x)
+        y: Tensor = layers[0].in_blocks(x, seq, first, [layer.sink for layer in layers])
+        return y
 
 
 def _share_again(layer: HeldShards, _: Any) -> None:

@@ -1,27 +1,40 @@
 """Which layers a transformer is built of: one over all tp ranks, or in exact mode the same one over each shard.
 
-The model knows neither: it asks its parts for a norm, an attention, ..., and for the pieces of the parameter table that
-this rank holds.
+The model knows neither: it asks its parts for the layer of each part of the architecture (a norm, an attention, ...),
+and for the pieces of the parameter table that this rank holds.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
+from tpkernels.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
+from tpengine.architectures import describe
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import Attention
+from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear import ColumnParallelLinear
-from tpengine.layers.mlp import SwiGLU
-from tpengine.layers.norm import RMSNorm
-from tpengine.model.exact import ExactLayer, ExactMatmuls, ExactNorm, Shards, collect, stacked, whole
+from tpengine.layers.mlp import FeedForward
+from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
+from tpengine.model.exact import (
+    ExactLayer,
+    ExactMatmuls,
+    ExactNorm,
+    ExactPositions,
+    Shards,
+    collect,
+    stacked,
+    whole,
+)
 
 
 class Parts(Protocol):
@@ -41,14 +54,46 @@ class Parts(Protocol):
     def table_size(self) -> int: ...
     @property
     def held(self) -> range: ...
-    def norm(self) -> RMSNorm | ExactNorm: ...
-    def attention(self, dropout: Dropout | None) -> nn.Module: ...
-    def mlp(self, dropout: Dropout | None) -> nn.Module: ...
+    def norm(self, part: describe.Norm) -> Norm | ExactNorm: ...
+    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module: ...
+    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module: ...
     def embedding(self, num_embeddings: int) -> nn.Module: ...
+    def positions(self) -> LearnedPositions | ExactPositions: ...
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module: ...
 
     def module_name(self, name: str, holder: int) -> str:
         """The name in the model's modules of the shard of parameter `name` that the table's rank `holder` holds."""
+
+
+_NORMS = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm, "layer": LayerNorm}
+
+
+def scores_of(part: describe.Attention, model: ModelConfig) -> Scores:
+    """Return how a part's scores are made, with the model's rotary frequencies unless it has its own."""
+    rotation = Rotation(part.rope_theta) if part.rope_theta else Rotation(model.rope_theta, scaling_of(model))
+    return Scores(rotation if part.rotates else None, part.window or None, part.scale or None)
+
+
+def scaling_of(model: ModelConfig) -> RopeScaling | None:
+    """Return the scaling of a model's rotary frequencies."""
+    rope = model.details.rope
+    match rope.rope_type:
+        case "linear":
+            return LinearScaling(rope.factor)
+        case "llama3":
+            length = rope.original_max_position_embeddings
+            return Llama3Scaling(rope.factor, rope.low_freq_factor, rope.high_freq_factor, length)
+        case "yarn":
+            return YarnScaling(
+                model.rope_theta,
+                rope.factor,
+                rope.original_max_position_embeddings,
+                rope.beta_fast,
+                rope.beta_slow,
+                rope.attention_factor or None,
+                rope.truncate,
+            )
+    return None
 
 
 class FastParts:
@@ -85,14 +130,15 @@ class FastParts:
         """This rank."""
         return range(self.tp.rank, self.tp.rank + 1)
 
-    def norm(self) -> RMSNorm:
+    def norm(self, part: describe.Norm) -> Norm:
         """A norm of x[T/tp, D]."""
-        model = self.model
-        return RMSNorm(
-            model.hidden_size, self.tp, eps=model.norm_eps, sink=self._sink, dtype=self._dtype, device=self._device
-        )
+        return self._norm_over(part, self.model.hidden_size, self.tp)
 
-    def attention(self, dropout: Dropout | None) -> nn.Module:
+    def _norm_over(self, part: describe.Norm, size: int, comm: Communicator) -> Norm:
+        options = dict(eps=self.model.norm_eps, sink=self._sink, dtype=self._dtype, device=self._device)
+        return _NORMS[part.kind](size, comm, **options)  # type: ignore[arg-type]
+
+    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module:
         """x[T/tp, D] -> x[T/tp, D]."""
         model = self.model
         return Attention(
@@ -100,8 +146,12 @@ class FastParts:
             model.num_heads,
             model.num_kv_heads,
             self.tp,
+            head_size=model.head_size,
+            qkv_bias=part.qkv_bias,
+            output_bias=part.output_bias,
+            head_norm=functools.partial(self._norm_over, part.head_norm) if part.head_norm else None,
+            scores=scores_of(part, model),
             replicas=self._replicas,
-            rope_theta=model.rope_theta,
             dropout=dropout,
             sink=self._sink,
             gathers_again=self._gathers_again,
@@ -109,13 +159,16 @@ class FastParts:
             device=self._device,
         )
 
-    def mlp(self, dropout: Dropout | None) -> nn.Module:
+    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module:
         """x[T/tp, D] -> x[T/tp, D]."""
         model = self.model
-        return SwiGLU(
+        return FeedForward(
             model.hidden_size,
             model.ffn_size,
             self.tp,
+            activation=part.activation,
+            gated=part.gated,
+            bias=part.bias,
             dropout=dropout,
             sink=self._sink,
             gathers_again=self._gathers_again,
@@ -128,6 +181,11 @@ class FastParts:
         return VocabParallelEmbedding(
             num_embeddings, self.model.hidden_size, self.tp, sink=self._sink, dtype=self._dtype, device=self._device
         )
+
+    def positions(self) -> LearnedPositions:
+        """x[T/tp, D] -> x[T/tp, D]."""
+        num, size = self.model.details.max_positions, self.model.hidden_size
+        return LearnedPositions(num, size, self.tp, sink=self._sink, dtype=self._dtype, device=self._device)
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[T, V/tp]."""
@@ -199,11 +257,11 @@ class ExactParts:
         """The shards that this rank holds."""
         return self.shards.held
 
-    def norm(self) -> ExactNorm:
+    def norm(self, part: describe.Norm) -> ExactNorm:
         """See FastParts.norm."""
-        return ExactNorm(self.shards, [parts.norm() for parts in self._each])
+        return ExactNorm(self.shards, [parts.norm(part) for parts in self._each])
 
-    def attention(self, dropout: Dropout | None) -> nn.Module:
+    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module:
         """As FastParts.attention.
 
         Raises:
@@ -215,15 +273,19 @@ class ExactParts:
                 f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
                 f"{num_kv_heads}, tp {num_ranks}: pass sinks"
             )
-        return ExactMatmuls(self.shards, [parts.attention(dropout) for parts in self._each], collect)
+        return ExactMatmuls(self.shards, [parts.attention(part, dropout) for parts in self._each], collect)
 
-    def mlp(self, dropout: Dropout | None) -> nn.Module:
-        """See FastParts.mlp."""
-        return ExactMatmuls(self.shards, [parts.mlp(dropout) for parts in self._each], collect)
+    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module:
+        """See FastParts.feed_forward."""
+        return ExactMatmuls(self.shards, [parts.feed_forward(part, dropout) for parts in self._each], collect)
 
     def embedding(self, num_embeddings: int) -> nn.Module:
         """See FastParts.embedding."""
         return ExactLayer(self.shards, [parts.embedding(num_embeddings) for parts in self._each], whole, collect)
+
+    def positions(self) -> ExactPositions:
+        """See FastParts.positions."""
+        return ExactPositions(self.shards, [parts.positions() for parts in self._each])
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[n, T, V/(n tp)]."""

@@ -1,6 +1,7 @@
-"""The transformer: a block, and the chunks of layers that one pipeline rank holds.
+"""The transformer: the chunks of layers that one pipeline rank holds.
 
-What a block is built of comes from its parts (parts.py): fast layers, or exact mode's. `initialise` fills the
+What a block is comes from the architecture (tpengine/architectures), what it is built of from its parts (parts.py):
+fast layers, or exact mode's. `initialise` fills the
 weights from the table in parameters.py, each element a function of (seed, parameter name, global index), so that every
 layout starts from the same ones.
 """
@@ -13,64 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 from tpkernels.random import normal_block
 
+from tpengine.architectures.registry import architecture_of
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
+from tpengine.model.block import Block, computed_again
 from tpengine.model.parts import Parts
 from tpengine.plan import Recompute
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block.
-
-        x = x + dropout(attention(norm(x)));  y = x + dropout(mlp(norm(x)))          all of them [T/tp, D]
-
-    Args:
-        parts: what makes its layers.
-        dropouts: where it drops; None drops nowhere.
-        attention_again: backward computes norm, attention and its dropout again; only x and the output are kept.
-    """
-
-    def __init__(self, parts: Parts, dropouts: LayerDropouts | None = None, attention_again: bool = False) -> None:
-        super().__init__()
-        self.tp, self.dropouts, self.attention_again = parts.tp, dropouts, attention_again
-        self.input_layernorm = parts.norm()
-        self.self_attn = parts.attention(dropouts.attention if dropouts else None)
-        self.post_attention_layernorm = parts.norm()
-        self.mlp = parts.mlp(dropouts.mlp if dropouts else None)
-
-    def forward(self, x: Tensor, seq: int) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens."""
-        first_row, dim = self.tp.rank * x.shape[0], x.shape[1]
-
-        def attend(x: Tensor) -> Tensor:
-            y: Tensor = self.self_attn(self.input_layernorm(x), seq)
-            return y if self.dropouts is None else self.dropouts.attention_residual(y, first_row, 0, dim)
-
-        attended = computed_again(attend, x) if self.attention_again else attend(x)
-        normed, x = self.post_attention_layernorm.add(attended, x)
-        processed: Tensor = self.mlp(normed)
-        if self.dropouts is not None:
-            processed = self.dropouts.mlp_residual(processed, first_row, 0, dim)
-        return x + processed
-
-
-def computed_again(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
-
-    Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore.
-    """
-    y: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return y
-
-
 class Transformer(nn.Module):
-    """A Llama-style transformer: the whole model, or the chunks of it that one pipeline rank holds.
+    """A transformer: the whole model, or the chunks of it that one pipeline rank holds.
 
         of layers [first, last):
-        first == 0:            tokens[T] -> embedding -> x[T/tp, D]
+        first == 0:            tokens[T] -> embedding, positions -> x[T/tp, D]
         blocks:                x[T/tp, D] -> x[T/tp, D]
         last == num_layers:    x[T/tp, D] -> norm -> logits[T, V/tp]; in exact mode [n, T, V/(n tp)]
 
@@ -103,19 +61,29 @@ class Transformer(nn.Module):
         self.position = Position()
         self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == model.num_layers
         vocab = model.padded_vocab_size(parts.table_size)
+        architecture = architecture_of(model)
+        self.ends = architecture.ends(model)
         if self.is_first or (self.is_last and model.tie_embeddings):
             self.embed_tokens = parts.embedding(vocab)
+        if self.is_first and self.ends.has_positions:
+            self.embed_positions = parts.positions()
         drops = model.residual_dropout or model.attention_dropout or model.mlp_dropout
         again = recompute is Recompute.ATTENTION
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(parts, LayerDropouts.of(model, seed, i, self.position) if drops else None, again)
+                str(i): Block(
+                    parts,
+                    architecture.block(model, i),
+                    architecture.order,
+                    LayerDropouts.of(model, seed, i, self.position) if drops else None,
+                    again,
+                )
                 for first, last in self.chunks
                 for i in range(first, last)
             }
         )
         if self.is_last:
-            self.norm = parts.norm()
+            self.norm = parts.norm(self.ends.norm)
             self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
         specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk)]
         # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.
@@ -132,7 +100,7 @@ class Transformer(nn.Module):
         """
         first, last = self.chunks[chunk]
         if first == 0:
-            x = self.embed_tokens(x)
+            x = self._embedded(x, seq)
         for i in range(first, last):
             block = self.layers[str(i)]
             x = computed_again(block, x, seq) if self.recompute is Recompute.BLOCK else block(x, seq)
@@ -140,11 +108,22 @@ class Transformer(nn.Module):
             x = self.lm_head(self.norm(x))
         return x
 
+    def _embedded(self, tokens: Tensor, seq: int) -> Tensor:
+        x: Tensor = self.embed_tokens(tokens)
+        if self.ends.embedding_scale != 1.0:
+            # Rounded to float32 in every dtype, as transformers has it.
+            x = x * torch.tensor(self.ends.embedding_scale, dtype=torch.float32, device=x.device).to(x.dtype)
+        if self.ends.has_positions:
+            x = self.embed_positions(x, seq)
+        return x
+
     @torch.no_grad()
     def initialise(
         self, seed: int, store: Callable[[str, Tensor], None] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Draw the initial values: ones for norms, normal_block(seed, name, ...) for matrices, zeros for padding rows.
+        """Draw the initial values: normal_block(seed, name, ...) for matrices, zeros for padding rows and biases.
+
+        Norms begin with the weight that scales by one.
 
         Args:
             store: called with each piece's name and values; default writes them into the weights.
@@ -154,7 +133,7 @@ class Transformer(nn.Module):
             spec = self.pieces[name].spec
             offset, size = self.pieces[name].block
             if spec.init_std is None:
-                values = torch.ones(size, dtype=dtype or parameter.dtype, device=parameter.device)
+                values = torch.full(size, spec.init, dtype=dtype or parameter.dtype, device=parameter.device)
             else:
                 values = normal_block(
                     seed,
@@ -191,7 +170,8 @@ class Transformer(nn.Module):
 
     def _matmuls(self) -> Iterator[Any]:
         for block in self.layers.values():
-            yield from (block.self_attn, block.mlp)
+            assert isinstance(block, Block)
+            yield from block.matmuls()
         if self.is_last:
             yield self.lm_head
 

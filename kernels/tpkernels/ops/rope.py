@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -274,6 +274,94 @@ def rope(
     return y
 
 
+class RopeScaling(Protocol):
+    """Changes rotary frequencies, for sequences longer than those that a model was first trained on."""
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies, in radians per token, of those without scaling."""
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: frequency /= factor.
+
+    Source: Chen et al., "Extending context window of large language models", arXiv 2306.15595.
+    """
+
+    factor: float
+    amplitude: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"a linear scaling needs factor >= 1: got {self.factor}: take it from the checkpoint")
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies, in radians per token."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: low frequencies are divided by the factor, high ones kept, between two numbers of turns by a ramp.
+
+        place(turns) = E ln(original_length / (2 pi turns)) / (2 ln theta)
+        ramp_i = (i - place(fast)) / (place(slow) - place(fast)), cut to 0 ... 1
+        frequency_i *= 1 - ramp_i + ramp_i / factor;   cos and sin *= amplitude
+
+    Args:
+        theta: the base of the frequencies.
+        factor: how many times as long sequences become.
+        original_length: tokens of the sequences that the model was first trained on.
+        beta_fast, beta_slow: numbers of turns over original_length.
+        attention_factor: the amplitude; default 0.1 ln(factor) + 1.
+        truncate: the places are rounded outwards to whole numbers.
+
+    Raises:
+        ValueError: numbers that do not make a scaling.
+
+    Source: Peng et al., "YaRN", arXiv 2309.00071.
+    """
+
+    theta: float
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_length < 1 or not 0 < self.beta_slow < self.beta_fast or self.theta <= 1:
+            raise ValueError(
+                "a YaRN scaling needs theta > 1, factor >= 1, original_length >= 1 and 0 < beta_slow < beta_fast: "
+                f"got {self}: take them from the checkpoint's configuration"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies, in radians per token."""
+        num = len(frequencies)
+        low, high = (self._place(turns, 2 * num) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * num - 1)
+        # Equal places: a step behind them.
+        width = high - low or 0.001
+        ramp = ((torch.arange(num, dtype=frequencies.dtype) - low) / width).clamp(0, 1)
+        return frequencies * (1 - ramp + ramp / self.factor)
+
+    def _place(self, turns: float, head_size: int) -> float:
+        return head_size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(self.theta))
+
+
 @dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's frequencies for sequences longer than those that the model was first trained on.
@@ -297,6 +385,7 @@ class Llama3Scaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192
+    amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         ordered = 0 < self.low_frequency_factor < self.high_frequency_factor
@@ -319,13 +408,13 @@ def rope_tables(
     head_size: int,
     theta: float = 10000.0,
     *,
-    scaling: Llama3Scaling | None = None,
+    scaling: RopeScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of `rope`.
 
-        angle[p, i] = p * theta^(-2i / E);   cos[P, E/2], sin[P, E/2] of it
+        angle[p, i] = p * theta^(-2i / E);   cos[P, E/2], sin[P, E/2] of it, times the scaling's amplitude
 
     Args:
         num_positions: P, at least 1.
@@ -357,7 +446,9 @@ def rope_tables(
         frequencies = scaling(frequencies)
     angles = torch.arange(num_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
     device = torch.get_default_device() if device is None else device
-    return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    cos, sin = (table.mul_(amplitude).to(dtype).to(device) for table in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def document_positions(cumulative_lengths: Tensor, num_tokens: int) -> Tensor:

@@ -49,7 +49,7 @@ from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.norm import rms_norm
+from tpengine.layers.norm import Norm
 from tpengine.training.evaluate import held_out_loss, sample
 from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
@@ -346,10 +346,12 @@ def norm_in_one_block(patch: pytest.MonkeyPatch) -> None:
             for sink, part in zip(self.sinks, [grad, *[0 * grad] * (len(self.sinks) - 1)], strict=True):
                 sink.add(param, part, partial)
 
-    def in_one_block(x: Tensor, weight: Parameter, eps: float, comm: Communicator, sinks: Any) -> Tensor:
-        return rms_norm(x, weight, eps, comm, [First(sinks)])  # type: ignore[list-item]
+    in_blocks = Norm.in_blocks
 
-    patch.setattr("tpengine.model.exact.rms_norm", in_one_block)
+    def in_one_block(norm: Norm, x: Tensor, sinks: Any) -> Tensor:
+        return in_blocks(norm, x, [First(sinks)])  # type: ignore[list-item]
+
+    patch.setattr(Norm, "in_blocks", in_one_block)
 
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from support.engine.exact_cases import (
 from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 
+from tpengine.architectures import describe
 from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.model.exact import ExactNorm, Shards
@@ -44,7 +45,8 @@ def gradients_by_default(kv_heads: int) -> dict[str, Tensor]:
     """`weight.grad` by shard, in a model of one's own: an embedding that is also the head, a norm, attention."""
     shards = world(8)
     parts = ExactParts(model_of(kv_heads), shards, dtype=torch.float64)
-    embedding, norm, attention = parts.embedding(VOCAB), parts.norm(), parts.attention(None)
+    embedding, norm = parts.embedding(VOCAB), parts.norm(describe.Norm())
+    attention = parts.attention(describe.Attention(), None)
     head = parts.head(VOCAB, embedding)
     layers = {"embedding": embedding, "norm": norm, f"attention of {kv_heads} kv heads": attention}
     for name, layer in layers.items():

@@ -1,0 +1,45 @@
+"""The same model in transformers and here: drawn configurations, weights by name, transformers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tpengine.architectures.registry import architecture_of, rule_of
+from tpengine.config import ModelConfig
+from tpengine.layout.parameters import ParameterSpec
+
+
+class Widened(TorchFunctionMode):
+    """Compute in float64 where float32 is asked for, as Hugging Face's models do whatever their dtype."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the global tensor of one of our parameters out of transformers' state dict, padded rows zero."""
+    module, _, kind = spec.name.rpartition(".")
+    found, architecture = rule_of(model, module), architecture_of(model)
+    prefix = "" if module == "lm_head" else architecture.prefix
+    tensor = weights[f"{prefix}{found.name}.{kind}"]
+    if found.rule.is_transposed and tensor.dim() == 2:
+        tensor = tensor.T
+    if len(found.packed) > 1:
+        sizes = {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
+        rows = [sizes[name.rpartition(".")[2][0]] * model.head_size for name in found.packed]
+        tensor = tensor.split(rows)[found.packed.index(module)]
+    if spec.valid_rows is not None:
+        tensor = nn.functional.pad(tensor, (0, 0, 0, spec.shape[0] - spec.valid_rows))
+    assert tensor.shape == spec.shape, (spec, tensor.shape)
+    return tensor

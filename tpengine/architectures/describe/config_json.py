@@ -1,0 +1,204 @@
+"""config.json of a model's directory: typed reading, and the one place that knows both spellings of rotary positions.
+
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`. Where both are there,
+they must say the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from tpengine.config.details import RopeKind, RopeScaling
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class ConfigJson:
+    """The numbers of a model, as its directory has them.
+
+    Attributes:
+        values: the JSON object.
+        path: named in errors.
+    """
+
+    values: Mapping[str, Any]
+    path: str = "config.json"
+
+    @classmethod
+    def read(cls, directory: str | Path) -> ConfigJson:
+        """Read DIR/config.json.
+
+        Raises:
+            ValueError: there is none, or it is not a JSON object.
+        """
+        path = Path(directory) / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(
+                f"a model's directory has a config.json: {path}: {error.strerror}: use one that transformers saved"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"config.json must be valid JSON: {path}: {error}: copy it again") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"config.json must be an object: {path}: got {type(values).__name__}: copy it again")
+        return cls(values, str(path))
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture."""
+        names = self.values.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise ValueError(
+                f"config.json names one architecture: {self.path}: architectures {names!r}: "
+                'write "architectures": ["LlamaForCausalLM"], say'
+            )
+        return names[0]
+
+    def without(self, *names: str) -> ConfigJson:
+        """Return the same without some entries."""
+        return ConfigJson({name: value for name, value in self.values.items() if name not in names}, self.path)
+
+    def integer(self, name: str, default: Any = _REQUIRED) -> int:
+        """Return an integer; null is the default."""
+        return int(self._typed(name, default, (int,), "an integer"))
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """Return a number; null is the default."""
+        return float(self._typed(name, default, (int, float), "a number"))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false; null is the default."""
+        return bool(self._typed(name, default, (bool,), "true or false"))
+
+    def text(self, name: str, default: str) -> str:
+        """Return a string; null is the default."""
+        return str(self._typed(name, default, (str,), "a string"))
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        """Refuse another value than those that the architecture's code knows; a missing one is allowed.
+
+        Raises:
+            ValueError: names it.
+        """
+        value = self.values.get(name)
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"{self.path}: {name} {value!r} is not there yet: {name} must be "
+                f"{' or '.join(map(repr, allowed))}: write an architecture of your own (--model.architecture FILE.py)"
+            )
+
+    def windows(self, num_layers: int, is_local: Sequence[bool], default: int = 0) -> tuple[int, ...]:
+        """Return the window of each layer by `sliding_window` and, where it is there, `layer_types`.
+
+        Args:
+            num_layers: of the model.
+            is_local: which layers have a window where `layer_types` does not say.
+            default: the window where there is no `sliding_window`.
+        """
+        window = self.integer("sliding_window", default)
+        types = self.values.get("layer_types")
+        if types is not None:
+            known = ("full_attention", "sliding_attention")
+            if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+                raise ValueError(
+                    f"{self.path}: layer_types must be {' or '.join(known)} of each of {num_layers} layers: "
+                    f"got {types!r}: correct it"
+                )
+            is_local = [kind == known[1] for kind in types]
+        windows = tuple(window if local else 0 for local in is_local)
+        return windows if any(windows) else ()
+
+    def rope(self, section: str | None = None) -> tuple[float, RopeScaling]:
+        """Return the base of the rotary frequencies and their scaling.
+
+        Args:
+            section: the kind of layers, where `rope_parameters` has one entry for each.
+
+        Raises:
+            ValueError: a kind that is not there, a missing number, or two spellings that differ.
+        """
+        old = _without_nulls(self._object("rope_scaling"))
+        new = _without_nulls(self._object("rope_parameters"))
+        if section is not None and section in new:
+            new = _without_nulls(new[section])
+        theta = self.number("rope_theta", None) if self.values.get("rope_theta") is not None else None
+        if new and theta is not None and new.get("rope_theta", theta) != theta:
+            raise ValueError(
+                f"{self.path}: rope_theta {theta} and rope_parameters' {new['rope_theta']} differ: they must be equal: "
+                "remove the wrong one"
+            )
+        base = float(new.get("rope_theta", theta if theta is not None else 10000.0))
+        read = [self._scaling(spelling) for spelling in (old, new) if spelling]
+        if len(read) == 2 and read[0] != read[1]:
+            raise ValueError(
+                f"{self.path}: rope_scaling {old} and rope_parameters {new} differ: they must say the same: "
+                "remove the wrong one"
+            )
+        return base, read[-1] if read else RopeScaling()
+
+    def _scaling(self, values: Mapping[str, Any]) -> RopeScaling:
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind not in get_args(RopeKind):
+            raise ValueError(
+                f"{self.path}: rope_type {kind!r} is not there: rope_type must be one of "
+                f"{', '.join(get_args(RopeKind))}: use a model with one of these"
+            )
+        if float(values.get("partial_rotary_factor", self.values.get("partial_rotary_factor") or 1.0)) != 1.0:
+            raise ValueError(f"{self.path}: partial_rotary_factor must be 1: heads are rotated whole: use another")
+        if kind == "default":
+            return RopeScaling()
+        needed = {"linear": ("factor",), "yarn": ("factor",)}.get(
+            kind, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        )
+        if missing := [name for name in needed if name not in values]:
+            raise ValueError(f"{self.path}: rope_type {kind} needs {', '.join(missing)}: got {dict(values)}: add them")
+        names = {"linear": ("factor",), "llama3": needed}.get(
+            kind,
+            (
+                "factor",
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+                "truncate",
+                "original_max_position_embeddings",
+            ),
+        )
+        if kind == "yarn" and ("mscale" in values or "mscale_all_dim" in values):
+            raise ValueError(f"{self.path}: mscale of yarn is not there: {dict(values)}: use attention_factor")
+        types = {f.name: f.type for f in fields(RopeScaling)}
+        given = {name: values[name] for name in names if name in values}
+        if kind == "yarn":
+            given.setdefault("original_max_position_embeddings", self.integer("max_position_embeddings"))
+        for name, value in given.items():
+            if isinstance(value, bool) != (types[name] == "bool") or not isinstance(value, (int, float)):
+                raise ValueError(f"{self.path}: {name} of rope_type {kind} must be a number: got {value!r}: correct it")
+        return RopeScaling(
+            kind,
+            **{n: v if types[n] == "bool" else int(v) if types[n] == "int" else float(v) for n, v in given.items()},
+        )
+
+    def _object(self, name: str) -> Mapping[str, Any]:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name} must be an object: got {value!r}: correct it")
+        return value or {}
+
+    def _typed(self, name: str, default: Any, types: tuple[type, ...], what: str) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is _REQUIRED:
+            raise ValueError(f"{self.path} must have {name}, {what}: it is missing: add it")
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise ValueError(f"{self.path}: {name} must be {what}: got {value!r}: correct it")
+        return value
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,122 @@
+"""Which architectures there are: those of this folder, and files of a user's own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
+from tpengine.architectures.describe import Architecture, ConfigJson
+from tpengine.architectures.describe.table import Found, check_table, find
+from tpengine.config import ModelConfig
+
+BUILT_IN: dict[str, Architecture] = {
+    "llama": llama.ARCHITECTURE,
+    "qwen2": qwen2.ARCHITECTURE,
+    "qwen3": qwen3.ARCHITECTURE,
+    "mistral": mistral.ARCHITECTURE,
+    "gpt2": gpt2.ARCHITECTURE,
+    "gemma3": gemma3.ARCHITECTURE,
+}
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """Return the architecture of a model by its setting.
+
+    Raises:
+        ValueError: there is none of that name, or the file has none.
+    """
+    return _named(model.architecture)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str) -> Architecture:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not name.endswith(".py"):
+        raise ValueError(
+            f"model.architecture must be one of {', '.join(BUILT_IN)} or a Python file: got {name!r}: use "
+            f"{next(iter(BUILT_IN))}, or FILE.py"
+        )
+    return _of_file(Path(name))
+
+
+def _of_file(path: Path) -> Architecture:
+    spec = importlib.util.spec_from_file_location(f"tpengine_architecture_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"model.architecture must be a file that exists: {path}: check the path")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(
+            f"an architecture's file must run: {path}: {type(error).__name__}: {error}: correct the file"
+        ) from error
+    architecture = getattr(module, "ARCHITECTURE", None)
+    if not isinstance(architecture, Architecture):
+        raise ValueError(
+            f"an architecture's file must define ARCHITECTURE: {path}: got {type(architecture).__name__}: end it with "
+            "ARCHITECTURE = Architecture(...)"
+        )
+    return architecture
+
+
+def model_of(config: ConfigJson, architecture: str | None = None) -> ModelConfig:
+    """Return the model that a config.json describes.
+
+    Args:
+        config: the file.
+        architecture: a name or a file of one's own; default the one that the file names.
+
+    Raises:
+        ValueError: an architecture that is not there, or numbers that it does not know.
+    """
+    if architecture is None:
+        names = {known.name: name for name, known in BUILT_IN.items()}
+        if config.architecture not in names:
+            raise ValueError(
+                f"{config.path}: {config.architecture} is not there: the architectures are {', '.join(names)}: write "
+                "one of your own (--model.architecture FILE.py)"
+            )
+        architecture = names[config.architecture]
+    if (method := config.values.get("quantization_config")) is not None:
+        raise ValueError(
+            f"weights must not be quantized: {config.path} has quantization_config {method!r}: dequantize them first, "
+            "with transformers' model.dequantize()"
+        )
+    return replace(_named(architecture).numbers(config), architecture=architecture)
+
+
+def rule_of(model: ModelConfig, module: str) -> Found:
+    """Return the rule of a module with parameters, by our name.
+
+    Raises:
+        ValueError: the table has none, or two.
+    """
+    return _rule(model.architecture, module)
+
+
+@functools.lru_cache(maxsize=65536)
+def _rule(architecture: str, module: str) -> Found:
+    table = _named(architecture).table
+    check_table(table, [module], all_used=False)
+    return find(table, module)[0]
+
+
+def modules_of(model: ModelConfig) -> list[str]:
+    """Return our names of all modules that have parameters, the output head's too if it is tied."""
+    architecture = architecture_of(model)
+    ends = architecture.ends(model)
+    names = ["embed_tokens", *(["embed_positions"] if ends.has_positions else [])]
+    for layer in range(model.num_layers):
+        for part_name, part in architecture.block(model, layer).items():
+            parameters = (f"layers.{layer}.{part_name}.{name}" for name in part.shapes(model))
+            names += dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    return [*names, "norm", "lm_head"]
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Refuse an architecture whose table does not say one thing of each parameter: see check_table."""
+    check_table(architecture_of(model).table, modules_of(model))

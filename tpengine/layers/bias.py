@@ -1,0 +1,156 @@
+"""Biases of tensor-parallel layers, and learned positions: rows that are added to activations.
+
+    cut:     y[T, F/tp] + b[F/tp]              an output-parallel product; db = the sum of dy over all tokens
+    whole:   x[T/tp, D] + b[D]                 behind an input-parallel product; db partial(tp), over this rank's tokens
+    places:  x[T/tp, D] + w[position of each token]
+
+Like weights, they give their gradients to a sink. What is whole on every rank takes several sinks, each for an equal
+block of the tokens: so exact mode's sums do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from tpkernels.derivatives import refuse_second_order
+from tpkernels.ops.embedding import add_rows_
+
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+
+Biases = Sequence[tuple[Parameter, Communicator | None]]
+
+
+def _summed_rows(dy: Tensor) -> Tensor:
+    """Return db[F] of dy[T, F], in promote_types(dtype, float32)."""
+    return dy.sum(0, dtype=accumulation_dtype(dy.dtype))
+
+
+class _AddCut(torch.autograd.Function):
+    """y[T, F] + (b_0, b_1, ...)[F];  db_i = the sum of its columns of dy, into the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
+        ctx.biases, ctx.sink = biases, sink
+        ctx.mark_dirty(y)
+        return y.add_(row)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_order("a bias of a tensor-parallel layer")
+        pieces = dy.split([len(bias) for bias, _ in ctx.biases], dim=1)
+        for (bias, partial), piece in zip(ctx.biases, pieces, strict=True):
+            if bias.requires_grad:
+                ctx.sink.add(bias, _summed_rows(piece), partial)
+        return dy, None, None, None
+
+
+def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
+    """Add biases[F] to y[T, F], side by side, in place; F is this rank's.
+
+    Args:
+        y: what a matmul has returned; nobody else may need it.
+        biases: each with the ranks that hold it too, with a part of its gradient.
+        sink: where the gradients go.
+    """
+    row = torch.cat([bias for bias, _ in biases])
+    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
+        return y + row
+    added: Tensor = _AddCut.apply(y, row.detach(), biases, sink)
+    return added
+
+
+class _AddWhole(torch.autograd.Function):
+    """x[T, D] + b[D];  db = the sum of each block of dy, into the block's sink, partial(comm)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
+        ctx.bias, ctx.comm, ctx.sinks = bias, comm, sinks
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_order("a bias of a tensor-parallel layer")
+        if ctx.bias.requires_grad:
+            for sink, block in zip(ctx.sinks, dy.contiguous().chunk(len(ctx.sinks)), strict=True):
+                sink.add(ctx.bias, _summed_rows(block), ctx.comm)
+        return dy, None, None, None
+
+
+def add_whole_bias(x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
+    """Return x[T, D] + b[D]; each of the n sinks gets db summed over its block of T/n tokens, partial(comm)."""
+    y: Tensor = _AddWhole.apply(x, bias, comm, sinks)
+    return y
+
+
+class _AddPositions(torch.autograd.Function):
+    """x[T, D] + w[places[T]];  dw[places[t]] += dy[t], of each block into the block's sink, partial(comm)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, places: Tensor, comm: Communicator, sinks: Sequence[GradientSink]
+    ) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.weight, ctx.comm, ctx.sinks = weight, comm, sinks
+        return x + weight[places]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("learned positions")
+        (places,), num = ctx.saved_tensors, len(ctx.sinks)
+        if ctx.weight.requires_grad:
+            blocks = zip(dy.contiguous().chunk(num), places.chunk(num), strict=True)
+            for sink, (block, rows) in zip(ctx.sinks, blocks, strict=True):
+                dw = torch.zeros(ctx.weight.shape, dtype=accumulation_dtype(dy.dtype), device=dy.device)
+                add_rows_(dw, rows, block)
+                sink.add(ctx.weight, dw, ctx.comm)
+        return dy, None, None, None, None
+
+
+class LearnedPositions(nn.Module):
+    """Add a row of a learned table to each token, by its place in the sequence.
+
+        y[T/tp, D] = x[T/tp, D] + w[P, D][place of each token]
+
+    Args:
+        num_positions, hidden_size: P and D.
+        comm: the tp ranks, which hold other tokens of the same batch.
+        sink: where the gradient goes; default `weight.grad`, summed over tp at once.
+        dtype, device: of the weight, as torch.
+
+    Cost: T/tp*D additions; backward adds dy's rows into P*D elements.
+    """
+
+    def __init__(
+        self,
+        num_positions: int,
+        hidden_size: int,
+        comm: Communicator,
+        *,
+        sink: GradientSink | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm = comm
+        self.sink: GradientSink = sink or ParamGradSink()
+        self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, seq: int) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]; T consists of sequences of `seq` tokens."""
+        return self.in_blocks(x, seq, self.comm.rank * len(x), (self.sink,))
+
+    def in_blocks(self, x: Tensor, seq: int, first: int, sinks: Sequence[GradientSink]) -> Tensor:
+        """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""
+        if seq > len(self.weight):
+            raise ValueError(
+                f"learned positions end at {len(self.weight)}: sequences of {seq} tokens: use fewer"
+            )
+        places = torch.arange(first, first + len(x), device=x.device) % seq
+        y: Tensor = _AddPositions.apply(x, self.weight, places, self.comm, sinks)
+        return y
