@@ -148,9 +148,7 @@ class LearnedPositions(nn.Module):
     def in_blocks(self, x: Tensor, seq: int, first: int, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""
         if seq > len(self.weight):
-            raise ValueError(
-                f"learned positions end at {len(self.weight)}: sequences of {seq} tokens: use fewer"
-            )
+            raise ValueError(f"learned positions end at {len(self.weight)}: sequences of {seq} tokens: use fewer")
         places = torch.arange(first, first + len(x), device=x.device) % seq
         y: Tensor = _AddPositions.apply(x, self.weight, places, self.comm, sinks)
         return y

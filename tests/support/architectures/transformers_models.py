@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
+from tpengine.layers.collectives import Communicator
 from tpengine.layout.parameters import ParameterSpec
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
 
 
 class Widened(TorchFunctionMode):
@@ -43,3 +48,31 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
         tensor = nn.functional.pad(tensor, (0, 0, 0, spec.shape[0] - spec.valid_rows))
     assert tensor.shape == spec.shape, (spec, tensor.shape)
     return tensor
+
+
+def config_json(config: Any) -> ConfigJson:
+    """Return what transformers would write into config.json."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return ConfigJson({**values, "architectures": [type(built(config)).__name__]})
+
+
+def built(config: Any, seed: int = 0) -> Any:
+    """Return transformers' model in float64, all weights drawn, also those that it begins with 0 or 1."""
+    from transformers import AutoModelForCausalLM
+
+    with Widened():
+        model = AutoModelForCausalLM.from_config(config).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.4)
+    return model
+
+
+def ours(model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Transformer:
+    """Return our model in one process with these weights."""
+    net = Transformer(FastParts(model, Communicator(None), dtype=dtype))
+    with torch.no_grad():
+        for name, parameter in net.held.items():
+            parameter.copy_(tensor_of(model, net.pieces[name].spec, weights))
+    return net

@@ -1,0 +1,111 @@
+"""Drawn configurations of transformers' models, one family for each architecture that is here."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+# What transformers calls the configuration of each architecture of ours.
+CONFIGS = {
+    "llama": "LlamaConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "mistral": "MistralConfig",
+    "gpt2": "GPT2Config",
+    "gemma3": "Gemma3TextConfig",
+}
+
+
+def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
+    """Return a tiny configuration: heads, KV heads, head size, ties, biases, eps, rotary positions, window, vocabulary.
+
+    Args:
+        architecture: one of CONFIGS.
+        seed: equal seeds give equal configurations.
+        given: entries that are not drawn.
+    """
+    import transformers
+
+    draw = random.Random(f"{architecture} {seed}")
+    entries = _gpt2(draw) if architecture == "gpt2" else _family(architecture, draw)
+    # Special tokens beyond the vocabulary are warned of; the row of a padding token would get no gradient.
+    entries |= dict(attn_implementation="eager", bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return getattr(transformers, CONFIGS[architecture])(**entries | given)
+
+
+def _gpt2(draw: random.Random) -> dict[str, Any]:
+    heads = draw.choice([1, 2, 4])
+    return dict(
+        vocab_size=draw.randrange(50, 120),
+        n_positions=draw.choice([16, 24, 40]),
+        n_embd=heads * draw.choice([4, 6, 16]),
+        n_layer=2,
+        n_head=heads,
+        n_inner=draw.choice([None, 32]),
+        layer_norm_epsilon=draw.choice([1e-5, 1e-2]),
+        tie_word_embeddings=draw.random() < 0.5,
+    )
+
+
+def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
+    heads = draw.choice([1, 2, 4, 6])
+    entries: dict[str, Any] = dict(
+        vocab_size=draw.randrange(50, 120),
+        hidden_size=heads * draw.choice([4, 8, 10]),
+        intermediate_size=draw.choice([24, 40]),
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=draw.choice([n for n in (1, 2, 3, 6, 4) if heads % n == 0]),
+        rms_norm_eps=draw.choice([1e-6, 1e-2]),
+        tie_word_embeddings=draw.random() < 0.5,
+    )
+    if architecture != "qwen2":
+        entries["head_dim"] = draw.choice([4, 8, 12])
+    if architecture in ("llama", "qwen3", "gemma3"):
+        entries["attention_bias"] = draw.random() < 0.5
+    if architecture == "llama":
+        entries["mlp_bias"] = draw.random() < 0.5
+    if architecture == "mistral":
+        entries["sliding_window"] = draw.choice([None, 1, 5])
+    if architecture in ("qwen2", "qwen3"):
+        entries |= dict(
+            use_sliding_window=draw.random() < 0.5,
+            sliding_window=draw.choice([3, 7]),
+            max_window_layers=draw.choice([0, 1, 2]),
+        )
+    if architecture == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        entries |= dict(
+            layer_types=[draw.choice(kinds), draw.choice(kinds)],
+            sliding_window=draw.choice([3, 7]),
+            query_pre_attn_scalar=draw.choice([4, 24]),
+            rope_parameters={
+                kinds[0]: {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])},
+                kinds[1]: _rope(draw),
+            },
+        )
+    else:
+        entries["rope_parameters"] = _rope(draw)
+    return entries
+
+
+def _rope(draw: random.Random) -> dict[str, Any]:
+    """Return rotary positions; the tests' sequences are longer than the original ones."""
+    kind = draw.choice(["default", "linear", "llama3", "yarn"])
+    entries: dict[str, Any] = {"rope_type": kind, "rope_theta": draw.choice([100.0, 10000.0, 500000.0])}
+    if kind == "linear":
+        entries["factor"] = draw.choice([2.0, 3.5])
+    if kind == "llama3":
+        entries |= dict(
+            factor=draw.choice([2.0, 8.0]),
+            low_freq_factor=1.0,
+            high_freq_factor=draw.choice([2.0, 4.0]),
+            original_max_position_embeddings=draw.choice([8, 64]),
+        )
+    if kind == "yarn":
+        entries |= dict(factor=draw.choice([2.0, 4.0]), original_max_position_embeddings=draw.choice([4, 8]))
+        if draw.random() < 0.3:
+            entries |= dict(attention_factor=0.7)
+        if draw.random() < 0.3:
+            entries |= dict(beta_fast=8.0, beta_slow=2.0, truncate=False)
+    return entries

@@ -1,0 +1,97 @@
+"""Rung: gloo ranks. Every architecture trains to the parameters of one process in every layout, in float64.
+
+By default one layout of each architecture; `pytest -m slow` has all. In exact mode the bits are those of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.transformers_models import config_json
+from support.engine.exactness import assert_same_bits, merge
+from support.engine.exactness import train as train_exactly
+from support.engine.parity import Outcome, compare, config_of, train
+from support.ranks.rank_pool import RankPool
+
+from tpengine.architectures.registry import model_of
+from tpengine.config import Config, validate
+
+# (dp, tp, pp), schedule
+LAYOUTS = [((1, 2, 1), "1f1b"), ((1, 4, 1), "1f1b"), ((1, 1, 2), "zbv"), ((1, 2, 2), "1f1b"), ((2, 1, 2), "zbv")]
+# Heads of 6 elements: hidden_size is not their product. 4 ranks share 2 KV heads.
+SIZES: dict[str, Any] = dict(
+    num_attention_heads=4, num_key_value_heads=2, head_dim=6, hidden_size=40, num_hidden_layers=4, intermediate_size=48
+)
+# What is drawn otherwise, so that every part is in a model.
+PARTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"attention_bias": False},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 4, "n_inner": 48, "n_positions": 24, "tie_word_embeddings": True},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
+}
+
+
+@functools.cache
+def config(
+    architecture: str, layout: tuple[int, int, int], schedule: str, zero: int = 0, reduction: str = "fast"
+) -> Config:
+    given = dict(SIZES) if architecture != "gpt2" else {}
+    if architecture == "qwen2":
+        del given["head_dim"]
+    theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS[architecture]})
+    base = config_of(*layout, tied=False, kv_heads=4, schedule=schedule, num_layers=4, zero=zero)
+    base = replace(base, model=model_of(config_json(theirs)), train=replace(base.train, reduction=reduction))
+    return validate(base, layout[0] * layout[1] * layout[2])
+
+
+def cases(by_default: Callable[[int, int], bool]) -> list[object]:
+    """Return (architecture, layout, schedule); `by_default` of their places says which are not slow."""
+    return [
+        pytest.param(name, *case, marks=() if by_default(i, place) else pytest.mark.slow)
+        for i, name in enumerate(CONFIGS)
+        for place, case in enumerate(LAYOUTS)
+    ]
+
+
+def trained(ranks: RankPool, config: Config) -> list[Outcome]:
+    parallel = config.parallel
+    assert parallel.dp and parallel.tp and parallel.pp
+    return ranks.run(train, parallel.dp * parallel.tp * parallel.pp, config)
+
+
+# Without rotation a bias of all keys changes no probability: its gradient is rounding.
+LEAST = {"gpt2": 1e-3}
+
+
+@pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: i % len(LAYOUTS) == place))
+def test_a_layout_trains_as_one_process(
+    ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str
+) -> None:
+    want = trained(ranks, config(architecture, (1, 1, 1), "1f1b"))[0]
+    compare(trained(ranks, config(architecture, layout, schedule)), want, LEAST.get(architecture, 0.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str) -> None:
+    want = trained(ranks, config(architecture, (1, 1, 1), "1f1b"))[0]
+    compare(trained(ranks, config(architecture, (2, 2, 1), "1f1b", zero=3)), want, LEAST.get(architecture, 0.0))
+
+
+# GPT-2 at tp 2, Gemma 3 at pp 2.
+@pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: (i, place) in ((4, 0), (5, 2))))
+def test_exact_mode_gives_the_bits_of_one_process(
+    ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str
+) -> None:
+    laid_out = config(architecture, layout, schedule, reduction="exact")
+    alone = config(architecture, (1, 1, 1), "1f1b", reduction="exact")
+    num = layout[0] * layout[1] * layout[2]
+    got, want = ranks.run(train_exactly, num, laid_out), ranks.run(train_exactly, 1, alone)
+    assert_same_bits(merge(laid_out, got), merge(alone, want))
