@@ -47,8 +47,8 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes, with biases where config.json asks for them."""
     model = llama_sizes(config)
-    biases = {name: config.flag(name, False) for name in ("attention_bias", "mlp_bias")}
-    return replace(model, details=replace(model.details, **biases))
+    attention, mlp = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    return replace(model, details=replace(model.details, attention_bias=attention, mlp_bias=mlp))
 
 
 ARCHITECTURE = Architecture("LlamaForCausalLM", TABLE, block, numbers)

@@ -27,9 +27,6 @@ class Block(nn.Module):
         order: how they are put together.
         dropouts: where it drops; None drops nowhere.
         attention_again: backward computes norm, attention and its dropout again; only x and the output are kept.
-
-    Raises:
-        ValueError: several attentions or feed-forward networks: an order knows one of each.
     """
 
     def __init__(
@@ -70,9 +67,9 @@ class Block(nn.Module):
         """Return forward(*inputs); with `attention_again` backward computes it once more."""
         return computed_again(forward, *inputs) if self.attention_again else forward(*inputs)
 
-    def matmuls(self) -> list[nn.Module]:
-        """Return the parts that multiply by weights."""
-        return [self.get_submodule(name) for name in (self._attention, self._feed_forward) if name]
+    def matmuls(self) -> dict[str, nn.Module]:
+        """Return the parts that multiply by weights, by name."""
+        return {name: self.get_submodule(name) for name in (self._attention, self._feed_forward) if name}
 
     def _place(self, y: Tensor) -> tuple[int, int, int]:
         """Return where y lies in the global matrix, for dropout: its first row and column, and its row length."""

@@ -171,7 +171,7 @@ class Transformer(nn.Module):
     def _matmuls(self) -> Iterator[Any]:
         for block in self.layers.values():
             assert isinstance(block, Block)
-            yield from block.matmuls()
+            yield from block.matmuls().values()
         if self.is_last:
             yield self.lm_head
 

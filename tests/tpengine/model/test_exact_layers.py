@@ -30,7 +30,7 @@ from support.engine.exactness import digest
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
-from tpengine.layers.attention import attend
+from tpengine.layers.attention import Rotation, Scores, attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
@@ -156,7 +156,9 @@ def by_products(name: str, num_shards: int) -> dict[str, Tensor]:
         if name == "swiglu":
             hidden = gated_silu(product)
         else:
-            hidden = attend(product, HEADS // num_shards, max(1, kv_heads // num_shards), SEQ, THETA, None)
+            hidden = attend(
+                product, HEADS // num_shards, max(1, kv_heads // num_shards), SEQ, Scores(Rotation(THETA)), None
+            )
         hidden.backward(dy @ output)
         assert product.grad is not None
         found["y"].append(hidden.detach() @ output.T)

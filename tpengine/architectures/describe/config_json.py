@@ -1,18 +1,15 @@
-"""config.json of a model's directory: typed reading, and the one place that knows both spellings of rotary positions.
-
-transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`. Where both are there,
-they must say the same.
-"""
+"""config.json of a model's directory: typed reading of its numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from tpengine.config.details import RopeKind, RopeScaling
+from tpengine.architectures.describe.rope import read_rope
+from tpengine.config.details import RopeScaling
 
 _REQUIRED = object()
 
@@ -115,79 +112,8 @@ class ConfigJson:
         return windows if any(windows) else ()
 
     def rope(self, section: str | None = None) -> tuple[float, RopeScaling]:
-        """Return the base of the rotary frequencies and their scaling.
-
-        Args:
-            section: the kind of layers, where `rope_parameters` has one entry for each.
-
-        Raises:
-            ValueError: a kind that is not there, a missing number, or two spellings that differ.
-        """
-        old = _without_nulls(self._object("rope_scaling"))
-        new = _without_nulls(self._object("rope_parameters"))
-        if section is not None and section in new:
-            new = _without_nulls(new[section])
-        theta = self.number("rope_theta", None) if self.values.get("rope_theta") is not None else None
-        if new and theta is not None and new.get("rope_theta", theta) != theta:
-            raise ValueError(
-                f"{self.path}: rope_theta {theta} and rope_parameters' {new['rope_theta']} differ: they must be equal: "
-                "remove the wrong one"
-            )
-        base = float(new.get("rope_theta", theta if theta is not None else 10000.0))
-        read = [self._scaling(spelling) for spelling in (old, new) if spelling]
-        if len(read) == 2 and read[0] != read[1]:
-            raise ValueError(
-                f"{self.path}: rope_scaling {old} and rope_parameters {new} differ: they must say the same: "
-                "remove the wrong one"
-            )
-        return base, read[-1] if read else RopeScaling()
-
-    def _scaling(self, values: Mapping[str, Any]) -> RopeScaling:
-        kind = values.get("rope_type", values.get("type", "default"))
-        if kind not in get_args(RopeKind):
-            raise ValueError(
-                f"{self.path}: rope_type {kind!r} is not there: rope_type must be one of "
-                f"{', '.join(get_args(RopeKind))}: use a model with one of these"
-            )
-        if float(values.get("partial_rotary_factor", self.values.get("partial_rotary_factor") or 1.0)) != 1.0:
-            raise ValueError(f"{self.path}: partial_rotary_factor must be 1: heads are rotated whole: use another")
-        if kind == "default":
-            return RopeScaling()
-        needed = {"linear": ("factor",), "yarn": ("factor",)}.get(
-            kind, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        )
-        if missing := [name for name in needed if name not in values]:
-            raise ValueError(f"{self.path}: rope_type {kind} needs {', '.join(missing)}: got {dict(values)}: add them")
-        names = {"linear": ("factor",), "llama3": needed}.get(
-            kind,
-            (
-                "factor",
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-                "truncate",
-                "original_max_position_embeddings",
-            ),
-        )
-        if kind == "yarn" and ("mscale" in values or "mscale_all_dim" in values):
-            raise ValueError(f"{self.path}: mscale of yarn is not there: {dict(values)}: use attention_factor")
-        types = {f.name: f.type for f in fields(RopeScaling)}
-        given = {name: values[name] for name in names if name in values}
-        if kind == "yarn":
-            given.setdefault("original_max_position_embeddings", self.integer("max_position_embeddings"))
-        for name, value in given.items():
-            if isinstance(value, bool) != (types[name] == "bool") or not isinstance(value, (int, float)):
-                raise ValueError(f"{self.path}: {name} of rope_type {kind} must be a number: got {value!r}: correct it")
-        return RopeScaling(
-            kind,
-            **{n: v if types[n] == "bool" else int(v) if types[n] == "int" else float(v) for n, v in given.items()},
-        )
-
-    def _object(self, name: str) -> Mapping[str, Any]:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {name} must be an object: got {value!r}: correct it")
-        return value or {}
+        """Return the base of the rotary frequencies and their scaling: see read_rope."""
+        return read_rope(self.values, self.path, section)
 
     def _typed(self, name: str, default: Any, types: tuple[type, ...], what: str) -> Any:
         value = self.values.get(name)
@@ -198,7 +124,3 @@ class ConfigJson:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise ValueError(f"{self.path}: {name} must be {what}: got {value!r}: correct it")
         return value
-
-
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

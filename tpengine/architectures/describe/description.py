@@ -1,6 +1,6 @@
 """What an architecture is: the parts of its blocks, the table of its parameters, and where config.json has its numbers.
 
-A file of this folder, or one of a user's (`--model.architecture my_model.py`), ends with
+A file of this folder, or one of a user's (`--model.architecture FILE.py`), ends with
 
     ARCHITECTURE = Architecture("Qwen3ForCausalLM", table=..., block=..., numbers=...)
 """

@@ -22,7 +22,7 @@ from tpengine.data import open_corpus
 from tpengine.data_parallel.gradients import ExactGradients, StepGradients
 from tpengine.layers.gradient_sink import accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
-from tpengine.model.transformer import Block
+from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
 from tpengine.training.trainer import Trainer
@@ -81,8 +81,8 @@ class Witness:
             assert isinstance(block, Block)
             first = (int(number) + 1) * _PLACES
             self._watch_input(block, f"layers.{number}", first - 1)
-            self._watch_output(block.self_attn, f"layers.{number}.self_attn", first)
-            self._watch_output(block.mlp, f"layers.{number}.mlp", first + 1)
+            for place, (name, part) in enumerate(block.matmuls().items()):
+                self._watch_output(part, f"layers.{number}.{name}", first + place)
             self._watch_output(block, f"layers.{number}", first + 2)
         if model.is_last:
             model.lm_head.register_forward_hook(self._see_logits)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tpengine.config import Config, ModelConfig, TrainConfig
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.attention import tables_of
+from tpengine.layers.attention import Rotation, tables_of
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import WeightPairs
 from tpengine.model.parts import FastParts
@@ -138,7 +138,7 @@ def rope_tables_of(config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The cosines and sines that all layers and micro-batches share."""
     model = config.model
     wide = torch.promote_types(dtype, torch.float32)
-    return tables_of(config.train.seq_len, model.head_size, model.rope_theta, wide, torch.device("cpu"))
+    return tables_of(config.train.seq_len, model.head_size, Rotation(model.rope_theta), wide, torch.device("cpu"))
 
 
 def config_of(dtype: str, batch: int, seq: int, **model: Any) -> Config:
