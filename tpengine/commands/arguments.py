@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
+from tpengine.architectures.model_path import model_at
 from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.config import Config, decay_steps_of, validate
 from tpengine.config.details import ModelDetails
@@ -74,7 +75,10 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
         is_alone = preset is None and path is None
-        if config.resume and (is_alone or has_begun(config.run_dir)):
+        has_saved = config.resume and (is_alone or has_begun(config.run_dir))
+        if config.model.path and not has_saved:
+            config = replace(config, model=model_at(config.model, _given_of_model(flags)))
+        if has_saved:
             saved = saved_config(config.run_dir)
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
@@ -82,6 +86,13 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
     except ValueError as error:
         raise ConfigError(one_line(str(error))) from None
+
+
+def _given_of_model(flags: Sequence[str]) -> list[str]:
+    """Return the settings of the model's numbers that are among the flags."""
+    names = [flag.partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--model.")]
+    given = [name.removeprefix("__model.").removeprefix("no_") for name in names]
+    return [name for name in given if name not in ("path", "architecture") and "dropout" not in name]
 
 
 @contextlib.contextmanager

@@ -221,7 +221,11 @@ def _check_ranges(config: Config) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     d, heads, kv = model.hidden_size, model.num_heads, model.num_kv_heads
-    if d % heads or model.head_size % 2:
+    if model.details.head_size % 2:
+        raise ValueError(
+            f"a head's size must be even: config.json has head_dim {model.details.head_size}: use another model"
+        )
+    if not model.details.head_size and (d % heads or model.head_size % 2):
         raise ValueError(
             f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
             f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
@@ -236,6 +240,11 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_layout(config: Config) -> None:
     model, train = config.model, config.train
+    if 0 < model.details.max_positions < train.seq_len:
+        raise ValueError(
+            f"a model with learned positions has no more than {model.details.max_positions}: train.seq_len "
+            f"{train.seq_len}: use --train.seq-len {model.details.max_positions}"
+        )
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
     assert tp is not None and pp is not None and dp is not None
     world_size = tp * pp * dp

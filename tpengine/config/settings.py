@@ -20,6 +20,9 @@ IGNORED_LABEL = -100
 class ModelConfig:
     """A transformer."""
 
+    path: str = ""
+    """Directory of a model to begin from: its sizes and weights, in Hugging Face's form (config.json, safetensors), or
+    a run of ours, RUN or RUN@STEP. Empty begins with drawn weights."""
     architecture: str = "llama"
     """Which kind of transformer: llama, qwen2, qwen3, mistral, gpt2, gemma3, or a Python file of your own."""
 

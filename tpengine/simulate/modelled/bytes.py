@@ -1,8 +1,9 @@
 """What a micro-batch keeps in a block of the model, in bytes: formulas for what our layers keep. No torch.
 
-They hold for fast mode on a CPU. Saved is exact: the distinct storages that autograd keeps between F and B, without
-weights, rope tables and the batch's tokens and labels, which many micro-batches share. Deferred is exact too: the
-operands of the weight half. Exact mode and GPUs keep other tensors; for them these figures are estimates.
+They hold for fast mode on a CPU, for blocks of two norms (Gemma 3 has four: there they are estimates). Saved is exact:
+the distinct storages that autograd keeps between F and B, without weights, rope tables and the batch's tokens and
+labels, which many micro-batches share. Deferred is exact too: the operands of the weight half. Exact mode and GPUs keep
+other tensors; for them these figures are estimates.
 
 Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
 F feed-forward and V vocabulary columns of this rank; e bytes per element, a bytes per element of
@@ -11,9 +12,13 @@ promote_types(dtype, float32).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from tpengine.architectures.describe import Attention, FeedForward
+from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
+from tpengine.layout.parameters import layer_specs
 from tpengine.plan import Gathered, Recompute
 from tpengine.simulate.costs import item_bytes
 
@@ -34,6 +39,11 @@ class BlockBytes:
         item, wide: e and a.
         keeps_gathered: Gathered.KEEP.
         drops_residual, drops_attention, drops_mlp: whether there is dropout.
+        num_gated: matrices of the feed-forward network's first product: 2 with a gate, else 1.
+        norms_heads: whether queries and keys have norms.
+        norm_statistics: numbers per row that a norm keeps: 2 if it subtracts the mean, else 1.
+        vectors, end_vectors: elements of a block's norms and biases on this rank, and of the last norm.
+        positions: elements of the table of learned positions.
     """
 
     tokens: int
@@ -51,11 +61,19 @@ class BlockBytes:
     drops_residual: bool
     drops_attention: bool
     drops_mlp: bool
+    num_gated: int
+    norms_heads: bool
+    norm_statistics: int
+    vectors: int
+    end_vectors: int
+    positions: int
 
     @classmethod
     def of(cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP) -> BlockBytes:
         """Return the bytes for a configuration on one of `tp` ranks."""
         model, train = config.model, config.train
+        architecture = architecture_of(model)
+        parts, ends = architecture.block(model, 0).values(), architecture.ends(model)
         tokens, item = train.micro_batch_size * train.seq_len, item_bytes(train.dtype)
         return cls(
             tokens=tokens,
@@ -73,6 +91,12 @@ class BlockBytes:
             drops_residual=model.residual_dropout > 0,
             drops_attention=model.attention_dropout > 0,
             drops_mlp=model.mlp_dropout > 0,
+            num_gated=1 + any(part.gated for part in parts if isinstance(part, FeedForward)),
+            norms_heads=any(part.head_norm is not None for part in parts if isinstance(part, Attention)),
+            norm_statistics=1 + (ends.norm.kind == "layer"),
+            vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.decays),
+            end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
+            positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
         )
 
     @property
@@ -118,8 +142,8 @@ class BlockBytes:
 
     @property
     def norm(self) -> int:
-        """rstd[t] of a norm, whose input is counted as the tensor it is."""
-        return self.own_tokens * self.wide
+        """rstd[t] of a norm, and its mean, if it has one; its input is counted as the tensor it is."""
+        return self.own_tokens * self.norm_statistics * self.wide
 
     @property
     def attended(self) -> int:
@@ -138,15 +162,27 @@ class BlockBytes:
         return 4 * q * self.wide + narrow_output + statistics
 
     @property
+    def normed_heads(self) -> int:
+        """Queries and keys before the norms of heads, and rstd of each head."""
+        rows = self.tokens * (self.heads + self.kv_heads)
+        return self.norms_heads * (rows * self.head_size * self.item + rows * self.wide)
+
+    @property
     def attention(self) -> int:
         """Norm, gathered tokens, attention, mask of the residual dropout: what is kept after the block's x."""
-        return self.norm + self.gathered + self.attended + self.drops_residual * self.own_tokens * self.hidden
+        return (
+            self.norm
+            + self.gathered
+            + self.normed_heads
+            + self.attended
+            + self.drops_residual * self.own_tokens * self.hidden
+        )
 
     @property
     def mlp(self) -> int:
         """Norm of x + attended, gathered tokens, gate and up, their product, masks of dropout (1 byte per element)."""
         masks = self.drops_mlp * self.tokens * self.ffn + self.drops_residual * self.own_tokens * self.hidden
-        return self.x + self.norm + self.gathered + 3 * self.tokens * self.ffn * self.item + masks
+        return self.x + self.norm + self.gathered + (self.num_gated + 1) * self.tokens * self.ffn * self.item + masks
 
     def saved(self, recompute: Recompute) -> int:
         """Return what a block keeps from F to B, including its input; FULL keeps nothing inside a chunk."""
@@ -166,8 +202,8 @@ class BlockBytes:
 
     @property
     def embedding(self) -> int:
-        """The rows looked up."""
-        return self.tokens * _INDEX_BYTES
+        """The rows looked up, and those of learned positions."""
+        return (self.tokens + self.own_tokens * (self.positions > 0)) * _INDEX_BYTES
 
     @property
     def head(self) -> int:
@@ -191,17 +227,18 @@ class BlockBytes:
         attention's output matmul, and of the feed-forward network's second.
         """
         qkv = self.gathered + (self.queries + 2 * self.keys) * self.item
-        gate_up = self.gathered + 2 * self.tokens * self.ffn * self.item
+        gate_up = self.gathered + self.num_gated * self.tokens * self.ffn * self.item
         output = self.queries * self.item + self.gathered
         down = self.tokens * self.ffn * self.item + self.gathered
-        return qkv + output + gate_up + down + 2 * self.hidden * self.wide
+        return qkv + output + gate_up + down + self.vectors * self.wide
 
     @property
     def deferred_embedding(self) -> int:
-        """Row numbers and the gathered gradient."""
-        return self.embedding + self.tokens * self.hidden * self.item
+        """Row numbers and the gathered gradient; the gradient of the learned positions."""
+        rows = self.tokens * (_INDEX_BYTES + self.hidden * self.item)
+        return rows + self.positions * self.wide
 
     @property
     def deferred_head(self) -> int:
         """Gathered tokens and logits' gradient; the norm's gradient."""
-        return self.gathered + self.logits + self.hidden * self.wide
+        return self.gathered + self.logits + self.end_vectors * self.wide

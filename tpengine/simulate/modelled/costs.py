@@ -210,7 +210,7 @@ class _ChunkSeconds:
     def _mlp_matmuls(self) -> list[Work]:
         size = self.size
         return [
-            matmul_work(size.tokens, 2 * size.ffn, size.hidden, size.item),
+            matmul_work(size.tokens, size.num_gated * size.ffn, size.hidden, size.item),
             matmul_work(size.tokens, size.hidden, size.ffn, size.item),
         ]
 
@@ -229,7 +229,7 @@ class _ChunkSeconds:
         return [
             norm_work(size.own_tokens, size.hidden, size.item, residual=True),
             *self._mlp_matmuls(),
-            activation_work(size.tokens, size.ffn, size.item, gated=True),
+            activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
         ]
 
     def _input_half(self) -> list[Work]:
@@ -241,7 +241,7 @@ class _ChunkSeconds:
             norm_backward_work(size.own_tokens, size.hidden, size.item, residual=True),
             rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item),
             attention_backward_work(*shape, causal_half=True),
-            activation_backward_work(size.tokens, size.ffn, size.item, gated=True),
+            activation_backward_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
         ]
 
     def _ends(self) -> list[Work]:

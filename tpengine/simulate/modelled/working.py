@@ -52,7 +52,7 @@ def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute) -> No
     if recompute is not Recompute.NONE:
         ledger.free(block.attention)
     # Feed-forward: x + attended, gate and up, their product.
-    ledger.make(block.x, block.norm, block.gathered, 2 * middle)
+    ledger.make(block.x, block.norm, block.gathered, block.num_gated * middle)
     ledger.briefly(middle, 3 * block.widened(block.middle))
     ledger.make(middle, block.drops_mlp * block.middle, mask)
     # What it adds, and the output.
@@ -67,7 +67,7 @@ def _forward_attention(block: BlockBytes, ledger: Ledger) -> None:
     qkv = (block.queries + 2 * block.keys) * block.item
     ledger.make(block.norm, block.gathered, qkv)
     ledger.briefly(2 * block.widened(block.queries))
-    ledger.make(block.attended)
+    ledger.make(block.normed_heads, block.attended)
     ledger.free(qkv)
     ledger.make(block.drops_residual * block.own_tokens * block.hidden, block.x)
 
@@ -119,12 +119,12 @@ def backward_block(
         ledger.briefly(block.weight_gradient(block.hidden * block.ffn))
         ledger.free(middle)
     ledger.briefly(max(3 * middle, 6 * block.widened(block.middle)))
-    ledger.make(2 * middle)
-    ledger.free(middle, 2 * middle)
+    ledger.make(block.num_gated * middle)
+    ledger.free(middle, block.num_gated * middle)
     ledger.make(block.x)
     if not defers:
         ledger.briefly(block.weight_gradient(block.hidden * block.ffn))
-        ledger.free(block.gathered, 2 * middle)
+        ledger.free(block.gathered, block.num_gated * middle)
     _backward_norm(block, ledger, defers=defers)
     ledger.free(block.x, block.drops_mlp * block.middle, block.drops_residual * block.own_tokens * block.hidden)
     # The gradient of the output goes, unless the second product needs it.
@@ -142,7 +142,7 @@ def backward_block(
         ledger.briefly(block.weight_gradient(block.hidden * block.heads * block.head_size))
     # Attention.
     _backward_attention(block, ledger)
-    ledger.free(queries, block.attended, block.drops_residual * block.own_tokens * block.hidden)
+    ledger.free(queries, block.normed_heads, block.attended, block.drops_residual * block.own_tokens * block.hidden)
     if defers:
         ledger.make(queries)
     # The columns of q, k and v side by side, and their product.
@@ -152,6 +152,9 @@ def backward_block(
         ledger.briefly(block.weight_gradient(block.hidden * block.heads * block.head_size))
         ledger.free(block.gathered, qkv)
     _backward_norm(block, ledger, defers=defers)
+    # Biases and norms of heads.
+    if defers:
+        ledger.make((block.vectors - 2 * block.end_vectors) * block.wide)
     # The input's gradient is the sum of two; one of them is an operand of the weight half.
     if defers:
         ledger.make(block.gathered)
@@ -165,7 +168,7 @@ def _backward_norm(block: BlockBytes, ledger: Ledger, *, defers: bool) -> None:
     ledger.briefly(block.x, 3 * block.widened(block.own_tokens * block.hidden))
     ledger.free(block.norm)
     if defers:
-        ledger.make(block.hidden * block.wide)
+        ledger.make(block.end_vectors * block.wide)
 
 
 def _backward_attention(block: BlockBytes, ledger: Ledger) -> None:

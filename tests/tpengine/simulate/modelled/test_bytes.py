@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpengine.config import Config, ModelConfig, TrainConfig
+from tpengine.config.details import ModelDetails
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import Rotation, tables_of
 from tpengine.layers.collectives import Communicator
@@ -156,6 +157,10 @@ MODELS: list[dict[str, Any]] = [
     {"num_kv_heads": 2, **DROPS},
     {"residual_dropout": 0.5},
     {"attention_dropout": 0.5, "num_heads": 1, "num_kv_heads": 1},
+    {"details": ModelDetails(attention_bias=True, mlp_bias=True)},
+    {"architecture": "qwen3", "num_kv_heads": 2, "details": ModelDetails(head_size=10)},
+    {"architecture": "mistral", "details": ModelDetails(windows=(3, 3, 3))},
+    {"architecture": "gpt2", "details": ModelDetails(max_positions=64)},
 ]
 
 

@@ -1,0 +1,57 @@
+"""`--model.path`: a directory that has a model, in Hugging Face's form or as a run of ours, and the numbers it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from tpengine.architectures.describe import ConfigJson
+from tpengine.architectures.registry import model_of
+from tpengine.config import Config, ModelConfig
+from tpengine.config.toml import load_toml
+
+_OWN_SETTINGS = ("path", "residual_dropout", "attention_dropout", "mlp_dropout")
+
+
+def run_of(path: str) -> tuple[Path, int | None] | None:
+    """Return the run's directory and step that RUN or RUN@N names; None if the path is no run of ours."""
+    directory, at, number = path.rpartition("@")
+    if at and number.isdecimal() and _is_run(Path(directory)):
+        return Path(directory), int(number)
+    return (Path(path), None) if _is_run(Path(path)) else None
+
+
+def _is_run(directory: Path) -> bool:
+    return (directory / "config.toml").is_file()
+
+
+def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
+    """Return the model of settings.path: its numbers, with the dropout rates of the settings.
+
+    Args:
+        settings: path, dropout rates, and the file of an architecture of one's own.
+        given: names of the settings that the user gave besides; they must be what the directory says.
+
+    Raises:
+        ValueError: no such directory, an architecture that is not there, a setting that differs.
+    """
+    path = settings.path
+    if (run := run_of(path)) is not None:
+        found = load_toml(run[0] / "config.toml", Config()).model
+    else:
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"model.path must be a directory with a config.json, or a run: {path} is none: check the path"
+            )
+        own = settings.architecture if settings.architecture.endswith(".py") else None
+        found = model_of(ConfigJson.read(path), own)
+    found = replace(found, **{name: getattr(settings, name) for name in _OWN_SETTINGS})
+    for name in given:
+        said, asked = getattr(found, name), getattr(settings, name)
+        if said != asked:
+            raise ValueError(
+                f"model.{name} must be what model.path says: {asked} beside {path}, which has {said}: leave "
+                f"--model.{name.replace('_', '-')} out"
+            )
+    return found
