@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import tyro
 
 from tpengine.architectures.model_path import model_at
+from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.config import Config, decay_steps_of, validate
 from tpengine.config.details import ModelDetails
@@ -82,6 +83,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
             saved = saved_config(config.run_dir)
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
+        check_architecture(config.model)
         config = validate(config, world_size)
         return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
     except ValueError as error:
