@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.bias import LearnedPositions
@@ -281,6 +282,11 @@ class ExactNorm(HeldShards):
 
     def __init__(self, shards: Shards, layers: Sequence[Norm]) -> None:
         super().__init__(shards, layers)
+
+    @property
+    def weight(self) -> Parameter:
+        """The weight [D], which all shards share."""
+        return next(self.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""

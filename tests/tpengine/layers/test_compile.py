@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
+from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink
@@ -26,7 +27,8 @@ SEQ, TOKENS = 16, 32
 def part_of(name: str, comm: Communicator, sink: BufferSink | None = None) -> nn.Module:
     torch.manual_seed(comm.rank)
     model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
-    block = Block(FastParts(model, comm, sink=sink))
+    architecture = architecture_of(model)
+    block = Block(FastParts(model, comm, sink=sink), architecture.block(model, 0), architecture.order)
     return block if name == "block" else block.mlp
 
 

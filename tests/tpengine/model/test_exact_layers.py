@@ -30,6 +30,7 @@ from support.engine.exactness import digest
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
+from tpengine.architectures.describe import Attention, FeedForward
 from tpengine.layers.attention import Rotation, Scores, attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
@@ -251,8 +252,11 @@ def check_dropout() -> None:
     exact = ExactParts(model_of(), shards, dtype=double)
     alone = FastParts(model_of(), Communicator(None), dtype=double)
     pairs: dict[str, tuple[nn.Module, Any]] = {
-        f"attention of {HEADS} kv heads": (exact.attention(dropout), alone.attention(dropout)),
-        "swiglu": (exact.mlp(dropout), alone.mlp(dropout)),
+        f"attention of {HEADS} kv heads": (
+            exact.attention(Attention(), dropout),
+            alone.attention(Attention(), dropout),
+        ),
+        "swiglu": (exact.feed_forward(FeedForward(), dropout), alone.feed_forward(FeedForward(), dropout)),
     }
     for name, (layer, fast) in pairs.items():
         case, arguments = CASES[name], [SEQ] if name.startswith("attention") else []
