@@ -9,19 +9,22 @@ Numbers of launches and copies are exact, and a test asserts them. Times depend 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
@@ -62,6 +65,21 @@ class Rank:
         return cls(comm, tokens, x, wide, weight)
 
 
+@contextlib.contextmanager
+def _rank_for(world: int, strategy: str) -> Iterator[Rank]:
+    """Yield a rank; with "plain" its collectives go through a process group that does nothing."""
+    if strategy != "plain":
+        yield Rank.of(world, strategy)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        # As few numbers as can be: the product is a CPU's.
+        x, wide, weight = (torch.zeros(rows, _WIDTH) for rows in (1, world, _COLUMNS))
+        yield Rank(Communicator(dist.group.WORLD), world, x, wide, weight)
+    finally:
+        dist.destroy_process_group()
+
+
 def _gather(rank: Rank, *, keep: bool) -> None:
     gather_matmul(rank.x, [rank.weight.T], rank.comm, rank.num_tokens, "all_gather_matmul", keep=keep)
 
@@ -78,7 +96,8 @@ def _all_reduce(rank: Rank) -> None:
     matmul_then_gather(rank.wide, rank.weight.T, rank.comm, "matmul_all_reduce")
 
 
-# Each call by name: how rows are gathered, and the call. "kernel" and "engine" fetch, small shards and large ones.
+# Each call by name: how rows are gathered, and the call. "kernel" and "engine" fetch, small shards and large ones;
+# "plain" is a product of torch's and collectives.
 CALLS: Mapping[str, tuple[str, Callable[[Rank], None]]] = MappingProxyType(
     {
         "gather_matmul/kernel": ("kernel", lambda rank: _gather(rank, keep=False)),
@@ -90,6 +109,9 @@ CALLS: Mapping[str, tuple[str, Callable[[Rank], None]]] = MappingProxyType(
         "matmul_scatter": ("kernel", _scatter),
         "scatter_and_gather/kernel": ("kernel", _scatter_and_gather),
         "scatter_and_gather/engine": ("engine", _scatter_and_gather),
+        "gather_matmul/plain": ("plain", lambda rank: _gather(rank, keep=False)),
+        "matmul_scatter/plain": ("plain", _scatter),
+        "matmul_then_gather/plain": ("plain", _all_reduce),
         "matmul_then_gather/kernel": ("kernel", _all_reduce),
         "matmul_then_gather/engine": ("engine", _all_reduce),
     }
@@ -128,9 +150,8 @@ def counted(name: str, world: int) -> tuple[Counter[str], int]:
     """Return how often a call launches each kernel, and how many copies it makes."""
     strategy, call = CALLS[name]
     launches: Counter[str] = Counter()
-    rank = Rank.of(world, strategy)
     look = observed(Target("cuda", 90), lambda kernel, *_: launches.update([kernel.fn.__name__]))
-    with look, still_streams(), _Copies() as copies:
+    with _rank_for(world, strategy) as rank, look, still_streams(), _Copies() as copies:
         call(rank)
     return launches, copies.number
 
@@ -141,20 +162,20 @@ def host_us(name: str, world: int, num_calls: int) -> float:
     It is that of the fastest call: other processes make calls slower, never faster.
     """
     strategy, call = CALLS[name]
-    rank = Rank.of(world, strategy)
     seconds = []
-    # Compile first.
-    for _ in range(4):
-        call(rank)
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(num_calls):
-            begin = time.perf_counter()
+    with _rank_for(world, strategy) as rank:
+        # Compile first.
+        for _ in range(4):
             call(rank)
-            seconds.append(time.perf_counter() - begin)
-    finally:
-        gc.enable()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(num_calls):
+                begin = time.perf_counter()
+                call(rank)
+                seconds.append(time.perf_counter() - begin)
+        finally:
+            gc.enable()
     return min(seconds) * 1e6
 
 
