@@ -136,7 +136,9 @@ class Own(Way):
             most = cdiv(num_tokens, arena.world)
             y = x.new_empty(num_tokens, matrix.shape[1])
             # Rows under one flag, whole tiles; flags are not read here.
-            rows_per_flag = exchange_config(most, matrix.shape[1], arena.world, x.dtype, target_of(x)).block_m * most
+            columns, target = matrix.shape[1], target_of(x)
+            config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_free=1)
+            rows_per_flag = config.block_m * most
             generation, call = arena.begin(operation, "multiplies", num_tokens, depth, x.dtype, 0)
             launch_gather_matmul(
                 y,

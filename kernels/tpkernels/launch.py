@@ -104,13 +104,18 @@ def _target(device: int) -> Target:
 _PROCESSORS = MappingProxyType({80: 108, 90: 132, 100: 148, "gfx942": 304})
 
 
+def processors_of(target: Target) -> int:
+    """Return the processors of the largest GPU of a target, whatever GPU is here: what ranks must decide alike."""
+    return _PROCESSORS.get(target.arch, 132)
+
+
 def num_processors(x: Tensor) -> int:
     """Return the number of programs of a persistent kernel on x: one for each of the GPU's processors.
 
     In the interpreter it is 4, so that a program has several tiles there too.
     """
     if _observers:
-        return _PROCESSORS.get(_observers[-1][0].arch, 132)
+        return processors_of(_observers[-1][0])
     return _device_processors(x.device.index if x.device.index is not None else 0) if x.is_cuda else 4
 
 

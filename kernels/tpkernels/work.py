@@ -5,8 +5,7 @@ Conventions: a multiply-add is 2 operations, an exponential, a root or a divisio
 once (an ideal cache), also what forward keeps for backward; bytes on links are what one rank sends, ring volume. Units
 are in the field names. The work is the operator's: what an implementation computes twice counts once.
 
-`Rates` turn work into seconds, and the functions after them predict the time of a matmul with its exchange, done one
-after the other or fused: for choosing between them (fused/strategy.py), which needs the order and not the third digit.
+`Rates` turn work into seconds; fused/prediction.py adds up what a matmul with its exchange takes.
 """
 
 from __future__ import annotations
@@ -312,13 +311,6 @@ RATES: Mapping[str, Rates] = MappingProxyType(
     }
 )
 
-# A fused matmul compared with the fastest one: Triton's attain 0.81 to 1.01 of cuBLAS's speed on an H100.
-_FUSED_FLOPS_SHARE = 0.95
-# Stores by a kernel compared with copy engines.
-_PUSH_LINK_SHARE = 0.8
-# After each copy, another copy raises its flag.
-_COPIES_PER_SPLIT = 2
-
 
 def matmul_seconds(matmul: Work, rates: Rates) -> float:
     """Return the time of a matmul: of its operations or of its bytes in memory, whichever is longer."""
@@ -328,78 +320,6 @@ def matmul_seconds(matmul: Work, rates: Rates) -> float:
 def link_seconds(exchange: Work, rates: Rates) -> float:
     """Return the time of an exchange's bytes on links."""
     return exchange.link_bytes / rates.link_bytes_per_s
-
-
-def plain_seconds(matmul: Work, exchange: Work, world: int, rates: Rates) -> float:
-    """Return the time of a matmul before or after a collective of `world` ranks: nothing overlaps.
-
-    2 launches + (world - 1) signals, one per step of the ring + links + matmul
-    """
-    overhead = 2 * rates.launch_seconds + (world - 1) * rates.signal_seconds
-    return overhead + link_seconds(exchange, rates) + matmul_seconds(matmul, rates)
-
-
-def fused_gather_seconds(matmul: Work, gather: Work, world: int, num_splits: int, rates: Rates) -> float:
-    """Return the time of a matmul that computes each split of other shards as soon as the copy engines have fetched it.
-
-        2 launches + a signal + publishing + max(g, c + g * (world - 1) / world, n * c + g / world / num_splits)
-
-    with g the matmul, n = (world - 1) * num_splits copies of c each: links / n, and a launch for the copy and one for
-    its flag. The parts are computed as they come, this rank's own first; then the time is the largest of: the matmul
-    alone; the first copy, where the own shard does not hide it, and the rest of the matmul; all copies, and the matmul
-    of the last one.
-
-    Args:
-        matmul: of all ranks' rows.
-        gather: all_gather_work.
-        num_splits: flags per shard.
-    """
-    if world == 1:
-        return plain_seconds(matmul, gather, 1, rates)
-    g = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
-    num_copies = (world - 1) * num_splits
-    c = link_seconds(gather, rates) / num_copies + _COPIES_PER_SPLIT * rates.launch_seconds
-    # Publishing copies this rank's shard to where the others may read it. link_bytes counts it world - 1 times.
-    publishing = 2 * gather.link_bytes / (world - 1) / rates.memory_bytes_per_s
-    overlapped = max(g, c + g * (world - 1) / world, num_copies * c + g / (world * num_splits))
-    return 2 * rates.launch_seconds + rates.signal_seconds + publishing + overlapped
-
-
-def push_gather_seconds(matmul: Work, gather: Work, rates: Rates) -> float:
-    """Return the time of a matmul whose first programs store the shard into the other ranks' memory.
-
-        a launch + a signal + links / 0.8 + matmul
-
-    Nothing overlaps, since all ranks push first. It saves launches, copies and steps of a ring, which matters for few
-    bytes.
-    """
-    overhead = rates.launch_seconds + rates.signal_seconds
-    return (
-        overhead + link_seconds(gather, rates) / _PUSH_LINK_SHARE + matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE
-    )
-
-
-def fused_scatter_seconds(matmul: Work, scatter: Work, world: int, rates: Rates) -> float:
-    """Return the time of a matmul whose tiles are sent to their owners as they are computed, and of the sum.
-
-        2 launches + a signal + max(g, g / world + links, g * (world - 1) / world + links / (world - 1)) + summing
-
-    with g the matmul. The second launch stands for the waits before the sum, which is in the same kernel. An owner's
-    rows are sent while the next owner's are computed. This rank's own rows, which are not sent, come last. Then the
-    time is the largest of: the matmul alone; the first owner's rows, then all links; all rows that are sent, then the
-    links of the last. Summing reads a partial result of every rank, and writes the sum.
-
-    Args:
-        matmul: of all ranks' rows.
-        scatter: reduce_scatter_work.
-    """
-    if world == 1:
-        return plain_seconds(matmul, scatter, 1, rates)
-    g, links = matmul_seconds(matmul, rates) / _FUSED_FLOPS_SHARE, link_seconds(scatter, rates)
-    overlapped = max(g, g / world + links, g * (world - 1) / world + links / (world - 1))
-    summed_bytes = (world + 1) * scatter.link_bytes / (world - 1)
-    summing = summed_bytes / rates.memory_bytes_per_s
-    return 2 * rates.launch_seconds + rates.signal_seconds + overlapped + summing
 
 
 def rates_of(device_name: str) -> Rates | None:

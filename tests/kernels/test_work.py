@@ -9,8 +9,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tpkernels.work import (
     RATES,
     Rates,
@@ -26,8 +24,6 @@ from tpkernels.work import (
     cross_entropy_work,
     embedding_backward_work,
     embedding_work,
-    fused_gather_seconds,
-    fused_scatter_seconds,
     linear_cross_entropy_backward_work,
     linear_cross_entropy_work,
     link_seconds,
@@ -35,8 +31,6 @@ from tpkernels.work import (
     matmul_work,
     norm_backward_work,
     norm_work,
-    plain_seconds,
-    push_gather_seconds,
     reduce_scatter_work,
     rope_work,
     visible_pairs,
@@ -174,80 +168,3 @@ def test_a_matmul_of_1540_columns_takes_as_long_as_its_gather(m: int, k: int) ->
     for columns, ratio in ((1537, 1.0), (2 * 1537, 2.0)):
         for matmul, exchange in ((matmul_work(m, columns, k, 2), gather), (matmul_work(m, k, columns, 2), scatter)):
             assert matmul_seconds(matmul, rates) / link_seconds(exchange, rates) == pytest.approx(ratio, rel=1e-3)
-
-
-# Launches and signals are as nothing, so that what is left is the overlap.
-AT_ONCE = Rates(1.0, 1e30, 1.0, 0.0, 0.0)
-amounts = st.integers(1, 10**6)
-ranks = st.integers(2, 8)
-
-
-@given(amounts, amounts, ranks, st.integers(1, 8))
-def test_a_fused_gather_computes_parts_as_they_come(flops: int, link_bytes: int, world: int, num_splits: int) -> None:
-    for launch_seconds in (0.0, 1e3):
-        rates = replace(AT_ONCE, launch_seconds=launch_seconds)
-        num_copies = (world - 1) * num_splits
-        g, copy_seconds = flops / 0.95, link_bytes / num_copies + 2 * launch_seconds
-        now = g / world
-        for i_copy in range(1, num_copies + 1):
-            now = max(now, i_copy * copy_seconds) + g / world / num_splits
-        predicted = fused_gather_seconds(Work(flops=flops), Work(link_bytes=link_bytes), world, num_splits, rates)
-        assert predicted == pytest.approx(now + 2 * launch_seconds)
-
-
-@given(amounts, amounts, ranks)
-def test_a_fused_scatter_sends_rows_while_it_computes_the_next(flops: int, link_bytes: int, world: int) -> None:
-    g = flops / 0.95
-    now = 0.0
-    for i_owner in range(1, world):
-        now = max(now, i_owner * g / world) + link_bytes / (world - 1)
-    predicted = fused_scatter_seconds(Work(flops=flops), Work(link_bytes=link_bytes), world, AT_ONCE)
-    assert predicted == pytest.approx(max(now, g))
-
-
-def test_nothing_overlaps_in_plain_and_push() -> None:
-    matmul, exchange = Work(flops=95), Work(link_bytes=80)
-    rates = Rates(1.0, 1e30, 1.0, 1000.0, 100000.0)
-    assert plain_seconds(matmul, exchange, 4, rates) == 2 * 1000 + 3 * 100000 + 80 + 95
-    assert push_gather_seconds(matmul, exchange, rates) == pytest.approx(1000 + 100000 + 100 + 100)
-
-
-def test_a_fused_scatter_ends_with_a_sum_of_as_many_slots_as_ranks() -> None:
-    """A slot is an owner's rows: 4 are read and 1 written, and 3 were sent."""
-    with_sum = fused_scatter_seconds(Work(), Work(link_bytes=3), 4, Rates(1.0, 1.0, 1e30, 0.0, 0.0))
-    assert with_sum == pytest.approx(5)
-
-
-def times_of(matmul: Work, exchange: Work, world: int, rates: Rates) -> tuple[float, ...]:
-    return (
-        plain_seconds(matmul, exchange, world, rates),
-        push_gather_seconds(matmul, exchange, rates),
-        fused_gather_seconds(matmul, exchange, world, 1, rates),
-        fused_gather_seconds(matmul, exchange, world, 4, rates),
-        fused_scatter_seconds(matmul, exchange, world, rates),
-    )
-
-
-works = st.tuples(st.integers(0, 10**15), st.integers(0, 10**10), st.integers(0, 10**10))
-
-
-@given(works, works, works, works, ranks, st.sampled_from(list(RATES.values())))
-def test_more_work_never_takes_less_time(
-    matmul: tuple[int, int, int],
-    exchange: tuple[int, int, int],
-    more_matmul: tuple[int, int, int],
-    more_exchange: tuple[int, int, int],
-    world: int,
-    rates: Rates,
-) -> None:
-    before = times_of(Work(*matmul), Work(*exchange), world, rates)
-    after = times_of(Work(*matmul) + Work(*more_matmul), Work(*exchange) + Work(*more_exchange), world, rates)
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(after, before, strict=True))
-
-
-@given(works, works, ranks, st.sampled_from(list(RATES.values())))
-def test_nothing_is_faster_than_its_matmul_or_its_links(
-    matmul: tuple[int, int, int], exchange: tuple[int, int, int], world: int, rates: Rates
-) -> None:
-    least = max(matmul_seconds(Work(*matmul), rates), link_seconds(Work(*exchange), rates))
-    assert min(times_of(Work(*matmul), Work(*exchange), world, rates)) > least

@@ -107,7 +107,8 @@ class DeviceArena:
         processors: how many processors of the GPU the arena's kernels use; None for all. Ranks that share a GPU divide
             them.
         split_bytes: the least that a copy engine fetches at a time; a flag is raised after each split.
-        engine_bytes: the smallest shard that copy engines fetch; a kernel fetches smaller ones. Ranks may differ.
+        engine_bytes: the smallest shard that copy engines fetch where nothing is predicted ("auto" gathers of
+            all_gather_matmul are); a kernel fetches smaller ones. Ranks may differ.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         launches: those of the fused kernels, to be made again.
         generation_bytes, memory, copies, name, rates: as given.

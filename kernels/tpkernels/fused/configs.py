@@ -2,37 +2,56 @@
 
 They differ from the plain matmul's (matmul/configs.py). A tile's rows all belong to one rank, so few rows per rank need
 low tiles. And every rank must take the same tiles, because a flag stands for whole tiles.
+
+The decision a reader will question: those tiles are taken that give the busiest processor the least work, so a last
+round of tiles that most processors have no part in counts in full. The estimate is also what strategy.py predicts a
+fused matmul's time by.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from tpkernels.launch import INTERPRETED, Target, cdiv
-from tpkernels.ops.matmul.configs import MatmulConfig
+from tpkernels.launch import INTERPRETED, Target, cdiv, processors_of
+from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
 
-# For each target from large to small; the first is taken whose tiles are at most half empty and occupy half the GPU.
+
+class _Choice(NamedTuple):
+    """Tiles, and their speed relative to the fastest ones'."""
+
+    config: MatmulConfig
+    speed: float
+
+
+# For each target from large to small; with equal estimates the first is taken.
 _HOPPER = (
-    MatmulConfig(128, 256, 64, 4, 8, 3),
-    MatmulConfig(128, 128, 64, 8, 8, 4),
-    MatmulConfig(64, 128, 64, 8, 4, 4),
-    MatmulConfig(64, 64, 64, 8, 4, 4),
+    _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
+    _Choice(MatmulConfig(128, 128, 64, 8, 8, 4), 0.85),
+    _Choice(MatmulConfig(64, 128, 64, 8, 4, 4), 0.6),
+    _Choice(MatmulConfig(64, 64, 64, 8, 4, 4), 0.4),
 )
 _AMPERE = (
-    MatmulConfig(128, 128, 32, 8, 8, 4),
-    MatmulConfig(64, 128, 32, 8, 4, 4),
-    MatmulConfig(64, 64, 32, 8, 4, 4),
+    _Choice(MatmulConfig(128, 128, 32, 8, 8, 4), 1.0),
+    _Choice(MatmulConfig(64, 128, 32, 8, 4, 4), 0.8),
+    _Choice(MatmulConfig(64, 64, 32, 8, 4, 4), 0.5),
 )
 _CDNA = (
-    MatmulConfig(128, 128, 32, 8, 8, 2),
-    MatmulConfig(64, 128, 32, 8, 4, 2),
-    MatmulConfig(64, 64, 32, 8, 4, 2),
+    _Choice(MatmulConfig(128, 128, 32, 8, 8, 2), 1.0),
+    _Choice(MatmulConfig(64, 128, 32, 8, 4, 2), 0.7),
+    _Choice(MatmulConfig(64, 64, 32, 8, 4, 2), 0.45),
 )
 # NVIDIA multiplies float32 without matrix units, one instruction per product: larger tiles take minutes to compile.
-_FLOAT32 = (MatmulConfig(64, 32, 16, 8, 8, 2), MatmulConfig(32, 32, 16, 8, 4, 2))
+_FLOAT32 = (
+    _Choice(MatmulConfig(64, 32, 16, 8, 8, 2), 1.0),
+    _Choice(MatmulConfig(32, 32, 16, 8, 4, 2), 0.6),
+)
 # So small that even tests with few rows have several tiles per shard.
-_INTERPRETED = (MatmulConfig(16, 16, 16, 2, 4, 1),)
-_FEWEST_TILES = 64
+_INTERPRETED = (_Choice(MatmulConfig(16, 16, 16, 2, 4, 1), 1.0),)
+# Multiply-adds that a processor of an H100 could do in the 3 us that a tile costs beside its products: to draw its
+# number, wait for its flag, fill the pipeline, store. Estimated from the code for sm_90, not measured yet.
+_TILE_OVERHEAD = 7_000_000
 # Registers per processor, and the most per thread.
 _REGISTERS, _MOST_REGISTERS = 65536, 248
 
@@ -51,25 +70,94 @@ def launch_options(config: MatmulConfig, item_bytes: int, target: Target) -> dic
 
 
 def exchange_config(
-    rows: int, columns: int, world: int, dtype: torch.dtype, target: Target, *, num_terms: int = 1
+    rows: int,
+    columns: int,
+    depth: int,
+    world: int,
+    dtype: torch.dtype,
+    target: Target,
+    *,
+    num_terms: int = 1,
+    num_free: int = 0,
 ) -> MatmulConfig:
-    """Return the tiles of a matmul of `rows` rows from each of `world` ranks by `columns` columns.
+    """Return the tiles of a matmul of `rows` rows from each of `world` ranks, [rows, depth] @ [depth, columns].
 
     Args:
         num_terms: number of products that are added; several need smaller tiles, since each operand takes registers.
+        num_free: processors that are left to other kernels.
     """
+    return _chosen(rows, columns, depth, world, dtype, target, num_terms, num_free)[0]
+
+
+def busiest_multiply_adds(
+    rows: int, columns: int, depth: int, world: int, dtype: torch.dtype, target: Target, *, num_free: int = 0
+) -> float:
+    """Return the multiply-adds that the busiest processor could do in the time of its tiles; as `exchange_config`."""
+    return _chosen(rows, columns, depth, world, dtype, target, 1, num_free)[1]
+
+
+def estimated(
+    config: MatmulConfig,
+    speed: float,
+    num_tiles: int,
+    depth: int,
+    num_processors: int,
+    programs_per_processor: int,
+) -> float:
+    """Return the multiply-adds that the busiest of the processors could do in the time of its tiles.
+
+        n * block_m * block_n * depth / speed + ceil(n / programs_per_processor) * overhead
+
+    with n = ceil(num_tiles / num_processors), tiles of the busiest processor. Its programs share its matrix units, and
+    each hides the others' overhead.
+    """
+    most = cdiv(num_tiles, num_processors)
+    overheads = cdiv(most, programs_per_processor)
+    return most * config.block_m * config.block_n * depth / speed + overheads * _TILE_OVERHEAD
+
+
+def num_tiles(config: MatmulConfig, rows: int, columns: int, world: int) -> int:
+    """Return the number of tiles of `rows` rows from each of `world` ranks by `columns` columns."""
+    return world * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
+
+
+def _chosen(
+    rows: int,
+    columns: int,
+    depth: int,
+    world: int,
+    dtype: torch.dtype,
+    target: Target,
+    num_terms: int,
+    num_free: int,
+) -> tuple[MatmulConfig, float]:
+    choices = _choices(dtype, target)
+    # A few tokens more or less must not cause another compilation.
+    about = nearest_power_of_2(rows)
+    # Tiles of which less than half is empty.
+    filled = [
+        choice
+        for choice in (choices[1:] if num_terms > 1 else choices)
+        if 2 * about > choice.config.block_m and 2 * columns > choice.config.block_n
+    ]
+    processors = processors_of(target) - num_free
+
+    def busiest(choice: _Choice, rows: int) -> float:
+        config = choice.config
+        together = config.programs_per_processor(dtype.itemsize, target)
+        tiles = num_tiles(config, rows, columns, world)
+        return estimated(config, choice.speed, tiles, depth, processors, together)
+
+    best = min(filled or choices[-1:], key=lambda choice: busiest(choice, about))
+    return best.config, busiest(best, rows)
+
+
+def _choices(dtype: torch.dtype, target: Target) -> tuple[_Choice, ...]:
     if INTERPRETED:
-        return _INTERPRETED[0]
-    choices: tuple[MatmulConfig, ...]
+        return _INTERPRETED
     if dtype == torch.float32:
-        choices = _FLOAT32
-    elif target.backend == "hip":
-        choices = _CDNA
-    else:
-        # sm_90, sm_100 and sm_103 (B300), as in matmul/configs.py; sm_120 has as little shared memory as Ampere.
-        choices = _HOPPER if 90 <= int(target.arch) < 120 else _AMPERE
-    for config in choices[1:] if num_terms > 1 else choices:
-        tiles = world * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
-        if 2 * rows > config.block_m and 2 * columns > config.block_n and tiles >= _FEWEST_TILES:
-            return config
-    return choices[-1]
+        return _FLOAT32
+    if target.backend == "hip":
+        return _CDNA
+    # sm_90, sm_100 and sm_103 (B300), as in matmul/configs.py; sm_120 has as little shared memory as Ampere.
+    return _HOPPER if 90 <= int(target.arch) < 120 else _AMPERE

@@ -24,7 +24,7 @@ from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
-from tpkernels.fused.strategy import Decision, Operation, decide
+from tpkernels.fused.strategy import AllReduce, Decision, Operation, decide, decide_all_reduce
 from tpkernels.ops.matmul.host import Matrix, accumulate_product, product, rows_are_independent
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
@@ -134,6 +134,24 @@ def matmul_scatter(
     """
     first, matrix = terms[0]
     num_tokens, columns = first.shape[0], matrix.shape[1]
+    inner = sum(m.shape[0] for _, m in terms)
+    kernels = _by_kernels(first, comm, "scatter", num_tokens, [columns], inner)
+    if kernels is not None:
+        plain = [(x, _plain(m)) for x, m in terms]
+        return on_device.matmul_scatter(plain, addend, bias, kernels[0], operation, kernels[1])
+    return _scatter_on_host(terms, comm, operation, addend, bias)
+
+
+def _scatter_on_host(
+    terms: Sequence[tuple[Tensor, Matrix]],
+    comm: Communicator,
+    operation: str,
+    addend: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Run `matmul_scatter` over an arena or collectives."""
+    first, matrix = terms[0]
+    num_tokens, columns = first.shape[0], matrix.shape[1]
 
     def partial(rows: slice, out: Tensor | None = None) -> Tensor:
         y = product(first[rows], matrix, out)
@@ -141,11 +159,6 @@ def matmul_scatter(
             accumulate_product(y, x[rows], m)
         return y if addend is None else y.add_(addend[rows])
 
-    inner = sum(m.shape[0] for _, m in terms)
-    kernels = _by_kernels(first, comm, "scatter", num_tokens, [columns], inner)
-    if kernels is not None:
-        plain = [(x, _plain(m)) for x, m in terms]
-        return on_device.matmul_scatter(plain, addend, bias, kernels[0], operation, kernels[1])
     arena = comm.arena_for(first)
     if arena is None or comm.size == 1:
         y = comm.reduce_scatter(partial(slice(0, num_tokens)))
@@ -181,11 +194,27 @@ def scatter_and_gather(
 def matmul_then_gather(
     x: Tensor, matrix: Matrix, comm: Communicator, operation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply, sum over the ranks, give all rows to all ranks: y[T, D] = all_reduce(x[T, K] @ m[K, D]) + b[D]."""
-    mine = matmul_scatter([(x, matrix)], comm, operation, bias=bias)
-    kernels = _by_kernels(x, comm, "scatter", len(x), [matrix.shape[1]], x.shape[1])
-    if kernels is not None:
-        return on_device.gather(mine, kernels[0], len(x), operation)
+    """Multiply, sum over the ranks, give all rows to all ranks: y[T, D] = all_reduce(x[T, K] @ m[K, D]) + b[D].
+
+    Every element is the same sum on all ranks: it is added on one rank and gathered or, for few tokens, added on each
+    rank by the same kernel. Extra memory: for few tokens T*D elements of every rank.
+    """
+    device_arena, (inner, columns) = comm.device_arena_for(x), matrix.shape
+    way: AllReduce = "two_collectives"
+    if device_arena is not None:
+        way = decide_all_reduce(device_arena, comm.strategy, x, columns, inner)
+    if way == "one_shot":
+        partials = comm.all_gather(product(x, matrix)).view(comm.size, len(x), columns)
+        # One order on all ranks: they add equal tensors by the same kernel.
+        y = partials.sum(0)
+        return y if bias is None else y.add_(bias)
+    if way == "kernels":
+        assert device_arena is not None
+        decision = decide(device_arena, "fused", "scatter", x, len(x), [columns], inner)
+        assert decision is not None, "a named strategy has a decision"
+        mine = on_device.matmul_scatter([(x, _plain(matrix))], None, bias, device_arena, operation, decision)
+        return on_device.gather(mine, device_arena, len(x), operation)
+    mine = _scatter_on_host([(x, matrix)], comm, operation, None, bias)
     return comm.all_gather_rows(mine, len(x), operation=operation)
 
 

@@ -393,7 +393,8 @@ def launch_gather_matmul(
     if 1 in matrix.stride() and arena.launches.again(key, call, *values):
         return
     target = target_of(x)
-    config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target)
+    most = cdiv(num_tokens, arena.world)
+    config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_free=1)
     assert split_rows % config.block_m == 0, f"{split_rows} rows per flag, {config.block_m} per tile"
     right = Operand.of(matrix, target)
     # At least one, since every peer must be notified, even if there are no rows.

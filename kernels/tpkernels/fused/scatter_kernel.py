@@ -282,7 +282,8 @@ def launch_matmul_scatter(
     if is_read_in_place and arena.launches.again(key, call, *values):
         return
     columns, target = matrix.shape[1], target_of(x)
-    config = exchange_config(cdiv(num_tokens, arena.world), columns, arena.world, x.dtype, target, num_terms=len(terms))
+    most, depth = cdiv(num_tokens, arena.world), sum(m.shape[0] for _, m in terms)
+    config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_terms=len(terms))
     lefts = [Operand.of(t, target) for t, _ in terms]
     rights = [Operand.of(m, target) for _, m in terms]
     arguments = [one.argument(config.block_m, config.block_k) for one in lefts]

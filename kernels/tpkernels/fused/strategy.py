@@ -6,7 +6,11 @@
 
 The ranks of a group must choose alike, or they wait for each other in vain. So the choice is a function of sizes that
 all ranks share and of one table of rates (work.py), and does not depend on any measurement. With it goes how the rows
-move, in which pieces and under how many flags: one `Decision` per call, made once per shape, dtype and group.
+move, in which pieces and under how many flags: one `Decision` per call, made once per shape, dtype and group. What is
+predicted (prediction.py) is the decision that would be carried out.
+
+The decision a reader will question: fewer than 2,048 tokens are plain, whatever is predicted, unless the call is
+captured into a CUDA graph. Everybody who has measured found the break-even there, and nothing here has been measured.
 """
 
 from __future__ import annotations
@@ -21,24 +25,35 @@ from torch import Tensor
 from tpkernels.exchange.arena import exchange_bytes
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
 from tpkernels.exchange.strategies import Strategy
-from tpkernels.fused.configs import exchange_config
-from tpkernels.launch import Target, cdiv, target_of
-from tpkernels.symmetric.signals_kernel import MAX_SPLITS
-from tpkernels.work import (
-    Rates,
-    Work,
-    all_gather_work,
-    fused_gather_seconds,
+from tpkernels.fused.configs import busiest_multiply_adds, exchange_config
+from tpkernels.fused.prediction import (
+    fused_all_reduce_host_seconds,
+    fused_all_reduce_seconds,
     fused_scatter_seconds,
-    matmul_work,
+    one_shot_host_seconds,
+    one_shot_seconds,
+    plain_host_seconds,
     plain_seconds,
+    product_seconds,
+    pull_gather_seconds,
+    pull_host_seconds,
     push_gather_seconds,
-    reduce_scatter_work,
+    push_host_seconds,
+    scatter_host_seconds,
+    slower,
+    two_collectives_host_seconds,
+    two_collectives_seconds,
 )
+from tpkernels.launch import Target, cdiv, processors_of, target_of
+from tpkernels.symmetric.signals_kernel import MAX_SPLITS
+from tpkernels.work import Rates, Work, all_gather_work, matmul_work, reduce_scatter_work
 
 Operation = Literal["gather", "scatter"]
-# Matrix units compute at least 64 rows, also for a shard with fewer.
-_LEAST_ROWS = 64
+AllReduce = Literal["kernels", "two_collectives", "one_shot"]
+# Triton-distributed, Flux and torch's async TP gain little or lose below; see the head of this file.
+_FEWEST_TOKENS = 2048
+# Larger than every shard.
+_NO_ENGINES = 1 << 62
 
 
 class Decision(NamedTuple):
@@ -68,6 +83,27 @@ class _Room(NamedTuple):
     rates: Rates | None
 
 
+class _Call(NamedTuple):
+    """Sizes of a matmul with its exchange, which all ranks share; as `decide`'s arguments.
+
+    Attributes:
+        in_graph: whether the call is captured into a CUDA graph.
+    """
+
+    operation: Operation
+    num_tokens: int
+    widths: tuple[int, ...]
+    inner: int
+    dtype: torch.dtype
+    target: Target
+    in_graph: bool
+
+    @property
+    def moved_row_bytes(self) -> int:
+        """Return the bytes of a row that is exchanged."""
+        return (self.inner if self.operation == "gather" else sum(self.widths)) * self.dtype.itemsize
+
+
 def decide(
     arena: DeviceArena,
     strategy: str,
@@ -82,7 +118,8 @@ def decide(
     Args:
         arena: whose kernels.
         strategy: the group's: "auto" chooses by sizes.
-        operation: as `choose`.
+        operation: "gather", y[T, F] = all_gather(x[T/tp, D]) @ w.T, or "scatter",
+            y[T/tp, D] = reduce_scatter(x[T, F] @ w.T).
         x: an operand, for its dtype and device.
         num_tokens: T, of all ranks.
         widths: columns of each matrix; F/tp too must be equal on all ranks for "auto".
@@ -94,49 +131,182 @@ def decide(
     Raises:
         ValueError: a row does not fit into the arena; on every rank.
     """
-    split_bytes, engine_bytes = arena.split_bytes, arena.engine_bytes
-    room = _Room(arena.world, arena.slot_bytes, arena.generation_bytes, split_bytes, engine_bytes, arena.rates)
-    return decided(strategy, operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), room)
+    return decided(strategy, _call(operation, x, num_tokens, widths, inner), _room(arena))
 
 
 # The same few sizes come in every layer.
 @functools.lru_cache(maxsize=1024)
-def decided(
-    strategy: str,
-    operation: Operation,
-    num_tokens: int,
-    widths: tuple[int, ...],
-    inner: int,
-    dtype: torch.dtype,
-    target: Target,
-    room: _Room,
-) -> Decision | None:
+def decided(strategy: str, call: _Call, room: _Room) -> Decision | None:
     """Return `decide`'s answer for these sizes, made once for each."""
-    row_bytes = (inner if operation == "gather" else sum(widths)) * dtype.itemsize
-    fits = row_bytes <= room.slot_bytes
+    fits = call.moved_row_bytes <= room.slot_bytes
     if strategy == "auto":
-        if room.rates is None or not fits:
+        if room.rates is None or not fits or not is_worth_predicting(call.num_tokens, in_graph=call.in_graph):
             return None
-        strategy = choose(operation, num_tokens, sum(widths), inner, room.world, dtype.itemsize, room.rates)
+        times = predicted(call, room)
+        strategy = min(times, key=lambda name: times[name])
+        if strategy == "fused" and call.operation == "gather":
+            return _pulled(call, room)[1]
     if strategy == "plain":
         return None
     if not fits:
         raise ValueError(
-            f"a row must fit into the arena: rows of {row_bytes} bytes, room for {room.slot_bytes}: open it with "
-            f"{exchange_bytes(room.world, row_bytes, room.world)} bytes"
+            f"a row must fit into the arena: rows of {call.moved_row_bytes} bytes, room for {room.slot_bytes}: open it "
+            f"with {exchange_bytes(room.world, call.moved_row_bytes, room.world)} bytes"
         )
-    pushes = strategy == "push" and operation == "gather"
-    room_bytes = room.slot_bytes if pushes or operation == "scatter" else room.generation_bytes
-    pieces = shard_pieces(num_tokens, room.world, rows_that_fit(room_bytes, row_bytes))
-    most = cdiv(num_tokens, room.world)
+    return _executed(strategy, call, room)
+
+
+def decide_all_reduce(arena: DeviceArena, strategy: str, x: Tensor, columns: int, inner: int) -> AllReduce:
+    """Decide how a matmul whose result all ranks need is done, the exchange as a whole; all ranks decide alike.
+
+    Args:
+        arena, strategy: as `decide`.
+        x: all tokens, [T, inner].
+        columns, inner: of the matmul.
+
+    Returns:
+        "kernels": `decide` has a decision for the scatter, and its sums are gathered. "two_collectives": a
+        reduce-scatter and an all-gather. "one_shot": each rank gets every rank's result and adds them up itself.
+    """
+    return decided_all_reduce(strategy, _call("scatter", x, len(x), [columns], inner), _room(arena))
+
+
+@functools.lru_cache(maxsize=1024)
+def decided_all_reduce(strategy: str, call: _Call, room: _Room) -> AllReduce:
+    """Return `decide_all_reduce`'s answer for these sizes, made once for each."""
+    if strategy not in ("auto", "plain"):
+        return "kernels"
+    if room.rates is None:
+        return "two_collectives"
+    times = predicted_all_reduce(call, room)
+    may_fuse = is_worth_predicting(call.num_tokens, in_graph=call.in_graph) and call.moved_row_bytes <= room.slot_bytes
+    if strategy == "plain" or not may_fuse:
+        del times["kernels"]
+    return min(times, key=lambda name: times[name])
+
+
+def is_worth_predicting(num_tokens: int, *, in_graph: bool) -> bool:
+    """Return whether a call may be fused at all: see the head of this file."""
+    return in_graph or num_tokens >= _FEWEST_TOKENS
+
+
+def predicted(call: _Call, room: _Room) -> dict[Strategy, float]:
+    """Return the predicted seconds of each possible strategy, the plainer first; of equal times the first counts.
+
+    Numerics: rates are those of bfloat16. Matmuls of wider elements take longer than predicted, and then all strategies
+    take nearly the same time.
+    """
+    rates, world = room.rates, room.world
+    assert rates is not None, "auto takes collectives"
+    matmul, exchange = _works(call, world)
+    times: dict[Strategy, float] = {
+        "plain": slower(plain_seconds(matmul, exchange, world, rates), plain_host_seconds(), in_graph=call.in_graph)
+    }
+    if world == 1:
+        return times
+    if call.operation == "scatter":
+        product = _product(call, world, matmul, rates, num_free=0)
+        scattered = fused_scatter_seconds(product, exchange, world, rates)
+        times["fused"] = slower(scattered, scatter_host_seconds(), in_graph=call.in_graph)
+        return times
+    product = _product(call, world, matmul, rates, num_free=1)
+    pushed = _executed("push", call, room)
+    seconds = push_gather_seconds(product, exchange, world, _num_splits(pushed), rates)
+    host_seconds = len(pushed.pieces) * push_host_seconds(len(call.widths))
+    times["push"] = slower(seconds, host_seconds, in_graph=call.in_graph)
+    times["fused"] = _pulled(call, room)[0]
+    return times
+
+
+def _pulled(call: _Call, room: _Room) -> tuple[float, Decision]:
+    """Return the predicted seconds of a gather that is pulled, and how: by engines, or by a kernel if that is faster.
+
+    Engines need no processors, but the host's time for every peer.
+    """
+    rates, world = room.rates, room.world
+    assert rates is not None, "auto takes collectives"
+    matmul, gather = _works(call, world)
+    product = _product(call, world, matmul, rates, num_free=1)
+    ways = []
+    for by_engine in (True, False):
+        how = _executed("fused", call, room._replace(engine_bytes=0 if by_engine else _NO_ENGINES))
+        seconds = pull_gather_seconds(product, gather, world, _num_splits(how), rates, by_engine=by_engine)
+        host_seconds = len(how.pieces) * pull_host_seconds(world, len(call.widths), by_engine=by_engine)
+        ways.append((slower(seconds, host_seconds, in_graph=call.in_graph), how))
+    return min(ways, key=lambda way: way[0])
+
+
+def predicted_all_reduce(call: _Call, room: _Room) -> dict[AllReduce, float]:
+    """Return the predicted seconds of each way to do a matmul whose sums all ranks need; as `predicted`."""
+    rates, world = room.rates, room.world
+    assert rates is not None, "auto takes collectives"
+    matmul, scatter = _works(call, world)
+    shard_bytes = cdiv(call.num_tokens, world) * call.moved_row_bytes
+    gather = all_gather_work(shard_bytes, world)
+    by_two = two_collectives_seconds(matmul, scatter, gather, world, rates)
+    at_once = one_shot_seconds(matmul, world * shard_bytes, world, rates)
+    times: dict[AllReduce, float] = {
+        "two_collectives": slower(by_two, two_collectives_host_seconds(), in_graph=call.in_graph),
+        "one_shot": slower(at_once, one_shot_host_seconds(), in_graph=call.in_graph),
+    }
+    scattered = fused_scatter_seconds(_product(call, world, matmul, rates, num_free=0), scatter, world, rates)
+    fused = fused_all_reduce_seconds(scattered, gather, world, rates)
+    times["kernels"] = slower(fused, fused_all_reduce_host_seconds(), in_graph=call.in_graph)
+    return times
+
+
+def _call(operation: Operation, x: Tensor, num_tokens: int, widths: Sequence[int], inner: int) -> _Call:
+    in_graph = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return _Call(operation, num_tokens, tuple(widths), inner, x.dtype, target_of(x), in_graph)
+
+
+def _room(arena: DeviceArena) -> _Room:
+    split_bytes, engine_bytes = arena.split_bytes, arena.engine_bytes
+    return _Room(arena.world, arena.slot_bytes, arena.generation_bytes, split_bytes, engine_bytes, arena.rates)
+
+
+def _executed(strategy: str, call: _Call, room: _Room) -> Decision:
+    """Return how a call is carried out by kernels."""
+    row_bytes = call.moved_row_bytes
+    pushes = strategy == "push" and call.operation == "gather"
+    room_bytes = room.slot_bytes if pushes or call.operation == "scatter" else room.generation_bytes
+    pieces = shard_pieces(call.num_tokens, room.world, rows_that_fit(room_bytes, row_bytes))
+    most = cdiv(call.num_tokens, room.world)
     by_engine = is_for_engines(most * row_bytes, room.engine_bytes)
     # A copy engine wants large splits; programs want many, to share.
     enough = cdiv(room.split_bytes, max(row_bytes, 1)) if by_engine and not pushes else 1
-    tiles = [exchange_config(most, columns, room.world, dtype, target).block_m for columns in widths]
+    tiles = [
+        exchange_config(most, columns, call.inner, room.world, call.dtype, call.target, num_free=1).block_m
+        for columns in call.widths
+    ]
     tile = max(tiles, default=1)
     # Whole tiles, no more splits than there are flags.
     split_rows = tile * max(cdiv(enough, tile), cdiv(most, tile * MAX_SPLITS), 1)
     return Decision(pushes, tuple(pieces), split_rows, by_engine)
+
+
+def _num_splits(decision: Decision) -> int:
+    """Return how many splits a shard has."""
+    return sum(max(cdiv(rows, decision.split_rows), 1) for _, rows in decision.pieces)
+
+
+def _works(call: _Call, world: int) -> tuple[Work, Work]:
+    """Return the work of the matmul of all ranks' rows, and of the exchange."""
+    matmul = matmul_work(call.num_tokens, sum(call.widths), call.inner, call.dtype.itemsize)
+    shard_bytes = cdiv(call.num_tokens, world) * call.moved_row_bytes
+    if call.operation == "gather":
+        return matmul, all_gather_work(shard_bytes, world)
+    return matmul, reduce_scatter_work(world * shard_bytes, world)
+
+
+def _product(call: _Call, world: int, matmul: Work, rates: Rates, *, num_free: int) -> float:
+    """Return the time of the fused matmul, one product after the other."""
+    most = cdiv(call.num_tokens, world)
+    busiest = sum(
+        busiest_multiply_adds(most, columns, call.inner, world, call.dtype, call.target, num_free=num_free)
+        for columns in call.widths
+    )
+    return product_seconds(busiest, matmul, processors_of(call.target), rates)
 
 
 def is_for_engines(shard_bytes: int, engine_bytes: int) -> bool:
@@ -149,83 +319,3 @@ def rows_that_fit(room_bytes: int, row_bytes: int) -> int:
     rows = room_bytes // max(row_bytes, 1)
     assert rows, "decide comes first"
     return rows
-
-
-def choose(
-    operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
-) -> Strategy:
-    """Return the strategy that is predicted to take the least time; with equal times the plainer one.
-
-    Args:
-        operation: "gather", y[T, F] = all_gather(x[T/tp, D]) @ w.T, or "scatter",
-            y[T/tp, D] = reduce_scatter(x[T, F] @ w.T).
-        rows: T, of all ranks.
-        columns, inner: of the matmul that each rank computes: F and D to gather, D and F to scatter, where F is one
-            rank's share; for several weights their sum.
-        world: tp.
-        item_bytes: per element.
-        rates: the same on every rank: if a group's GPUs differ, those of its first rank.
-
-    Returns:
-        "plain" for a single rank, which has nothing to exchange; "push" only to gather.
-
-    Numerics: rates are those of bfloat16. Matmuls of wider elements take longer than predicted, and then all strategies
-    take nearly the same time.
-    """
-    return min(predicted(operation, rows, columns, inner, world, item_bytes, rates).items(), key=_seconds)[0]
-
-
-def predicted(
-    operation: Operation, rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates
-) -> dict[Strategy, float]:
-    """Return the predicted seconds of each possible strategy, the plainer first; arguments as for `choose`.
-
-    For small shards the prediction is too good for fused: for (rows, columns, inner) of (4096, 1792, 4096) on 8 H100s
-    it is 1.29 times as fast as plain, while 1.08 was published; for (16384, 3584, 8192) 1.34, published 1.38.
-    """
-    whole = _matmul(rows, columns, inner, item_bytes)
-    if world == 1:
-        return {"plain": plain_seconds(whole, Work(), 1, rates)}
-    shard_rows = -(-rows // world)
-    by_shards = _matmul(rows, columns, inner, item_bytes, num_parts=world)
-    if operation == "scatter":
-        scatter = reduce_scatter_work(world * shard_rows * columns * item_bytes, world)
-        return {
-            "plain": plain_seconds(whole, scatter, world, rates),
-            "fused": fused_scatter_seconds(by_shards, scatter, world, rates),
-        }
-    gather = all_gather_work(shard_rows * inner * item_bytes, world)
-    splits = splits_of(rows, columns, inner, world, item_bytes, rates)
-    return {
-        "plain": plain_seconds(whole, gather, world, rates),
-        "push": push_gather_seconds(by_shards, gather, rates),
-        "fused": fused_gather_seconds(by_shards, gather, world, splits, rates),
-    }
-
-
-def splits_of(rows: int, columns: int, inner: int, world: int, item_bytes: int, rates: Rates) -> int:
-    """Return into how many splits a fused gather cuts a shard, each with its own flag: 1, 2, 4 or 8.
-
-    With few splits the matmul waits for the first one; each split costs a copy, so shards of few rows are not cut.
-    Arguments as for `choose`; with equal times the fewest splits.
-    """
-    if world == 1:
-        return 1
-    shard_rows = -(-rows // world)
-    gather = all_gather_work(shard_rows * inner * item_bytes, world)
-    matmul = _matmul(rows, columns, inner, item_bytes, num_parts=world)
-    counts = (1, 2, 4, MAX_SPLITS)
-    times = {num_splits: fused_gather_seconds(matmul, gather, world, num_splits, rates) for num_splits in counts}
-    return min(times.items(), key=_seconds)[0]
-
-
-def _matmul(rows: int, columns: int, inner: int, item_bytes: int, *, num_parts: int = 1) -> Work:
-    """Return the work of a matmul whose rows are computed in `num_parts` parts, each of whole tiles."""
-    part_rows = -(-rows // num_parts)
-    computed = num_parts * -(-part_rows // _LEAST_ROWS) * _LEAST_ROWS
-    exact = matmul_work(rows, columns, inner, item_bytes)
-    return Work(flops=matmul_work(computed, columns, inner, item_bytes).flops, memory_bytes=exact.memory_bytes)
-
-
-def _seconds(timed: tuple[object, float]) -> float:
-    return timed[1]

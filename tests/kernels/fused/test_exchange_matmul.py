@@ -1,18 +1,27 @@
-"""Rung: gloo ranks. Prepared matrices over the arena: exact, and the same bits however shards arrive."""
+"""Rung: gloo ranks and interpreted ranks. Prepared matrices over the arena; every way of an all-reduce.
+
+Exact, and the same bits however shards arrive.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks.arena_ranks import hostile_communicator
 from support.ranks.rank_pool import RankPool
+from torch import Tensor
 from tpkernels.exchange.arena import exchange_bytes, shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
+from tpkernels.launch import triton
 from tpkernels.ops.matmul.host import PreparedMatrix, product, rows_are_independent
 
 TOKENS, HIDDEN, FEATURES = 400, 256, 320
@@ -88,3 +97,42 @@ def test_plain_matrices_are_never_taken_for_independent() -> None:
     assert not rows_are_independent(matrix, TOKENS, [200, 200])
     # Too small for oneDNN.
     assert not rows_are_independent(PreparedMatrix(matrix[:8, :8], 8), 8, [4, 4])
+
+
+def all_reduced() -> list[tuple[bool, bool, bool]]:
+    """For each way: whether kernels ran, a rank added all ranks' results itself, and sums are right to the last bit."""
+    found = []
+    for strategy, slow in (("auto", "launch_seconds"), ("auto", "link_bytes_per_s"), ("fused", "launch_seconds")):
+        comm = Communicator(dist.group.WORLD, arena_bytes=1 << 16, strategy=strategy)
+        arena = comm.device_arena
+        assert arena is not None and arena.rates is not None
+        arena.rates = replace(arena.rates, **{slow: 1.0})
+        # Whole numbers, so that every order of adding them has the same bits.
+        x, w = torch.arange(70.0).view(7, 10) + comm.rank, torch.arange(60.0).view(6, 10) - comm.rank
+        want = sum((x - comm.rank + rank) @ (w + comm.rank - rank).T for rank in range(comm.size)) + torch.ones(6)
+        with gathered_rows(comm) as rows:
+            y = matmul_all_reduce(x, w, comm, bias=torch.ones(6))
+        found.append((int(arena.epoch) > 0, rows == [comm.size * 7], torch.equal(y, want)))
+    return found
+
+
+@contextlib.contextmanager
+def gathered_rows(comm: Communicator) -> Iterator[list[int]]:
+    """List the rows of every gather that is no kernel's."""
+    rows: list[int] = []
+    gather = comm.all_gather_rows
+
+    def listed(x: Tensor, num_rows: int, **options: str) -> Tensor:
+        rows.append(num_rows)
+        return gather(x, num_rows, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "all_gather_rows", listed)
+        yield rows
+
+
+@pytest.mark.skipif(triton is None, reason="kernels need triton")
+def test_ways_of_an_all_reduce(interpreters: RankPool) -> None:
+    """Three ranks: where launches are slow one collective is less, where links are slow two send fewer bytes."""
+    for found in interpreters.run(all_reduced, 3):
+        assert found == [(False, True, True), (False, False, True), (True, False, True)]

@@ -22,6 +22,7 @@ from support.ranks.standstill import Standstill
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused import on_device, scatter_kernel
+from tpkernels.fused import strategy as fused_strategy
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -471,6 +472,13 @@ def test_a_row_wider_than_the_arena_is_refused_on_every_rank(interpreters: RankP
 
 def strategies_chosen() -> list[bool]:
     """Whether the arena has seen a call, for a strategy each; the last is what "auto" is predicted to be best at."""
+    with pytest.MonkeyPatch.context() as patch:
+        # So few tokens are plain otherwise.
+        patch.setattr(fused_strategy, "_FEWEST_TOKENS", 0)
+        return strategies_chosen_for_few_tokens()
+
+
+def strategies_chosen_for_few_tokens() -> list[bool]:
     seen = []
     for strategy in ("plain", "auto", "fused", "auto"):
         comm = Communicator(dist.group.WORLD, arena_bytes=ROOMY, strategy=strategy)
