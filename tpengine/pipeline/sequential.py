@@ -40,6 +40,7 @@ from tpengine.pipeline.cut import check_cut, chunks_of, cut_by_cost, cut_by_hand
 from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.pipeline.loss import Count, Loss, PipelineLoss
+from tpengine.pipeline.preload import connect, must_preload
 from tpengine.pipeline.profile import ModuleProfile, children_of, profile_on_rank_0, slowest_over_world
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
@@ -155,6 +156,8 @@ class Pipeline:
         num_replicas = 1 if replicas is None else replicas.size
         self._loss = PipelineLoss(loss, count, self._num, num_replicas, profiles[-1].output, self._device)
         self._mailbox = open_mailbox((self.plan, self._forward_plan), self._group, self._device, _MESSAGE_SECONDS)
+        if must_preload(self._group):
+            connect(self.plan, self._comm.rank, self._group, self._device)
 
     def _cut(
         self,

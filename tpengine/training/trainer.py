@@ -35,6 +35,7 @@ from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
+from tpengine.pipeline.preload import connect, must_preload, preload
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Recompute, Residency
@@ -108,6 +109,7 @@ class Trainer:
         loss_scale: of the next step.
         num_updates: number of updates applied, including those before the checkpoint that the run continues.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None if the process group does.
+        preloads: whether the next step first computes once without transfers, to load its kernels (pipeline/preload).
 
     Raises:
         ValueError: the plan fails verification (a bug of a schedule, named).
@@ -188,6 +190,9 @@ class Trainer:
         self.moves = WeightMoves(self.sliced, self._mark, self.model.release)
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
         self.executor.check(self.plan.actions[at])
+        self.preloads = must_preload(self.mesh.pp)
+        if self.preloads:
+            connect(self.plan, at, self.mesh.pp, link_device(device))
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -264,16 +269,29 @@ class Trainer:
             self._probe, self.executor.trace = None, trace
 
     def _run_plan(self, step: int) -> None:
-        self.batch.losses.zero_()
-        self.gradients.begin()
+        self._begin()
         if self._prepares_weights:
             # Every micro-batch multiplies by the same weights.
             self.model.prepare(self.config.train.micro_batch_size * self.config.train.seq_len)
         self.model.position.step, self.model.position.training = step, True
         try:
+            if self.preloads:
+                self._preload()
             self.executor.run(self.plan.actions[self.mesh.at.pp])
         finally:
             self.model.position.training = False
+
+    def _begin(self) -> None:
+        self.batch.losses.zero_()
+        self.gradients.begin()
+
+    def _preload(self) -> None:
+        self.preloads, trace = False, self.executor.trace
+        self.activity.begin("loading the kernels of a step")
+        self.executor.trace = None
+        preload(self.plan, self.mesh.at.pp, self.stages, self.executor.handlers, self.device)
+        self.executor.trace = trace
+        self._begin()
 
     def _handlers(self) -> dict[Kind, Handler]:
         pipeline = self.pipeline
