@@ -1,6 +1,7 @@
 """Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model.
 
 linear.py attention.py mlp.py norm.py embedding.py loss.py   the layers of a transformer
+bias.py            biases, and learned positions
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
