@@ -4,4 +4,5 @@ parameters.py   the table of parameters: names, shapes, how each is cut, its gra
 step_plan.py    from a configuration to verified plans
 slices.py       how buckets and tensors are cut over data-parallel replicas (ZeRO)
 state_bytes.py  what a rank holds from step to step, in bytes
+stored.py       which part of which tensor of a directory of Hugging Face weights a parameter is
 """

@@ -1,0 +1,123 @@
+"""Boxes of parameters out of a directory's files: a rank reads what it holds, and nothing else.
+
+A box is read a region at a time, at most 4 MiB, into a buffer that is used again, and copied from there into the
+parameter; the copy converts the dtype. A box of whole rows is one read per region; a box of some columns is one read
+per row of the file, since what lies between is another rank's.
+
+The decision a reader will question: the reader of checkpoints (`checkpoint/load.py`) is not used. It maps files, and
+makes a tensor of each piece before it copies: both would exceed the memory that an import may take. Nor does it know
+tensors that are transposed, packed, or shorter than the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.header import FileTensor
+from tpengine.hugging_face.source import Source
+from tpengine.layout.stored import FileBox, Stored
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+
+# Larger is not faster, and a copy out of it is still in a core's cache.
+REGION_BYTES = 4 * 2**20
+
+
+class BoxReader:
+    """Reads boxes of parameters out of a directory whose tensors have been checked (check.py); a context manager.
+
+    Attributes:
+        source: counts the bytes read.
+    """
+
+    def __init__(self, directory: ModelDirectory) -> None:
+        self.source = Source()
+        self._tensors = directory.tensors
+        self._buffer = torch.empty(REGION_BYTES, dtype=torch.uint8)
+
+    def __enter__(self) -> BoxReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.source.close()
+
+    def fill(self, stored: Stored, offset: tuple[int, ...], target: Tensor) -> None:
+        """Fill a tensor with a box of a parameter.
+
+        Args:
+            stored: where the parameter lies.
+            offset: of the box in the global parameter, an entry a dim.
+            target: as large as the box; of any dtype, device and strides. Its padding rows become zero.
+
+        Raises:
+            ValueError: a file cannot be read or is truncated.
+
+        Cost: the box is read once; 4 MiB of memory, and as much again on the way to another device.
+        """
+        target = target.detach()
+        box = stored.file_box(offset, tuple(target.shape))
+        tensor = self._tensors[stored.name]
+        num_rows = box.num_columns if stored.transposed else box.num_rows
+        if num_rows < (target.shape[0] if target.dim() else 1):
+            target[num_rows:].zero_()
+        matrix = _as_matrix(target, num_rows)
+        if stored.transposed:
+            matrix = matrix.t()
+        dtype = TORCH_DTYPES[tensor.dtype]
+        for region in _regions(box, REGION_BYTES // dtype.itemsize):
+            values = self._read(tensor, stored.matrix[1], region, dtype)
+            rows, columns = region.first_row - box.first_row, region.first_column - box.first_column
+            matrix[rows : rows + region.num_rows, columns : columns + region.num_columns].copy_(values)
+
+    def read(self, stored: Stored, offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a box of a parameter as a new tensor: see fill."""
+        target = torch.empty(size, dtype=dtype)
+        self.fill(stored, offset, target)
+        return target
+
+    def _read(self, tensor: FileTensor, row_length: int, region: FileBox, dtype: torch.dtype) -> Tensor:
+        """Return a region's values, in the buffer."""
+        num_bytes = region.num_rows * region.num_columns * dtype.itemsize
+        memory = self._buffer.numpy().data[:num_bytes]
+        first = region.first_row * row_length + region.first_column
+        if region.num_columns == row_length or region.num_rows == 1:
+            self.source.read_into(memory, tensor.path, tensor.begin + first * dtype.itemsize)
+        else:
+            run_bytes = region.num_columns * dtype.itemsize
+            for row in range(region.num_rows):
+                begin = tensor.begin + (first + row * row_length) * dtype.itemsize
+                self.source.read_into(memory[row * run_bytes : (row + 1) * run_bytes], tensor.path, begin)
+        return self._buffer[:num_bytes].view(dtype).view(region.num_rows, region.num_columns)
+
+
+def _as_matrix(target: Tensor, num_rows: int) -> Tensor:
+    """Return a view of the first rows as a matrix: the first dim, and all others folded into one."""
+    if target.dim() == 0:
+        return target.view(1, 1)
+    if target.dim() == 1:
+        return target[:num_rows].unsqueeze(1)
+    return target[:num_rows].view(num_rows, math.prod(target.shape[1:]))
+
+
+def _regions(box: FileBox, num_elements: int) -> Iterator[FileBox]:
+    """Yield a box in parts of at most so many elements: of several rows, or of a part of one."""
+    if not box.num_rows or not box.num_columns:
+        return
+    width = min(box.num_columns, num_elements)
+    height = max(1, num_elements // width)
+    for row in range(0, box.num_rows, height):
+        for column in range(0, box.num_columns, width):
+            yield FileBox(
+                box.first_row + row,
+                min(height, box.num_rows - row),
+                box.first_column + column,
+                min(width, box.num_columns - column),
+            )
