@@ -67,6 +67,11 @@ class Stored:
         return (self.shape[1] if self.transposed else self.shape[0]) if self.shape else 1
 
     @property
+    def row_range(self) -> tuple[int, int]:
+        """The rows of the file's tensor that are the parameter's: from the first to the second, excluded."""
+        return self.rows or (0, self.num_file_rows)
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """The file's tensor as a matrix: its first dim, and all others folded into one."""
         return (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
@@ -89,7 +94,7 @@ class Stored:
                 f"a layout cuts a parameter's first two dims only: {self.name} {list(self.shape)}, box of "
                 f"{list(size)} at {list(offset)}: leave the others whole"
             )
-        begin, end = self.rows or (0, self.num_file_rows)
+        begin, end = self.row_range
         first = min(begin + offset[0], end)
         rows = first, min(begin + offset[0] + size[0], end) - first
         fold = math.prod(inner)

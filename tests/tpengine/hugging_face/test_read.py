@@ -17,10 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tpengine.hugging_face.read as read
+from benchmarks.harness.resident_memory import forget_peak, peak_bytes, resident_bytes
 from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.stored import Stored
 
+needs_a_peak = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak of a process"
+)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -126,20 +130,6 @@ def test_ranks_together_read_each_byte_once(tmp_path: Path) -> None:
         assert reader.source.bytes_read == sum(tensor.num_bytes for tensor in directory.tensors.values())
 
 
-def resident() -> dict[str, int]:
-    """Bytes of this process that are resident now, and the most since `forget_the_peak`."""
-    with open("/proc/self/status") as file:
-        values = dict(line.split(":", 1) for line in file)
-    return {name: int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
-
-
-def forget_the_peak() -> int:
-    """Return the bytes resident now, from which on the peak is counted anew."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return resident()["VmRSS"]
-
-
 def sparse_model(path: Path, num_layers: int, width: int) -> ModelDirectory:
     """A directory as large as it says, which takes no place on disk."""
     num_bytes = 2 * width * width
@@ -158,31 +148,33 @@ def sparse_model(path: Path, num_layers: int, width: int) -> ModelDirectory:
 def check_memory(path: Path, num_layers: int) -> None:
     width = 3072
     directory = sparse_model(path, num_layers, width)
-    before = forget_the_peak()
+    forget_peak()
+    before = resident_bytes()
     parameters = [torch.empty(width, width // 2) for _ in range(num_layers)]
     with BoxReader(directory) as reader:
         for layer, parameter in enumerate(parameters):
             # Every second layer is cut by columns of its transpose, that is, by rows of the file.
             reader.fill(Stored(f"layers.{layer}", (width, width), layer % 2 == 1), (0, width // 2), parameter)
         assert reader.source.bytes_read == num_layers * width * width
-    growth = resident()["VmHWM"] - before
+    growth = peak_bytes() - before
     parameter_bytes = sum(parameter.nbytes for parameter in parameters)
     bound = parameter_bytes + 64 * 2**20 + read.REGION_BYTES
     assert parameter_bytes * 0.9 < growth <= bound, (growth, bound)
     # The measure sees mapped files: the library's reader exceeds what is left.
-    before = forget_the_peak()
+    forget_peak()
+    before = resident_bytes()
     with safe_open(str(path / "model.safetensors"), framework="pt") as file:
         for layer, parameter in enumerate(parameters):
             parameter.copy_(file.get_slice(f"layers.{layer}")[:, : width // 2])
-    assert resident()["VmHWM"] - before > bound - parameter_bytes
+    assert peak_bytes() - before > bound - parameter_bytes
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells a process's peak")
+@needs_a_peak
 def test_the_memory_of_a_rank_is_its_parameters(tmp_path: Path) -> None:
     check_memory(tmp_path, 11)  # 200 MB
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells a process's peak")
+@needs_a_peak
 def test_the_memory_of_a_rank_is_its_parameters_at_1_gb(tmp_path: Path) -> None:
     check_memory(tmp_path, 53)

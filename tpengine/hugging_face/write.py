@@ -1,0 +1,245 @@
+"""Write a directory of weights: safetensors files of at most 5 GB and their index, a block of rows at a time.
+
+Which tensor goes into which file is planned from shapes and dtypes, before the first block is asked for. A tensor is
+written under each name that it is given with: whether two share their memory is never asked, so none is left out.
+
+The decision a reader will question: the library's save_file is not used, since it wants a file's tensors whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpengine.files import sync_directory
+from tpengine.hugging_face.directory import INDEX, WEIGHTS
+from tpengine.hugging_face.header import DTYPE_BITS, LENGTH_BYTES
+from tpengine.hugging_face.read import TORCH_DTYPES
+from tpengine.layout.stored import Stored
+
+LARGEST_FILE_BYTES = 5_000_000_000
+
+# Elements of a block: 4 MiB of float64.
+BLOCK_ELEMENTS = 2**19
+
+# (offset, size) in a global parameter -> its values there.
+ReadParameter = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """A tensor of a file to be.
+
+    Attributes:
+        name: in the file; unique.
+        dtype: by the format's name: F64, F32, F16 or BF16.
+        shape: in the file.
+        blocks: makes its rows, in order, as tensors of whole rows; called once. Blocks are converted to the dtype.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@contextmanager
+def export_directory(path: str | Path) -> Iterator[Path]:
+    """Give a new directory to write to; it takes the place of `path` when the block ends, and is removed if it fails.
+
+    Args:
+        path: of a directory that is not there yet, or is empty.
+
+    Raises:
+        ValueError: it is a file, or not empty.
+        OSError: it cannot be made.
+    """
+    place = Path(path).resolve()
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"an export directory must be a directory: {path} is a file: choose another")
+    if place.is_dir() and (held := sorted(entry.name for entry in place.iterdir())):
+        raise ValueError(
+            f"an export directory must be empty: {path} has {held[0]}"
+            f"{f' and {len(held) - 1} more' if len(held) > 1 else ''}: empty it, or choose another"
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_name(f".{place.name}.{os.urandom(4).hex()}")
+    beside.mkdir()
+    try:
+        yield beside
+        sync_directory(beside)
+        # An empty directory is replaced; one that was filled meanwhile is an error of the system's.
+        os.rename(beside, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    sync_directory(place.parent)
+
+
+def write_weights(
+    directory: Path, tensors: Sequence[TensorToWrite], largest_file_bytes: int = LARGEST_FILE_BYTES
+) -> None:
+    """Write tensors into model.safetensors, or into several files with an index.
+
+    Args:
+        directory: to write to.
+        tensors: in the order in which they are distributed over the files; in a file those of wider dtypes come first.
+        largest_file_bytes: of a file, header included, unless one tensor alone is larger.
+
+    Raises:
+        ValueError: two tensors of one name.
+        OSError: a file cannot be written.
+
+    Cost: one block of memory, and as much again where it is converted.
+    """
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"a tensor must be written once: {twice} is named twice: correct the architecture's table")
+    files = _plan(tensors, largest_file_bytes)
+    if len(files) == 1:
+        _write_file(directory / WEIGHTS, files[0])
+        return
+    weight_map = {}
+    for number, held in enumerate(files, start=1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        _write_file(directory / file, held)
+        weight_map.update({tensor.name: file for tensor in held})
+    total = sum(tensor.num_bytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with (directory / INDEX).open("w", encoding="utf-8") as text:
+        text.write(json.dumps(index, indent=2) + "\n")
+        text.flush()
+        os.fsync(text.fileno())
+
+
+def _plan(tensors: Sequence[TensorToWrite], largest_file_bytes: int) -> list[list[TensorToWrite]]:
+    """Return the tensors of each file: a file is closed before the tensor that would make it too large."""
+    files: list[list[TensorToWrite]] = [[]]
+    # A tensor's part of a header, its offsets as long as they can be, is the same in any file.
+    empty = held = len(_header([])) + LENGTH_BYTES
+    for tensor in tensors:
+        entry = {tensor.name: _entry(tensor, 10**15)}
+        num_bytes = tensor.num_bytes + len(json.dumps(entry))
+        if files[-1] and held + num_bytes > largest_file_bytes:
+            files.append([])
+            held = empty
+        files[-1].append(tensor)
+        held += num_bytes
+    # Who maps a file wants each tensor to begin at a multiple of its element's size.
+    return [sorted(file, key=lambda tensor: -DTYPE_BITS[tensor.dtype]) for file in files]
+
+
+def _entry(tensor: TensorToWrite, begin: int) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.num_bytes]}
+
+
+def _header(tensors: Sequence[TensorToWrite]) -> bytes:
+    """Return the length and the header of a file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        header[tensor.name] = _entry(tensor, begin)
+        begin += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Padded, so that the values begin at a multiple of 8.
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
+    with path.open("wb") as file:
+        file.write(_header(tensors))
+        for tensor in tensors:
+            dtype, num_bytes = TORCH_DTYPES[tensor.dtype], 0
+            for block in tensor.blocks():
+                inner = tuple(block.shape[1:])
+                assert inner == tensor.shape[1:], f"{tensor.name} {tensor.shape}: a block has rows of {inner}"
+                values = block.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
+                num_bytes += file.write(values.numpy().data)
+            assert num_bytes == tensor.num_bytes, f"{tensor.name} {tensor.shape}: blocks have {num_bytes} bytes"
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def tensors_to_write(
+    parts: Iterable[tuple[Stored, ReadParameter]], dtypes: Mapping[str, str] | str
+) -> list[TensorToWrite]:
+    """Return the files' tensors that hold these parameters: packed, transposed, without padding rows.
+
+    Args:
+        parts: as what each parameter is stored, and how it is read; two parameters may be the same one, under two
+            names in the files.
+        dtypes: the format's name of each tensor's dtype, by the tensor's name, or of all.
+
+    Raises:
+        ValueError: parameters that leave a row of a tensor out, or write it twice.
+    """
+    by_name: dict[str, list[tuple[Stored, ReadParameter]]] = {}
+    for stored, read_parameter in parts:
+        by_name.setdefault(stored.name, []).append((stored, read_parameter))
+    tensors = []
+    for name, held in by_name.items():
+        held.sort(key=lambda part: part[0].row_range)
+        end = 0
+        for stored, _ in held:
+            if stored.row_range[0] != end or stored.shape != held[0][0].shape:
+                raise ValueError(
+                    f"a tensor's rows must each be one parameter's: {name} {list(held[0][0].shape)} is asked to hold "
+                    f"rows {stored.row_range[0]} to {stored.row_range[1]} behind row {end}: correct the architecture's "
+                    "table"
+                )
+            end = stored.row_range[1]
+        if end != held[0][0].num_file_rows:
+            raise ValueError(
+                f"a tensor's rows must each be one parameter's: {name} {list(held[0][0].shape)} has rows to {end} "
+                "only: correct the architecture's table"
+            )
+        dtype = dtypes if isinstance(dtypes, str) else dtypes[name]
+        tensors.append(TensorToWrite(name, dtype, held[0][0].shape, _BlocksOf(tuple(held))))
+    return tensors
+
+
+@dataclass(frozen=True)
+class _BlocksOf:
+    """Makes the blocks of a file's tensor out of boxes of the parameters that it holds, in the order of their rows."""
+
+    parts: tuple[tuple[Stored, ReadParameter], ...]
+
+    def __call__(self) -> Iterator[Tensor]:
+        first = self.parts[0][0]
+        num_rows, row_length = first.matrix
+        height = max(1, BLOCK_ELEMENTS // max(1, row_length))
+        if first.transposed:
+            for row in range(0, num_rows, height):
+                columns = (0, row), min(height, num_rows - row)
+                yield torch.cat([self._columns(part, *columns) for part in self.parts], dim=1)
+            return
+        for stored, read_parameter in self.parts:
+            begin, end = stored.row_range
+            inner = stored.shape[1:]
+            if not stored.shape:
+                yield read_parameter((), ()).view(1)
+            for row in range(0, end - begin, height) if stored.shape else ():
+                offset, size = (row, *(0 for _ in inner)), (min(height, end - begin - row), *inner)
+                yield read_parameter(offset, size)
+
+    @staticmethod
+    def _columns(part: tuple[Stored, ReadParameter], offset: tuple[int, int], num_columns: int) -> Tensor:
+        stored, read_parameter = part
+        begin, end = stored.row_range
+        return read_parameter(offset, (end - begin, num_columns)).t()
