@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
     from tpengine.plan import Residency
+    from tpengine.training.state.beginning import Beginning
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -54,6 +55,7 @@ class _Prepared:
     run_dir: Path | None
     lock: IO[str] | None
     checkpoint: Checkpoint | None
+    beginning: Beginning | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,8 +125,13 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     if config.resume:
         ends = corpus.fingerprint_of_ends
         checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
+    beginning = None
+    if config.model.path and checkpoint is None:
+        from tpengine.training.state.beginning import check_beginning
+
+        beginning = check_beginning(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Prepared(config, corpus, device, cores, residency, run_dir, lock, checkpoint)
+    return _Prepared(config, corpus, device, cores, residency, run_dir, lock, checkpoint, beginning)
 
 
 def _take_threads(config: Config, launch: Launch) -> int:
@@ -188,7 +195,8 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
     config, corpus, device, cores = prepared.config, prepared.corpus, prepared.device, prepared.shared_cores
     try:
         residency, run_dir = prepared.residency, prepared.run_dir
-        train(Job(config, corpus, launch, device, cores, residency, meeting, run_dir, prepared.checkpoint), watch)
+        found = prepared.checkpoint, prepared.beginning
+        train(Job(config, corpus, launch, device, cores, residency, meeting, run_dir, *found), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

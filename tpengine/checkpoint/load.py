@@ -14,7 +14,7 @@ from tpengine.distributed.messages import all_gather_json
 from tpengine.last_words import one_line
 
 
-def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
+def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], *, converts: bool = False) -> None:
     """Fill the blocks from a checkpoint; collective over all ranks.
 
     Every file is hashed before anything is read from it; each file by one rank.
@@ -23,6 +23,7 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
         directory: of the checkpoint, the same on all ranks.
         index: from `read_index`.
         blocks: this rank's blocks, under the names they were saved with; empty blocks read nothing.
+        converts: blocks may have other dtypes than those saved.
 
     Raises:
         DamagedCheckpoint: on all ranks alike: an altered file. Blocks may have been filled partly.
@@ -30,7 +31,7 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
 
     Cost: each file is read once for its hash by one rank, and each block by the ranks that hold it.
     """
-    _raise_everywhere(_first_problem(directory, index, blocks))
+    _raise_everywhere(_first_problem(directory, index, blocks, converts))
     problem: CheckpointError | None = None
     try:
         fill(directory, index, blocks)
@@ -42,10 +43,12 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
     _raise_everywhere(problem)
 
 
-def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> CheckpointError | None:
+def _first_problem(
+    directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], converts: bool
+) -> CheckpointError | None:
     try:
         for name, block in blocks.items():
-            _check_tensor(directory, index, name, parts_of(block)[0])
+            _check_tensor(directory, index, name, parts_of(block)[0], converts)
         names = sorted(index.files)
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_file(directory, name, index.files[name])
@@ -54,12 +57,12 @@ def _first_problem(directory: Path, index: Index, blocks: Mapping[str, Block | B
     return None
 
 
-def _check_tensor(directory: Path, index: Index, name: str, block: Block) -> None:
+def _check_tensor(directory: Path, index: Index, name: str, block: Block, converts: bool) -> None:
     entry = index.tensors.get(name)
     remedy = "resume with the configuration it was saved with"
     if entry is None:
         raise CheckpointError(f"a checkpoint must hold every tensor of the model: {directory} has no {name}: {remedy}")
-    want = dtype_name(block.tensor.dtype), block.global_shape
+    want = entry.dtype if converts else dtype_name(block.tensor.dtype), block.global_shape
     if (entry.dtype, entry.shape) != want:
         raise CheckpointError(
             f"a checkpoint must be of the same model: {directory} has {name} as {entry.dtype} {list(entry.shape)}, "

@@ -58,7 +58,10 @@ def saved_config(run_dir: str) -> Config:
     saved = load_toml(path, Config())
     # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run.
     saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
-    # Use the run's copy of a schedule file, wherever the run directory is now.
+    # Use the run's copies of the files of a schedule and an architecture, wherever the run directory is now.
+    own = path.with_name(Path(saved.model.architecture).name)
+    if own.suffix == ".py" and own.is_file():
+        saved = replace(saved, model=replace(saved.model, architecture=str(own)))
     kept = path.with_name(Path(saved.parallel.schedule).name)
     if saved.parallel.schedule in SCHEDULES or not kept.is_file():
         return saved
@@ -209,11 +212,13 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_the_same(name: str, before: object, now: object) -> bool:
-    """Return whether two values mean the same: a device that was left open, the run's own copy of a schedule file."""
+    """Return whether two values mean the same: a device that was left open, the run's own copy of a user's file."""
     if name == "device":
         return "auto" in (before, now)
     if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
         return Path(str(before)).stem == Path(str(now)).stem
+    if name == "model.architecture":
+        return Path(str(before)).name == Path(str(now)).name
     return False
 
 
@@ -344,6 +349,9 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     train, data = config["train"], config["data"]
     # A setting that did not exist when the checkpoint was written had its default value.
     model = _plain(Config())["model"] | config["model"]
+    # Where the run began does not matter any more, nor where an architecture's file lies.
+    del model["path"]
+    model["architecture"] = Path(model["architecture"]).name
     dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
     return {
         **{f"model.{name}": value for name, value in model.items()},

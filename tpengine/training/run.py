@@ -33,6 +33,7 @@ from tpengine.training.evaluate import held_out_loss, read_prompt, sample
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.state.beginning import Beginning, begin_from
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
@@ -54,6 +55,7 @@ class Job:
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
+        beginning: the weights that step 0 starts from; None for drawn ones.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Job:
     meeting: Meeting
     run_dir: Path | None
     checkpoint: Checkpoint | None
+    beginning: Beginning | None = None
 
 
 def train(job: Job, watch: Watch) -> None:
@@ -141,6 +144,9 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     watch.waits = lambda what: bool(awaited(trainer, what))
     watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(trainer, job.checkpoint)
+    if checkpoint is None and job.beginning is not None:
+        watch.activity.begin("reading the weights to begin with", timed=False)
+        begin_from(trainer, job.beginning)
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     content = ContentCheck(job.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
@@ -322,6 +328,7 @@ def _write_config(trainer: Trainer, run_dir: Path) -> None:
     config, parallel = trainer.config, trainer.config.parallel
     resolved = replace(
         config,
+        model=replace(config.model, architecture=_keep_architecture(config.model.architecture, run_dir)),
         parallel=replace(parallel, schedule=_keep_schedule(parallel.schedule, run_dir)),
         run_dir=str(run_dir),
         device="cuda" if trainer.device.type == "cuda" else "cpu",
@@ -335,6 +342,15 @@ def _keep_schedule(name: str, run_dir: Path) -> str:
     if name in SCHEDULES:
         return name
     kept = run_dir / f"{Path(name).stem}.txt"
+    _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
+    return str(kept)
+
+
+def _keep_architecture(name: str, run_dir: Path) -> str:
+    """Copy the file of a user's architecture into the run's directory; return the name or path for config.toml."""
+    if not name.endswith(".py"):
+        return name
+    kept = run_dir / Path(name).name
     _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
     return str(kept)
 

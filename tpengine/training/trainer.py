@@ -152,7 +152,7 @@ class Trainer:
             [name for name, piece in self.model.pieces.items() if piece.spec.decays],
             config.optim,
         )
-        self.model.initialise(config.train.seed, self._store, accumulation_dtype(getattr(torch, config.train.dtype)))
+        self.model.initialise(config.train.seed, self.store, accumulation_dtype(getattr(torch, config.train.dtype)))
         # Preparing weights costs memory for two more copies of all matrices. It saves most over tp, where shards are
         # multiplied as they arrive. Without tp it saves some 2 % of a step: in a pipeline not worth the memory.
         # Exact mode must always multiply by prepared weights: other layouts give other bits. Weights that come and go
@@ -199,7 +199,7 @@ class Trainer:
         """What this rank's optimizer updates, by piece: whole weights, or with ZeRO its own elements, one dim."""
         return self.model.held if self.sliced is None else self.sliced.of
 
-    def _store(self, name: str, values: Tensor) -> None:
+    def store(self, name: str, values: Tensor) -> None:
         """Take a piece's initial values: whole, or what this replica owns of them."""
         if self.sliced is None:
             self.optimizer.set(name, values)

@@ -22,6 +22,9 @@ from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
 from tpengine.training.trainer import Trainer
 
+# What the name of a weight's wider copy begins with.
+MASTER = "optimizer.master."
+
 
 def hf_name(name: str) -> str:
     """Return Hugging Face's name of one of our parameters."""

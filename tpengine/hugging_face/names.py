@@ -1,0 +1,57 @@
+"""What each parameter of a model is called in a directory's files, and where it lies in them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpengine.architectures.registry import architecture_of, rule_of
+from tpengine.config import ModelConfig
+from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec, stage_specs
+from tpengine.layout.stored import Stored
+
+# Buffers that old versions of transformers wrote beside the weights.
+IGNORABLE = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
+
+
+def stored_of(model: ModelConfig) -> dict[str, tuple[ParameterSpec, Stored]]:
+    """Return every parameter of a model and where it lies, by our name."""
+    specs = {spec.name: spec for spec in stage_specs(model, 1, 0, model.num_layers)}
+    return {name: (spec, _stored(model, specs, spec)) for name, spec in specs.items()}
+
+
+def wanted(model: ModelConfig) -> Iterator[Stored]:
+    """Yield where each parameter lies: what a directory must hold."""
+    for _, stored in stored_of(model).values():
+        yield stored
+
+
+def ignorable(model: ModelConfig) -> tuple[str, ...]:
+    """Return the patterns of what a directory may hold besides: a tied output head among them."""
+    return (*IGNORABLE, *([name_of(model, HEAD)] if model.tie_embeddings else []))
+
+
+def tied_names(model: ModelConfig) -> tuple[str, str] | None:
+    """Return the names of the output head and of the embedding that it is tied to; None if it is not."""
+    return (name_of(model, HEAD), name_of(model, EMBEDDING)) if model.tie_embeddings else None
+
+
+def name_of(model: ModelConfig, parameter: str) -> str:
+    """Return the name in the files of one of our parameters; several may lie in one tensor."""
+    module, _, kind = parameter.rpartition(".")
+    # The output head stands beside the model, not inside it.
+    prefix = "" if parameter == HEAD else architecture_of(model).prefix
+    return f"{prefix}{rule_of(model, module).name}.{kind}"
+
+
+def _stored(model: ModelConfig, specs: dict[str, ParameterSpec], spec: ParameterSpec) -> Stored:
+    module, _, kind = spec.name.rpartition(".")
+    found = rule_of(model, module)
+    num_rows = {part: specs[f"{part}.{kind}"].shape[0] for part in found.packed}
+    if spec.valid_rows is not None:
+        # A file has no padding.
+        num_rows[module] = spec.valid_rows
+    first = sum(num for part, num in num_rows.items() if found.packed.index(part) < found.packed.index(module))
+    shape: tuple[int, ...] = (sum(num_rows.values()), *spec.shape[1:])
+    transposed = found.rule.is_transposed and len(shape) > 1
+    rows = (first, first + num_rows[module]) if len(found.packed) > 1 or spec.valid_rows is not None else None
+    return Stored(name_of(model, spec.name), shape[::-1] if transposed else shape, transposed, rows)

@@ -1,0 +1,117 @@
+"""`--model.path`: the weights that a run begins with, out of Hugging Face's files or of a run of ours.
+
+`check_beginning` refuses, before a process group exists, what cannot be loaded; `begin_from` fills the trainer, each
+rank with what it holds. Moments begin at zero and steps at 0: only weights are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tpkernels.launch import accumulation_dtype
+
+from tpengine.architectures.model_path import run_of
+from tpengine.checkpoint.block import Block, Blocks
+from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
+from tpengine.checkpoint.load import load
+from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.config import ModelConfig
+from tpengine.distributed.messages import all_gather_json
+from tpengine.hugging_face.check import check_tensors, check_tied
+from tpengine.hugging_face.directory import ModelDirectory, open_directory
+from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted
+from tpengine.hugging_face.read import BoxReader
+from tpengine.last_words import one_line
+from tpengine.training.state.training_state import MASTER, blocks_of
+from tpengine.training.trainer import RunError, Trainer
+
+Beginning = ModelDirectory | tuple[Path, Index]
+
+
+def check_beginning(model: ModelConfig) -> Beginning:
+    """Return what model.path has, with all names and shapes checked; no weight is read.
+
+    Raises:
+        ValueError: weights that are not those of the model, or that cannot be read.
+    """
+    if (run := run_of(model.path)) is not None:
+        return _checkpoint(*run)
+    directory = open_directory(model.path)
+    check_tensors(directory, wanted(model), ignorable(model))
+    return directory
+
+
+def _checkpoint(run: Path, step: int | None) -> tuple[Path, Index]:
+    """Return the checkpoint of a step, or the newest whole one, and its index."""
+    checkpoints = checkpoints_of(str(run))
+    steps = checkpoints.steps()
+    if step is not None and step not in steps:
+        raise ValueError(
+            f"RUN@STEP names a checkpoint: {run} has those of steps {', '.join(map(str, steps)) or 'none'}, not "
+            f"{step}: use one of them"
+        )
+    problem = "it has none"
+    for number in [step] if step is not None else reversed(steps):
+        directory = checkpoints.of_step(number)
+        try:
+            return directory, read_index(directory)
+        except DamagedCheckpoint as error:
+            problem = str(error)
+    raise ValueError(f"a run to begin from must have a whole checkpoint: {run}: {problem}: use another run")
+
+
+def begin_from(trainer: Trainer, found: Beginning) -> None:
+    """Fill the trainer's weights; collective.
+
+    Args:
+        trainer: at step 0, of any layout.
+        found: what check_beginning has returned on this rank.
+
+    Raises:
+        RunError: on all ranks alike: a file cannot be read, or is damaged.
+    """
+    if isinstance(found, ModelDirectory):
+        _on_all_ranks(lambda: _fill_from_files(trainer, found))
+        return
+    try:
+        _fill_from_run(trainer, *found)
+    except CheckpointError as error:
+        raise RunError(str(error)) from None
+
+
+def _fill_from_files(trainer: Trainer, directory: ModelDirectory) -> None:
+    model = trainer.config.model
+    places = stored_of(model)
+    wide = accumulation_dtype(getattr(torch, trainer.config.train.dtype))
+    with BoxReader(directory) as reader:
+        if (tied := tied_names(model)) is not None:
+            check_tied(directory, reader.source, *tied)
+        for name, piece in trainer.model.pieces.items():
+            _, stored = places[piece.spec.name]
+            trainer.store(name, reader.read(stored, *piece.block, wide).to(trainer.device))
+
+
+def _fill_from_run(trainer: Trainer, directory: Path, index: Index) -> None:
+    """Load weights: the wider copies of a run of 16 bits, where it has them, into ours and into ours' wider ones."""
+    held = blocks_of(trainer)
+    masters = {name.removeprefix(MASTER): block for name, block in held.items() if name.startswith(MASTER)}
+    weights = {name: block for name, block in held.items() if not name.startswith("optimizer.")}
+    for of_weights in (weights, masters):
+        sources: dict[str, Block | Blocks] = {
+            MASTER + name if MASTER + name in index.tensors else name: block for name, block in of_weights.items()
+        }
+        load(directory, index, sources, converts=True)
+
+
+def _on_all_ranks(fill: Callable[[], None]) -> None:
+    """Run a function on every rank; if it fails on one, raise on all."""
+    problem = ""
+    try:
+        fill()
+    except (ValueError, OSError) as error:
+        # Not raised here: the other ranks wait for this rank's result.
+        problem = one_line(str(error))
+    if problems := [said for said in all_gather_json(problem) if said]:
+        raise RunError(problems[0])
