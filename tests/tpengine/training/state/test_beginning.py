@@ -1,0 +1,213 @@
+"""Rung: gloo ranks. A run begins with weights of Hugging Face's files, or of another run, and trains on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.transformers_models import Widened, built, tensor_of
+from support.engine.parity import config_of
+from support.ranks.rank_pool import RankPool
+from torch import Tensor
+
+from tpengine.architectures.model_path import model_at
+from tpengine.config import Config, ModelConfig, validate
+from tpengine.config.toml import dump_toml
+from tpengine.data import open_corpus
+from tpengine.layout.parameters import ParameterSpec, stage_specs
+from tpengine.training.optimizer import learning_rate
+from tpengine.training.state.beginning import begin_from, check_beginning
+from tpengine.training.state.checkpoints import RunCheckpoints
+from tpengine.training.trainer import RunError, Trainer
+
+SIZES: dict[str, dict[str, Any]] = {
+    name: dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=40, num_hidden_layers=4, intermediate_size=48)
+    for name in CONFIGS
+} | {"gpt2": dict(n_layer=4, n_head=4, n_embd=24, n_positions=32)}
+SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
+CPU = torch.device("cpu")
+
+
+def saved(architecture: str, directory: Path, **given: Any) -> Any:
+    """Save a drawn model as transformers does, in several files; return it, in float64."""
+    model = built(drawn_config(architecture, 1, **{"vocab_size": 256, **SIZES[architecture], **given}))
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
+
+
+def beginning(path: Path, layout: tuple[int, int, int] = (1, 1, 1), zero: int = 0, **train: Any) -> Config:
+    """The configuration of a run that begins with what is at `path`."""
+    base = config_of(*layout, tied=False, kv_heads=4, num_layers=4, zero=zero)
+    settings = replace(base.train, **train)
+    model = model_at(ModelConfig(path=str(path)))
+    return validate(replace(base, model=model, train=settings), layout[0] * layout[1] * layout[2])
+
+
+def begun(config: Config) -> Trainer:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    begin_from(trainer, check_beginning(config.model))
+    return trainer
+
+
+def weights_of(config: Config) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+    """(offset, values) of each piece, gathered where replicas own slices."""
+    trainer = begun(config)
+    if trainer.sliced is not None:
+        for index in trainer.sliced.flat:
+            trainer.sliced.gather(index)
+            trainer.sliced.wait(index)
+    return {
+        name: (trainer.model.pieces[name].block[0], weight.detach().clone())
+        for name, weight in trainer.model.held.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout", "zero"),
+    [
+        ("gpt2", (1, 2, 2), 0),
+        ("qwen3", (2, 2, 1), 3),
+        *(
+            pytest.param(name, layout, zero, marks=pytest.mark.slow)
+            for name in CONFIGS
+            for layout, zero in (((1, 4, 1), 0), ((1, 2, 2), 0), ((2, 2, 1), 3))
+        ),
+    ],
+)
+def test_each_rank_has_its_part_of_every_tensor(
+    ranks: RankPool, tmp_path: Path, architecture: str, layout: tuple[int, int, int], zero: int
+) -> None:
+    state = saved(architecture, tmp_path).state_dict()
+    config = beginning(tmp_path, layout, zero)
+    seen = set()
+    for held in ranks.run(weights_of, layout[0] * layout[1] * layout[2], config):
+        for name, (offset, values) in held.items():
+            seen.add(name)
+            spec = specs_of(config)[name]
+            whole = tensor_of(config.model, spec, state)
+            cut = tuple(slice(first, first + size) for first, size in zip(offset, values.shape, strict=True))
+            assert torch.equal(values, whole[cut]), name
+    assert seen == set(specs_of(config))
+
+
+def specs_of(config: Config) -> dict[str, ParameterSpec]:
+    assert config.parallel.tp
+    return {spec.name: spec for spec in stage_specs(config.model, config.parallel.tp, 0, config.model.num_layers)}
+
+
+def losses(config: Config) -> list[float]:
+    trainer = begun(config)
+    return [trainer.train_step(step).loss for step in range(config.train.steps)]
+
+
+def transformers_losses(theirs: Any, config: Config) -> list[float]:
+    """Train transformers' model with torch's AdamW: same samples, decay groups, clipping and learning rates."""
+    optim, train, corpus = config.optim, config.train, open_corpus(config)
+    decayed, others = ([w for w in theirs.parameters() if (w.dim() > 1) == decays] for decays in (True, False))
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    found = []
+    for step in range(train.steps):
+        count = train.micro_batch_size * train.num_micro_batches
+        tokens, labels = (torch.from_numpy(of) for of in corpus.train.batch(step * count, count))
+        with Widened():
+            logits = theirs(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        adamw.zero_grad()
+        loss.backward()
+        # torch's clip_grad_norm_ adds 1e-6 to the norm.
+        gradients = [weight.grad for weight in theirs.parameters()]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(optim.clip_norm / norm.clamp_min(optim.clip_norm))
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(optim, step, train.steps)
+        adamw.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "steps"),
+    [("qwen3", 5), pytest.param("qwen3", 50, marks=pytest.mark.slow), pytest.param("gpt2", 50, marks=pytest.mark.slow)],
+)
+def test_it_trains_on_as_transformers_does(ranks: RankPool, tmp_path: Path, architecture: str, steps: int) -> None:
+    theirs = saved(architecture, tmp_path)
+    config = beginning(tmp_path, steps=steps)
+    got = ranks.run(losses, 1, config)[0]
+    assert got == pytest.approx(transformers_losses(theirs, config), rel=1e-8)
+
+
+def trained_run(config: Config) -> dict[str, Tensor]:
+    """Begin, train a step and save: a run of ours; return its masters, or its weights where they are the same."""
+    trainer = begun(config)
+    if trainer.mesh.at.pp == trainer.mesh.at.tp == 0:
+        (Path(config.run_dir) / "config.toml").write_text(dump_toml(config))
+    trainer.train_step(0)
+    with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
+        checkpoints.after_step(1)
+        checkpoints.wait()
+    return {
+        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
+        for name, weight in trainer.weights.items()
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_another_run_is_begun_from(ranks: RankPool, tmp_path: Path, before: str, after: str) -> None:
+    """Its newest checkpoint's weights, the wider ones where it has them, in another layout and dtype."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    saved("qwen3", tmp_path / "theirs")
+    first = replace(beginning(tmp_path / "theirs", dtype=before, checkpoint_every=1, steps=1), run_dir=str(run_dir))
+    want = ranks.run(trained_run, 1, first)[0]
+    config = beginning(run_dir, (1, 2, 1), dtype=after, steps=1)
+    for held in ranks.run(weights_of, 2, config):
+        for name, (offset, values) in held.items():
+            cut = tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))
+            assert torch.equal(values, want[name][cut].to(values.dtype)), name
+
+
+def test_a_damaged_file_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    config = beginning(tmp_path, (1, 2, 1))
+    said = ranks.run(refusal, 2, config, str(sorted(tmp_path.glob("*.safetensors"))[0]))
+    assert said[0] == said[1]
+    assert "must be whole" in said[0]
+
+
+def refusal(config: Config, path: str) -> str:
+    """What is said if a file is cut after it has been checked."""
+    trainer, found = Trainer(config, open_corpus(config), CPU), check_beginning(config.model)
+    dist.barrier()
+    if trainer.mesh.at.tp == 0:
+        os.truncate(path, os.path.getsize(path) // 2)
+    dist.barrier()
+    try:
+        begin_from(trainer, found)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_without_that_step_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ValueError, match=r"must have a whole checkpoint"):
+        check_beginning(ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"has those of steps none, not 3"):
+        check_beginning(ModelConfig(path=f"{tmp_path}@3"))
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "intermediate_size": 64}))
+    with pytest.raises(ValueError, match=r"12 misshapen: model\.layers\.0\.mlp\.gate_proj\.weight"):
+        check_beginning(beginning(tmp_path).model)
