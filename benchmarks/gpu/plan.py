@@ -31,7 +31,7 @@ def cases_for(out: Path) -> list[Case]:
         *_training(),
         *_tests(),
         *_matmul(out),
-        *_attention(),
+        *_attention(out),
         *_fused(),
         *_operators(),
         *_prices(),
@@ -138,8 +138,13 @@ def _matmul(out: Path) -> list[Case]:
     ]
 
 
-def _attention() -> list[Case]:
+def _attention(out: Path) -> list[Case]:
     """Against the backends of torch's attention: nothing is compiled but ours."""
+
+    def choice(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
+        arguments = {"model": model, "seqs": list(seqs), "copy": str(out)}
+        where = f"{_CASES}.attention:choose"
+        return Case(f"attention_choice/{model}", "e", worth, seconds, where, arguments, _TRAINING)
 
     def attention(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
         how: dict[str, Any] = {"ops": ["attention"], "cases": _ATTENTION, "rivals": _SDPA, "rounds": 10}
@@ -147,9 +152,11 @@ def _attention() -> list[Case]:
 
     compiled: dict[str, Any] = {"ops": ["attention"], "cases": ["attention_window"], "rivals": ["flex_attention"]}
     return [
+        choice("llama_1b", (2048,), 60, 10),
+        choice("llama3_8b", (4096, 8192), 50, 15),
+        choice("llama3_70b", (4096, 8192), 30, 15),
         attention("llama3_8b", (4096, 8192), 100, 50),
         attention("llama3_70b", (4096, 8192), 60, 50),
-        attention("llama_1b", (2048,), 30, 30),
         attention("llama3_8b_whole", (8192,), 30, 40),
         _operators_case("attention/flex", "e", 10, 60, models=["llama3_8b"], seqs=[4096], rounds=10, **compiled),
     ]

@@ -12,10 +12,12 @@ from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.derivatives import differentiable_once
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
+from tpkernels.ops.attention.choice import attention_by_torch, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
+from tpkernels.ops.rope import rope as rope_of_tokens
 
-from tpengine.layers.collectives import Communicator
+from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
@@ -109,6 +111,8 @@ def attend(
     scores: Scores,
     dropout: AttentionDropout | None,
     head_norms: tuple[Norm, Norm] | None = None,
+    *,
+    may_be_torchs: bool = False,
 ) -> Tensor:
     """Rotate q and k by their positions, then attend causally within each sequence.
 
@@ -122,6 +126,7 @@ def attend(
         scores: rotation, window, scale.
         dropout: drops attention probabilities; None drops none.
         head_norms: norms of each head's queries and keys [E]; None for none.
+        may_be_torchs: whether torch's attention may take the place of ours, where it was timed and won.
     """
     heads = num_heads, num_kv_heads, num_kv_heads
     head_size = qkv.shape[1] // sum(heads)
@@ -134,6 +139,11 @@ def attend(
     cos, sin = None, None
     if scores.rotation is not None:
         cos, sin = tables_of(seq, head_size, scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
+    backend = None
+    if may_be_torchs and window is None and dropout is None:
+        backend = chosen_backend(qkv, seq, num_heads, num_kv_heads, head_size)
+    if backend is not None:
+        return by_torch(qkv, heads, seq, cos, sin, scores.scale, backend)
     if has_kernel(qkv, head_size):
         options: dict[str, Any] = dict(window=window, scale=scores.scale, dropout=dropout)
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, **options)
@@ -152,6 +162,25 @@ def attend(
     if scores.scale is not None:
         q = q * (scores.scale * head_size**0.5)
     return rearrange(causal_attention(q, k, v, dropout), "b h s e -> (b s) (h e)")
+
+
+def by_torch(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    seq: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scale: float | None,
+    backend: str,
+) -> Tensor:
+    """Do as `attend` by one of torch's backends, which are given rotated q and k; they see every earlier key."""
+    q, k, v = qkv.unflatten(1, (sum(heads), -1)).split(heads, dim=1)
+    if cos is not None and sin is not None:
+        q, k = rope_of_tokens(q, cos, sin), rope_of_tokens(k, cos, sin)
+        # A view would keep all of qkv until backward.
+        v = v.clone(memory_format=torch.contiguous_format)
+    q, k, v = (of.unflatten(0, (-1, seq)) for of in (q, k, v))
+    return attention_by_torch(q, k, v, backend, scale).reshape(len(qkv), -1)
 
 
 class Attention(nn.Module):
@@ -242,7 +271,10 @@ class Attention(nn.Module):
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
         qkv = self._qkv.forward_packed(x)
         norms = (self.q_norm, self.k_norm) if self._norms_heads else None
-        y: Tensor = self.o_proj(attend(qkv, heads, kv_heads, seq, self.scores, drop, norms))
+        # A shard of exact mode has the same bits wherever it is computed.
+        may_be_torchs = not isinstance(comm, ShardCommunicator)
+        mixed = attend(qkv, heads, kv_heads, seq, self.scores, drop, norms, may_be_torchs=may_be_torchs)
+        y: Tensor = self.o_proj(mixed)
         return y
 
     def prepare(self, num_tokens: int) -> None:

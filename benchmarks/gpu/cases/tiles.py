@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tpkernels.launch import Target, target_of
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.kernel import launch_matmul
-from tpkernels.ops.matmul.tuned import Tile, TunedFile, is_allowed, path_for, read_tiles, tile_key, written
+from tpkernels.ops.matmul.tuned import (
+    AttentionKey,
+    Key,
+    Tile,
+    TunedAttention,
+    TunedFile,
+    attention_key,
+    is_allowed,
+    path_for,
+    read_tuned,
+    tile_key,
+    written,
+)
 
 from benchmarks.gpu.cases.clock import device_here, medians, write
 from benchmarks.harness.rows import environment
 from benchmarks.harness.shapes import MODELS, REHEARSED, WHOLE_MODELS, Model
 from tpengine.files import write_beside
 
-_MODELS = {model.name: model for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
+MODELS_BY_NAME = {model.name: model for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
 # Block sizes, tiles in a column, warps, stages: those of the tables, of the fused operators, and their neighbours.
 CANDIDATES = tuple(
     MatmulConfig(*numbers)
@@ -77,10 +89,10 @@ def tune(
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     path = path_for(gpu) if into is None else Path(into) / path_for(gpu).name
     target = target_of(torch.empty(0, device=device))
-    found: dict[tuple[Any, ...], Tile] = {}
+    found: dict[Key, Tile] = {}
     wrong = 0
     for num_tokens in tokens:
-        every = products(_MODELS[model], num_tokens, device)
+        every = products(MODELS_BY_NAME[model], num_tokens, device)
         of_kinds = (product for product in every if product.name.rpartition("_")[2] in kinds)
         for product in itertools.islice(of_kinds, most):
             tile, is_right = _tuned(rows, product, f"{model}/tokens_{num_tokens}/{product.name}", target)
@@ -89,7 +101,7 @@ def tune(
                 found[tile_key(tile)] = tile
         # Written after each number of tokens: a cut leaves what was found.
         copied = None if copy is None else Path(copy) / path.name
-        _save(path, gpu, found, target, copied)
+        save(path, gpu, target, tiles=found.values(), copied=copied)
     return int(wrong)
 
 
@@ -164,16 +176,28 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
     ), is_right
 
 
-def _save(path: Path, gpu: str, found: dict[tuple[Any, ...], Tile], target: Target, copied: Path | None = None) -> None:
-    """Write the tiles found to both places, beside those that either has of an earlier run and this one lacks."""
+def save(
+    path: Path,
+    gpu: str,
+    target: Target,
+    *,
+    tiles: Iterable[Tile] = (),
+    attentions: Iterable[TunedAttention] = (),
+    copied: Path | None = None,
+) -> None:
+    """Write what was found to both places, beside what either has of an earlier run and this one lacks."""
     places = [place for place in (copied, path) if place is not None]
-    known: dict[tuple[Any, ...], Tile] = {}
-    for place in places:
-        if place.exists():
-            known |= {tile_key(tile): tile for tile in read_tiles(place, gpu, target)}
+    every_tile: dict[Key, Tile] = {}
+    every_attention: dict[AttentionKey, TunedAttention] = {}
+    for known_tiles, known in [
+        *(read_tuned(place, gpu, target) for place in places if place.exists()),
+        (tiles, attentions),
+    ]:
+        every_tile |= {tile_key(tile): tile for tile in known_tiles}
+        every_attention |= {attention_key(*one[:5]): one for one in known}
     where = environment()
-    tiles = [*(known | found).values()]
-    file = TunedFile(gpu, where["date"], where["commit"], where["torch"], where["triton"], tiles)
+    head = gpu, where["date"], where["commit"], where["torch"], where["triton"]
+    file = TunedFile(*head, [*every_tile.values()], [*every_attention.values()])
     for place in places:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_beside(place, written(file))

@@ -13,12 +13,12 @@ import torch
 from tpkernels.launch import Target
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.configs import MatmulConfig
-from tpkernels.ops.matmul.tuned import Tile, path_for, read_tiles, tile_key
+from tpkernels.ops.matmul.tuned import Tile, TunedAttention, path_for, read_tuned
 
 from benchmarks.compile import describe
 from benchmarks.gpu import command
 from benchmarks.gpu.cases.ahead import Launch, each_share
-from benchmarks.gpu.cases.tiles import _save
+from benchmarks.gpu.cases.tiles import save
 from benchmarks.gpu.report import print_report
 from benchmarks.gpu.rows import PREFLIGHT
 from benchmarks.harness.journal import append, read
@@ -31,7 +31,11 @@ TILES = [
 
 
 def saved(path: Path, *tiles: Tile, copied: Path | None = None) -> None:
-    _save(path, NAME, {tile_key(tile): tile for tile in tiles}, H200, copied)
+    save(path, NAME, H200, tiles=tiles, copied=copied)
+
+
+def read_tiles(path: Path) -> list[Tile]:
+    return read_tuned(path, NAME, H200)[0]
 
 
 def test_tiles_of_both_places_are_kept(tmp_path: Path) -> None:
@@ -41,8 +45,18 @@ def test_tiles_of_both_places_are_kept(tmp_path: Path) -> None:
     saved(copied, TILES[1])
     faster = TILES[1]._replace(us=100.0)
     saved(path, TILES[2], faster, copied=copied)
-    assert set(read_tiles(path, NAME, H200)) == {TILES[0], faster, TILES[2]}
+    assert set(read_tiles(path)) == {TILES[0], faster, TILES[2]}
     assert path.read_bytes() == copied.read_bytes()
+
+
+def test_tiles_and_attentions_are_kept_beside_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    first = TunedAttention(4096, 4, 1, 128, "bfloat16", "cudnn", 310.0, 420.0, "2026-11-23", None)
+    saved(path, TILES[0])
+    save(path, NAME, H200, attentions=[first, first._replace(seq=8192)])
+    later = first._replace(seq=4000, winner="ours", us=400.0, ours_us=400.0)
+    save(path, NAME, H200, attentions=[later])
+    assert read_tuned(path, NAME, H200) == ([TILES[0]], [later, first._replace(seq=8192)])
 
 
 def test_an_earlier_run_is_taken_over_and_none_is_overwritten(tmp_path: Path) -> None:
@@ -53,11 +67,11 @@ def test_an_earlier_run_is_taken_over_and_none_is_overwritten(tmp_path: Path) ->
     command._take_over(old, new)
     assert [row["case"] for row in read(new / "rows.jsonl")] == ["one"]
     command._place_tiles(new, folder)
-    assert read_tiles(folder / "h200.json", NAME, H200) == [TILES[0]]
+    assert read_tiles(folder / "h200.json") == [TILES[0]]
     # What is there stays.
     saved(new / "h200.json", TILES[1])
     command._place_tiles(new, folder)
-    assert read_tiles(folder / "h200.json", NAME, H200) == [TILES[0]]
+    assert read_tiles(folder / "h200.json") == [TILES[0]]
     with pytest.raises(ValueError, match=r"needs a new --out: .* has rows.jsonl"):
         command._take_over(old, new)
 

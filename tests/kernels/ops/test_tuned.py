@@ -1,6 +1,6 @@
-"""Rungs: pure, GPU. A file of tuned tiles is read whole, or refused in one line; only what it says is looked up.
+"""Rungs: pure, GPU. A file of what was tuned is read whole, or refused in one line; only what it says is looked up.
 
-That the tiles are the fastest, only a GPU shows (benchmarks/gpu/cases/tiles.py).
+That it is the fastest, only a GPU shows (benchmarks/gpu/cases/tiles.py, attention.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from tpkernels.ops.matmul.configs import AMPERE, CDNA, HOPPER, MatmulConfig
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.matmul.tuned import (
     Tile,
+    TunedAttention,
     TunedFile,
+    attention_key,
     is_allowed,
     key_of,
     path_for,
-    read_tiles,
+    read_tuned,
     tile_key,
+    tuned_attention,
     tuned_config,
     written,
 )
@@ -36,21 +39,26 @@ TILES = [
     Tile(4096, 3584, 4096, "bfloat16", True, False, False, CONFIG, 190.5, 188.0),
     Tile(3584, 4096, 8192, "float16", False, True, True, MatmulConfig(64, 128, 64, 8, 4, 4), 400, 380.25),
 ]
-FILE = TunedFile(NAME, "2026-11-23", "0123456789ab", "2.11.0+cu130", "3.6.0", TILES)
+ATTENTIONS = [
+    TunedAttention(8192, 4, 1, 128, "bfloat16", "ours", 900.5, 900.5, "2026-11-23", None),
+    TunedAttention(4096, 32, 8, 128, "bfloat16", "cudnn", 310, 420.25, "2026-11-23", "0123456789ab"),
+]
+FILE = TunedFile(NAME, "2026-11-23", "0123456789ab", "2.11.0+cu130", "3.6.0", TILES, ATTENTIONS)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     path.write_bytes(written(FILE))
-    assert read_tiles(path, NAME, H200) == TILES
-    assert json.loads(path.read_bytes()) | {"tiles": []} == {
-        "format": 2,
+    assert read_tuned(path, NAME, H200) == (TILES, ATTENTIONS)
+    assert json.loads(path.read_bytes()) | {"tiles": [], "attentions": []} == {
+        "format": 3,
         "gpu": NAME,
         "date": "2026-11-23",
         "commit": "0123456789ab",
         "torch": "2.11.0+cu130",
         "triton": "3.6.0",
         "tiles": [],
+        "attentions": [],
     }
 
 
@@ -65,9 +73,24 @@ def of_config(place: int, value: Any) -> Change:
     return lambda content: content["tiles"][1]["config"].__setitem__(place, value)
 
 
+def of_attention(name: str, value: Any) -> Change:
+    return lambda content: content["attentions"][1].__setitem__(name, value)
+
+
 DAMAGES: list[Change] = [
     lambda content: content.update(gpu="NVIDIA H100"),
-    lambda content: content.update(format=1),
+    lambda content: content.update(format=2),
+    lambda content: content.update(attentions=None),
+    lambda content: content["attentions"].append([]),
+    lambda content: content["attentions"][1].pop("date"),
+    lambda content: content["attentions"][1].update(more=1),
+    *(of_attention(name, value) for name in ("seq", "heads", "kv_heads", "head_size") for value in (0, 1.5, True, "8")),
+    of_attention("kv_heads", 5),
+    *(of_attention("winner", value) for value in ("", "efficient", None, ["cudnn"])),
+    of_attention("dtype", "int8"),
+    *(of_attention(name, value) for name in ("us", "ours_us") for value in (0, "4", float("nan"))),
+    of_attention("date", None),
+    of_attention("commit", 3),
     lambda content: content.update(tiles={}),
     lambda content: content.pop("tiles"),
     lambda content: content["tiles"].append(3),
@@ -100,7 +123,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, count_mutations: 
         damage(content)
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError) as raised:
-            read_tiles(path, NAME, H200)
+            read_tuned(path, NAME, H200)
         message = str(raised.value)
         assert message.startswith("tuned tiles must ") and str(path) in message and "\n" not in message, place
         refused += 1
@@ -112,7 +135,7 @@ def test_what_is_no_file_of_tiles_is_refused(raw: bytes, tmp_path: Path) -> None
     path = tmp_path / "h200.json"
     path.write_bytes(raw)
     with pytest.raises(ValueError, match="tuned tiles must "):
-        read_tiles(path, NAME, H200)
+        read_tuned(path, NAME, H200)
 
 
 @pytest.mark.parametrize(("table", "arch"), [(HOPPER, 90), (AMPERE, 80)])
@@ -124,6 +147,23 @@ def test_every_tile_of_the_tables_may_be_tuned(table: Any, arch: int) -> None:
 def test_a_target_with_less_shared_memory_allows_less() -> None:
     assert is_allowed(CONFIG, 2, H200) and not is_allowed(CONFIG, 2, Target("cuda", 86))
     assert all(is_allowed(choice.config, 2, Target("hip", "gfx942")) for choice in CDNA.choices)
+
+
+def test_an_attention_is_found_by_its_heads_and_its_length_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    (tmp_path / "cpu.json").write_bytes(written(FILE._replace(gpu="cpu")))
+    tuned.forget()
+    try:
+        x = torch.empty(1, dtype=torch.bfloat16)
+        assert tuned_attention(x, 4096, 32, 8, 128) == tuned_attention(x, 4000, 32, 8, 128) == ATTENTIONS[1]
+        assert attention_key(*ATTENTIONS[1][:5]) == (4096, 32, 8, 128, "bfloat16")
+        for others in ((2048, 32, 8, 128), (4096, 16, 8, 128), (4096, 32, 4, 128), (4096, 32, 8, 64)):
+            assert tuned_attention(x, *others) is None
+        assert tuned_attention(x.half(), 4096, 32, 8, 128) is None
+    finally:
+        tuned.forget()
 
 
 def test_a_few_tokens_more_are_the_same_product() -> None:
@@ -149,7 +189,7 @@ def test_a_gpu_has_one_file(gpu: str, name: str) -> None:
 def test_files_that_are_here_are_right() -> None:
     for path in tuned.FOLDER.glob("*.json"):
         gpu = json.loads(path.read_bytes())["gpu"]
-        assert path == path_for(gpu) and read_tiles(path, gpu, H200)
+        assert path == path_for(gpu) and any(read_tuned(path, gpu, H200))
 
 
 def test_without_a_gpu_nothing_is_looked_up() -> None:
@@ -161,10 +201,10 @@ def test_a_tuned_tile_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     gpu = torch.cuda.get_device_name()
     path_for(gpu).write_bytes(written(FILE._replace(gpu=gpu, tiles=TILES[:1])))
-    tuned._tiles_of.cache_clear()
+    tuned.forget()
     try:
         a, b = (torch.randint(-2, 3, (size, 4096), device="cuda").bfloat16() for size in (4096, 3584))
         assert tuned_config(a, 3584, True, False, False) == CONFIG
         assert torch.equal(launch_matmul(a, b.T), (a.float() @ b.T.float()).bfloat16())
     finally:
-        tuned._tiles_of.cache_clear()
+        tuned.forget()

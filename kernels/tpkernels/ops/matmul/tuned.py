@@ -1,8 +1,8 @@
-"""Tiles that were timed on a GPU: one file per kind of GPU, read when the first matmul on such a GPU is launched.
+"""What was timed on a GPU, tiles of the matmul and whose attention: one file per kind of GPU, read when first needed.
 
-`python -m benchmarks.run gpu` writes `tuned/<gpu>.json`; without one the tables of configs.py hold. A size that was not
-tuned takes the tables too. Nothing is timed in a training run, so all runs and ranks that have the same file choose
-alike. What must not depend on sizes (`fixed`) is never looked up.
+`python -m benchmarks.run gpu` writes `tuned/<gpu>.json`; without one the tables of configs.py hold, and
+attention is ours; the same for a size that was not tuned. Nothing is timed in a training run, so all runs and ranks
+that have the same file choose alike. What must not depend on sizes (`fixed`, exact mode) is never looked up.
 
 The file comes from outside and decides what is compiled, so all of it is checked; a wrong one is an error and not left
 out in silence.
@@ -24,12 +24,17 @@ from tpkernels.launch import Target, target_of
 from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
 
 FOLDER = Path(__file__).resolve().parents[2] / "tuned"
-_FORMAT = 2
+_FORMAT = 3
 _MOST_BYTES = 4 << 20
 _DTYPES = ("bfloat16", "float16")
 _SIZES = ("m", "n", "k")
 _FLAGS = ("a_by_rows", "b_by_rows", "accumulates")
 _BLOCKS = (16, 32, 64, 128, 256)
+_ATTENTION_SIZES = ("seq", "heads", "kv_heads", "head_size")
+_ATTENTION_DTYPES = (*_DTYPES, "float32", "float64")
+OURS = "ours"
+# Backends of torch's scaled_dot_product_attention. "math" is for tests on a CPU.
+BACKENDS = ("cudnn", "flash", "math")
 
 
 class Tile(NamedTuple):
@@ -56,8 +61,31 @@ class Tile(NamedTuple):
     torch_us: float
 
 
+class TunedAttention(NamedTuple):
+    """The fastest causal attention of one shape, forward and backward with the rotation of q and k.
+
+    Attributes:
+        seq, heads, kv_heads, head_size: sizes at which it was timed, for one sequence.
+        dtype: of the operands.
+        winner: "ours", or one of BACKENDS.
+        us, ours_us: microseconds of the winner and of our kernels.
+        date, commit: when, and from which commit.
+    """
+
+    seq: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+    winner: str
+    us: float
+    ours_us: float
+    date: str
+    commit: str | None
+
+
 class TunedFile(NamedTuple):
-    """The contents of a file: for which GPU, when, from which commit and versions, and the tiles."""
+    """The contents of a file: for which GPU, when, from which commit and versions, tiles, and attentions."""
 
     gpu: str
     date: str
@@ -65,9 +93,11 @@ class TunedFile(NamedTuple):
     torch: str
     triton: str | None
     tiles: list[Tile]
+    attentions: list[TunedAttention]
 
 
 Key = tuple[int, int, int, str, bool, bool, bool]
+AttentionKey = tuple[int, int, int, int, str]
 
 
 def path_for(gpu: str) -> Path:
@@ -86,6 +116,11 @@ def key_of(m: int, n: int, k: int, dtype: str, a_by_rows: bool, b_by_rows: bool,
     return nearest_power_of_2(m), n, nearest_power_of_2(k), dtype, a_by_rows, b_by_rows, accumulates
 
 
+def attention_key(seq: int, heads: int, kv_heads: int, head_size: int, dtype: str) -> AttentionKey:
+    """Return the key of an attention; the sequence's length is rounded."""
+    return nearest_power_of_2(seq), heads, kv_heads, head_size, dtype
+
+
 def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
     """Return whether a tile may be compiled: legal blocks, warps and stages, and room in shared memory."""
     stage_bytes = (config.block_m + config.block_n) * config.block_k * item_bytes
@@ -101,15 +136,15 @@ def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
 
 
 def written(file: TunedFile) -> bytes:
-    """Return a file's bytes: a line per tile."""
-    head = {"format": _FORMAT} | {name: value for name, value in file._asdict().items() if name != "tiles"}
-    lines = [json.dumps(tile._asdict() | {"config": list(tile.config[:6])}) for tile in file.tiles]
-    body = ",\n".join(lines)
-    return f'{json.dumps(head)[:-1]}, "tiles": [\n{body}\n]}}\n'.encode()
+    """Return a file's bytes: a line per tile and per attention."""
+    head = {"format": _FORMAT} | {name: value for name, value in file._asdict().items() if not isinstance(value, list)}
+    tiles = ",\n".join(json.dumps(tile._asdict() | {"config": list(tile.config[:6])}) for tile in file.tiles)
+    attentions = ",\n".join(json.dumps(one._asdict()) for one in file.attentions)
+    return f'{json.dumps(head)[:-1]}, "tiles": [\n{tiles}\n], "attentions": [\n{attentions}\n]}}\n'.encode()
 
 
-def read_tiles(path: Path, gpu: str, target: Target) -> list[Tile]:
-    """Return the tiles of a file.
+def read_tuned(path: Path, gpu: str, target: Target) -> tuple[list[Tile], list[TunedAttention]]:
+    """Return the tiles and the attentions of a file.
 
     Args:
         path: the file.
@@ -129,9 +164,13 @@ def read_tiles(path: Path, gpu: str, target: Target) -> list[Tile]:
     _require(isinstance(content, dict), path, "be a JSON object", "something else")
     found = content.get("format"), content.get("gpu")
     _require(found == (_FORMAT, gpu), path, f"have format {_FORMAT} and be of {gpu!r}", repr(found))
-    tiles = content.get("tiles")
-    _require(isinstance(tiles, list), path, "have a list of tiles", repr(type(tiles).__name__))
-    return [_tile(path, place, entry, target) for place, entry in enumerate(tiles)]
+    tiles, attentions = content.get("tiles"), content.get("attentions")
+    for name, value in (("tiles", tiles), ("attentions", attentions)):
+        _require(isinstance(value, list), path, f"have a list of {name}", repr(type(value).__name__))
+    return (
+        [_tile(path, place, entry, target) for place, entry in enumerate(tiles)],
+        [_attention(path, place, entry) for place, entry in enumerate(attentions)],
+    )
 
 
 def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool, accumulates: bool) -> MatmulConfig | None:
@@ -149,14 +188,44 @@ def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool, accumulate
     return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows, accumulates))
 
 
+def tuned_attention(x: Tensor, seq: int, heads: int, kv_heads: int, head_size: int) -> TunedAttention | None:
+    """Return what was the fastest attention on x's device for these sizes; None if that is not known.
+
+    Args:
+        x: an operand, for its dtype and device; a CPU's file is of "cpu".
+
+    Raises:
+        ValueError: the device's file is wrong.
+    """
+    if x.device.type not in ("cuda", "cpu"):
+        return None
+    known = _attentions_of(x.device)
+    if not known:
+        return None
+    return known.get(attention_key(seq, heads, kv_heads, head_size, str(x.dtype).removeprefix("torch.")))
+
+
+def forget() -> None:
+    """Read the files again when they are next needed."""
+    for read in (_read, _tiles_of, _attentions_of):
+        read.cache_clear()
+
+
 @functools.cache
 def _tiles_of(device: int) -> Mapping[Key, MatmulConfig]:
-    gpu = torch.cuda.get_device_name(device)
+    return {tile_key(tile): tile.config for tile in _read(torch.device("cuda", device))[0]}
+
+
+@functools.cache
+def _attentions_of(device: torch.device) -> Mapping[AttentionKey, TunedAttention]:
+    return {attention_key(*one[:5]): one for one in _read(device)[1]}
+
+
+@functools.cache
+def _read(device: torch.device) -> tuple[list[Tile], list[TunedAttention]]:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     path = path_for(gpu)
-    if not path.exists():
-        return {}
-    target = target_of(torch.empty(0, device=torch.device("cuda", device)))
-    return {tile_key(tile): tile.config for tile in read_tiles(path, gpu, target)}
+    return read_tuned(path, gpu, target_of(torch.empty(0, device=device))) if path.exists() else ([], [])
 
 
 def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
@@ -179,11 +248,31 @@ def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
         f"have a legal config in {where}",
         _short(numbers),
     )
-    for name in ("us", "torch_us"):
-        value = entry[name]
+    _require_times(path, where, entry["us"], entry["torch_us"])
+    return Tile(**entry | {"config": MatmulConfig(*numbers)})
+
+
+def _attention(path: Path, place: int, entry: Any) -> TunedAttention:
+    where = f"attention {place}"
+    fields = set(TunedAttention._fields)
+    _require(isinstance(entry, dict) and set(entry) == fields, path, f"have every field in {where}", _short(entry))
+    for name in _ATTENTION_SIZES:
+        _require(_is_int(entry[name]) and 1 <= entry[name] < 2**31, path, f"have sizes in {where}", _short(entry[name]))
+    heads, kv_heads = entry["heads"], entry["kv_heads"]
+    _require(heads % kv_heads == 0, path, f"have groups of heads in {where}", f"{heads} and {kv_heads}")
+    for name, allowed in (("dtype", _ATTENTION_DTYPES), ("winner", (OURS, *BACKENDS))):
+        _require(entry[name] in allowed, path, f"have a {name} of {', '.join(allowed)} in {where}", _short(entry[name]))
+    _require_times(path, where, entry["us"], entry["ours_us"])
+    _require(isinstance(entry["date"], str), path, f"have a date in {where}", _short(entry["date"]))
+    commit = entry["commit"]
+    _require(commit is None or isinstance(commit, str), path, f"have a commit in {where}", _short(commit))
+    return TunedAttention(**entry)
+
+
+def _require_times(path: Path, where: str, *times_us: Any) -> None:
+    for value in times_us:
         _require(_is_int(value) or isinstance(value, float), path, f"have numbers in {where}", _short(value))
         _require(0 < value < 1e12, path, f"have times in {where}", _short(value))
-    return Tile(**entry | {"config": MatmulConfig(*numbers)})
 
 
 def _is_int(value: Any) -> bool:
