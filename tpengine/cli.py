@@ -87,6 +87,15 @@ def _stop(number: int, _: object) -> NoReturn:
     raise _Stopped(number)
 
 
+def run_export(args: argparse.Namespace) -> None:
+    """Write a checkpoint as a directory that transformers loads."""
+    # torch takes longer to import than the other subcommands to run.
+    from tpengine.commands.export import export
+
+    names = export(args.run_dir, args.step, args.out, args.dtype)
+    print(f"{args.out}: {len(names)} tensors; load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+
+
 def run_certify(args: argparse.Namespace) -> int:
     """Compare training in two layouts bit by bit, or fast mode with exact."""
     # numpy takes longer to import than the other subcommands to run.
@@ -153,6 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write")
     data.add_argument("--pattern", default="**/*", metavar="GLOB", help="which files (default '**/*')")
     data.set_defaults(run=write_data)
+
+    export = commands.add_parser("export", help="write a checkpoint of a run as a directory that transformers loads")
+    export.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")
+    export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default the newest)")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write, new or empty")
+    export.add_argument("--dtype", help="float32, bfloat16, float16 or float64 (default the source's, or the run's)")
+    export.set_defaults(run=run_export)
 
     certify = commands.add_parser(
         "certify",

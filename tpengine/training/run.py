@@ -24,6 +24,8 @@ from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.files import keep_copy_aside, written_beside
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.kept import hand_on, keep_source
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -256,6 +258,7 @@ def open_writer(
         first_step = checkpoint.index.step if checkpoint is not None else 0
         try:
             _write_config(trainer, job.run_dir)
+            _keep_beginning(job)
             writer = MetricsWriter(job.run_dir, first_step or None)
         except OSError as error:
             problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
@@ -335,6 +338,17 @@ def _write_config(trainer: Trainer, run_dir: Path) -> None:
         resume=False,
     )
     _write_once(run_dir / "config.toml", dump_toml(resolved).encode(), keeps_equal=config.resume)
+
+
+def _keep_beginning(job: Job) -> None:
+    """Keep, beside the run, what goes with the weights it begins with."""
+    if job.run_dir is None or job.checkpoint is not None or job.beginning is None:
+        return
+    if isinstance(job.beginning, ModelDirectory):
+        keep_source(job.beginning, job.run_dir)
+    else:
+        # A checkpoint lies two folders below its run.
+        hand_on(job.beginning[0].parent.parent, job.run_dir)
 
 
 def _keep_schedule(name: str, run_dir: Path) -> str:

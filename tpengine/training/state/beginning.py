@@ -37,13 +37,13 @@ def check_beginning(model: ModelConfig) -> Beginning:
         ValueError: weights that are not those of the model, or that cannot be read.
     """
     if (run := run_of(model.path)) is not None:
-        return _checkpoint(*run)
+        return checkpoint_of(*run)
     directory = open_directory(model.path)
     check_tensors(directory, wanted(model), ignorable(model))
     return directory
 
 
-def _checkpoint(run: Path, step: int | None) -> tuple[Path, Index]:
+def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Index]:
     """Return the checkpoint of a step, or the newest whole one, and its index."""
     checkpoints = checkpoints_of(str(run))
     steps = checkpoints.steps()

@@ -11,49 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures.drawn import CONFIGS, drawn_config
-from support.architectures.transformers_models import Widened, built, tensor_of
-from support.engine.parity import config_of
+from support.architectures.drawn import CONFIGS
+from support.architectures.runs import CPU, beginning, begun, saved, trained_run
+from support.architectures.transformers_models import Widened, tensor_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.architectures.model_path import model_at
-from tpengine.config import Config, ModelConfig, validate
-from tpengine.config.toml import dump_toml
+from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.training.optimizer import learning_rate
 from tpengine.training.state.beginning import begin_from, check_beginning
-from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.trainer import RunError, Trainer
-
-SIZES: dict[str, dict[str, Any]] = {
-    name: dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=40, num_hidden_layers=4, intermediate_size=48)
-    for name in CONFIGS
-} | {"gpt2": dict(n_layer=4, n_head=4, n_embd=24, n_positions=32)}
-SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
-CPU = torch.device("cpu")
-
-
-def saved(architecture: str, directory: Path, **given: Any) -> Any:
-    """Save a drawn model as transformers does, in several files; return it, in float64."""
-    model = built(drawn_config(architecture, 1, **{"vocab_size": 256, **SIZES[architecture], **given}))
-    model.save_pretrained(directory, max_shard_size="100KB")
-    return model
-
-
-def beginning(path: Path, layout: tuple[int, int, int] = (1, 1, 1), zero: int = 0, **train: Any) -> Config:
-    """The configuration of a run that begins with what is at `path`."""
-    base = config_of(*layout, tied=False, kv_heads=4, num_layers=4, zero=zero)
-    settings = replace(base.train, **train)
-    model = model_at(ModelConfig(path=str(path)))
-    return validate(replace(base, model=model, train=settings), layout[0] * layout[1] * layout[2])
-
-
-def begun(config: Config) -> Trainer:
-    trainer = Trainer(config, open_corpus(config), CPU)
-    begin_from(trainer, check_beginning(config.model))
-    return trainer
 
 
 def weights_of(config: Config) -> dict[str, tuple[tuple[int, ...], Tensor]]:
@@ -143,21 +112,6 @@ def test_it_trains_on_as_transformers_does(ranks: RankPool, tmp_path: Path, arch
     config = beginning(tmp_path, steps=steps)
     got = ranks.run(losses, 1, config)[0]
     assert got == pytest.approx(transformers_losses(theirs, config), rel=1e-8)
-
-
-def trained_run(config: Config) -> dict[str, Tensor]:
-    """Begin, train a step and save: a run of ours; return its masters, or its weights where they are the same."""
-    trainer = begun(config)
-    if trainer.mesh.at.pp == trainer.mesh.at.tp == 0:
-        (Path(config.run_dir) / "config.toml").write_text(dump_toml(config))
-    trainer.train_step(0)
-    with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
-        checkpoints.after_step(1)
-        checkpoints.wait()
-    return {
-        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
-        for name, weight in trainer.weights.items()
-    }
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])

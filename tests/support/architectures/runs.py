@@ -1,0 +1,78 @@
+"""Runs that begin with a drawn model's weights, saved as transformers saves them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.transformers_models import built
+from support.engine.parity import config_of
+from tpengine.architectures.model_path import model_at
+from tpengine.config import Config, ModelConfig, validate
+from tpengine.config.toml import dump_toml
+from tpengine.data import open_corpus
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.kept import keep_source
+from tpengine.training.state.beginning import begin_from, check_beginning
+from tpengine.training.state.checkpoints import RunCheckpoints
+from tpengine.training.trainer import Trainer
+
+SIZES: dict[str, dict[str, Any]] = {
+    name: dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=40, num_hidden_layers=4, intermediate_size=48)
+    for name in CONFIGS
+} | {"gpt2": dict(n_layer=4, n_head=4, n_embd=24, n_positions=32)}
+SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
+CPU = torch.device("cpu")
+
+
+def saved(architecture: str, directory: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """Save a drawn model as transformers does, in several files; return it."""
+    model = built(drawn_config(architecture, 1, **{"vocab_size": 256, **SIZES[architecture]})).to(dtype)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
+
+
+def beginning(path: Path, layout: tuple[int, int, int] = (1, 1, 1), zero: int = 0, **train: Any) -> Config:
+    """The configuration of a run that begins with what is at `path`."""
+    base = config_of(*layout, tied=False, kv_heads=4, num_layers=4, zero=zero)
+    settings = replace(base.train, **train)
+    model = model_at(ModelConfig(path=str(path)))
+    return validate(replace(base, model=model, train=settings), layout[0] * layout[1] * layout[2])
+
+
+def begun(config: Config) -> Trainer:
+    """A trainer with those weights; with drawn ones where there is no path."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    if config.model.path:
+        begin_from(trainer, check_beginning(config.model))
+    return trainer
+
+
+def trained_run(config: Config) -> dict[str, Tensor]:
+    """Begin, train and save: a run of ours; return its masters, or its weights where they are the same.
+
+    With checkpoint_every above the number of steps nothing is trained.
+    """
+    trainer = begun(config)
+    if dist.get_rank() == 0:
+        (Path(config.run_dir) / "config.toml").write_text(dump_toml(config))
+        if config.model.path:
+            source = check_beginning(config.model)
+            assert isinstance(source, ModelDirectory)
+            keep_source(source, Path(config.run_dir))
+    steps = config.train.steps if config.train.checkpoint_every <= config.train.steps else 0
+    for step in range(steps):
+        trainer.train_step(step)
+    with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
+        checkpoints.after_step(config.train.steps)
+        checkpoints.wait()
+    return {
+        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
+        for name, weight in trainer.weights.items()
+    }
