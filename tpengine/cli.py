@@ -105,6 +105,7 @@ def run_certify(args: argparse.Namespace) -> int:
         layout=Layout(args.tp, args.pp, args.dp, args.zero),
         against=None if args.against is None else parse_layout(args.against),
         preset=args.preset,
+        model_path=args.model_path,
         dtype=args.dtype,
         schedule=args.schedule,
         tp_comm=args.tp_comm,
@@ -186,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
         "--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 or tp=4 (default one process)"
     )
     certify.add_argument("--preset", default="certify", help="tiny, bench, llama_1b or certify (the default)")
+    certify.add_argument(
+        "--model.path", dest="model_path", metavar="DIR", help="the preset with the sizes of a model's directory"
+    )
     certify.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
     certify.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
     certify.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")

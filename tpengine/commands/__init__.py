@@ -1,6 +1,8 @@
-"""The subcommands of `tpengine` and the command line of training. No torch, but in the ranks that certify starts.
+"""The subcommands of `tpengine` and the command line of training. No torch, but in export and
+in the ranks that certify starts.
 
 arguments.py                    the command line of a training run
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
+export.py                       `tpengine export`: a checkpoint as a directory that transformers loads
 certify/                        `tpengine certify`: compare what the ranks computed in two layouts
 """

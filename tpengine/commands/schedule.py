@@ -209,7 +209,9 @@ def _predicted(timeline: Timeline, profile: CostProfile) -> str:
 
 def _check_one_source(args: argparse.Namespace) -> None:
     """Refuse options that give costs when a profile or a model gives them."""
-    source = next((name for name in ("preset", "config", "profile") if getattr(args, name) is not None), None)
+    source = next(
+        (name for name in ("preset", "config", "model_path", "profile") if getattr(args, name) is not None), None
+    )
     if source is None:
         return
     given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _NOMINAL}}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from tpengine.architectures.model_path import model_at
 from tpengine.config import Config, validate
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -44,6 +45,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
     )
     model.add_argument("--preset", metavar="NAME", help=f"a named run: {', '.join(PRESETS)} (default tiny)")
     model.add_argument("--config", metavar="FILE.toml", help="then a file, such as the config.toml of a run")
+    model.add_argument(
+        "--model.path", dest="model_path", metavar="DIR", help="then the sizes of a model's directory, or of a run"
+    )
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
     model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
     model.add_argument(
@@ -73,16 +77,20 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
 
     Raises: ValueError: an unknown preset, an unreadable file, an option that needs a model without one.
     """
-    if args.preset is None and args.config is None:
+    if args.preset is None and args.config is None and args.model_path is None:
         for name in _OF_A_MODEL:
             if getattr(args, name) is not None:
                 if args.profile is not None:
                     raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
-                raise ValueError(f"--{name} is for a model: got neither --preset nor --config: add --preset tiny")
+                raise ValueError(
+                    f"--{name} is for a model: got none of --preset, --config and --model.path: add --preset tiny"
+                )
         return None
     base = preset_config(args.preset or "tiny")
     if args.config is not None:
         base = load_toml(args.config, base)
+    if args.model_path is not None:
+        base = replace(base, model=model_at(replace(base.model, path=args.model_path)))
     parallel = replace(
         base.parallel,
         tp=_first(args.tp, base.parallel.tp, 1),

@@ -16,6 +16,7 @@ from tpengine.architectures.describe.rope import read_rope, written_rope
 from tpengine.architectures.describe.table import check_table, find
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN, architecture_of, check_architecture, model_of
+from tpengine.cli import main
 from tpengine.config import ModelConfig
 from tpengine.config.details import RopeScaling
 from tpengine.layout.parameters import stage_specs
@@ -225,3 +226,9 @@ def test_a_file_of_ones_own_is_an_architecture(tmp_path: Path) -> None:
     model = ModelConfig(architecture=str(tmp_path / "own.py"))
     check_architecture(model)
     assert "layers.3.attn.k_proj.bias" in [spec.name for spec in stage_specs(model, 2, 0, 4)]
+
+
+def test_a_plan_and_its_bytes_need_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
+    assert main(["schedule", "--model.path", str(tmp_path), "--tp", "2", "--pp", "4"]) == 0
+    assert "bytes of rank 3: weights" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from tpengine.architectures.model_path import model_at
 from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.commands.certify.evidence import Difference, Evidence
 from tpengine.config import Config, ParallelConfig, num_shards_of, validate
@@ -65,6 +66,7 @@ class Options:
     layout: Layout
     against: Layout | None
     preset: str
+    model_path: str | None
     dtype: str
     schedule: str
     tp_comm: str
@@ -101,6 +103,14 @@ def parse_layout(text: str) -> Layout:
     return Layout(**sizes)
 
 
+def base_of(options: Options) -> Config:
+    """Return the preset, with the model of a directory if one is given; its weights are drawn as any others."""
+    base = PRESETS[options.preset]()
+    if options.model_path is None:
+        return base
+    return replace(base, model=replace(model_at(replace(base.model, path=options.model_path)), path=""))
+
+
 def _check(options: Options) -> None:
     for flag, value, choices in (
         ("--preset", options.preset, tuple(PRESETS)),
@@ -112,7 +122,7 @@ def _check(options: Options) -> None:
             raise ValueError(f"{flag} must be one of {', '.join(choices)}: got {value!r}: use {near}")
     if options.schedule not in SCHEDULES:
         # A schedule file is read for its own layout; a value that is neither a name nor a file is refused there too.
-        num_micro_batches = PRESETS[options.preset]().train.num_micro_batches // options.layout.dp
+        num_micro_batches = base_of(options).train.num_micro_batches // options.layout.dp
         make_schedule(options.schedule, options.layout.pp, num_micro_batches)
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2**63: got {options.seed}: use 0")
@@ -123,7 +133,7 @@ def _check(options: Options) -> None:
             )
         if options.dtype == "float64":
             raise ValueError("--fast takes float64 as the truth: got --dtype float64: use float32 or bfloat16")
-        if (size := num_parameters(PRESETS[options.preset]().model)) > _MOST_COMPARED:
+        if (size := num_parameters(base_of(options).model)) > _MOST_COMPARED:
             raise ValueError(
                 f"--fast compares gradients in one process, of at most {_MOST_COMPARED:,} parameters: preset "
                 f"{options.preset} has {size:,}: use certify, or bench"
@@ -149,7 +159,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
     Raises:
         ValueError: sizes that do not divide; see config.validate.
     """
-    base = PRESETS[options.preset]()
+    base = base_of(options)
     in_all = base.train.num_micro_batches
     for axis, size, most in (("tp", layout.tp, num_shards_of(base)), ("dp", layout.dp, largest_dp(in_all))):
         if most % size:
@@ -261,7 +271,7 @@ def _compare_fast(options: Options, gradients: str) -> int:
         "float64": (one, config_of(options, one, dtype="float64")),
     }
     _say(options, runs["fast"][1], f"{options.layout} in fast mode against exact mode")
-    still = replace(PRESETS[options.preset]().optim, lr=_NO_LEARNING, warmup_steps=0)
+    still = replace(base_of(options).optim, lr=_NO_LEARNING, warmup_steps=0)
     distances = Distances(options.dtype)
     with contextlib.ExitStack() as stack:
         advance = stack.enter_context(_progress(len(runs) * options.steps))

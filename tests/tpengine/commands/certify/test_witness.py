@@ -30,7 +30,7 @@ ONE = Layout()
 
 def config_in(layout: Layout) -> Config:
     """The preset's features, smaller: 2 layers of hidden 64, 8 micro-batches of 128 tokens."""
-    options = Options(layout, None, "certify", "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
+    options = Options(layout, None, "certify", None, "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
     config = config_of(options, layout)
     return replace(
         config,
