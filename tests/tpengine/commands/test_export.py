@@ -77,7 +77,8 @@ def test_transformers_loads_what_was_trained(ranks: RankPool, tmp_path: Path, ar
     assert replace(again, path=config.model.path) == config.model
     net = ours(again, tensors_of(tmp_path / "out"))
     got = net(tokens.flatten(), config.train.seq_len)[:, : again.vocab_size].view(want.shape)
-    assert (got - want).abs().max() <= 1e-10 * want.abs().max()
+    # transformers rounds Gemma's scale of the embedding to float32, but not here, where it computes in float64.
+    assert (got - want).abs().max() <= (1e-6 if architecture == "gemma3" else 1e-10) * want.abs().max()
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
     assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
