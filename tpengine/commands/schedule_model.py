@@ -83,7 +83,7 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
                 if args.profile is not None:
                     raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
                 raise ValueError(
-                    f"--{name} is for a model: got none of --preset, --config and --model.path: add --preset tiny"
+                    f"--{name} is for a model: got neither --preset nor --config nor --model.path: add --preset tiny"
                 )
         return None
     base = preset_config(args.preset or "tiny")

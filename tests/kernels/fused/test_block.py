@@ -23,11 +23,13 @@ from tpkernels.ops.attention import attention_qkv
 from tpkernels.ops.norm.operator import add_rms_norm, rms_norm
 from tpkernels.ops.rope import rope_tables
 
+from tpengine.architectures.registry import architecture_of
 from tpengine.config import IGNORED_LABEL, ModelConfig
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.loss import vocab_parallel_cross_entropy
+from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
-from tpengine.model.transformer import Block, Transformer
+from tpengine.model.transformer import Transformer
 
 BATCH, SEQ = 2, 33
 # Of the same logits with other labels: the rounding of a single number may be small by chance.
@@ -129,7 +131,8 @@ class _EnginesBlock(torch.autograd.Function):
 
 
 def engines_block(x: Tensor, **weights: Tensor) -> Tensor:
-    block = Block(FastParts(MODEL, Communicator(None), dtype=x.dtype, device=x.device))
+    parts, architecture = FastParts(MODEL, Communicator(None), dtype=x.dtype, device=x.device), architecture_of(MODEL)
+    block = Block(parts, architecture.block(MODEL, 0), architecture.order)
     y: Tensor = _EnginesBlock.apply(block, x, *(weights[name] for name, _ in block.named_parameters()))
     return y
 

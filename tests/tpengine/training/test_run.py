@@ -55,7 +55,9 @@ def test_building_has_a_time_limit_and_a_disk_has_none(tmp_path: Path, monkeypat
 def begun(config: Config, run_dir: str) -> str:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     rank = dist.get_rank()
-    job: Any = SimpleNamespace(run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0)
+    job: Any = SimpleNamespace(
+        run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0, checkpoint=None, beginning=None
+    )
     with pytest.raises(RunError) as error, run.open_writer(trainer, job, console_for(rank), None):
         pass
     return str(error.value)
@@ -74,7 +76,7 @@ def test_a_run_directory_that_takes_no_files_is_one_line_on_all_ranks(ranks: Ran
 def begun_unheard(config: Config, run_dir: Path) -> list[str]:
     """What becomes of a start whose output's disk is full, and of one whose errors nobody reads."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    job: Any = SimpleNamespace(run_dir=run_dir, shared_cores=0)
+    job: Any = SimpleNamespace(run_dir=run_dir, shared_cores=0, checkpoint=None, beginning=None)
     reader, pipe = os.pipe()
     os.close(reader)
     found = []
