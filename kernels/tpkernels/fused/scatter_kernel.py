@@ -7,6 +7,10 @@ the owner's block, and raises the flag after the last tile of an owner's rows. A
 for every rank's flag, then adds its part of the slots in float32, in a balanced tree of ranks (tree.py): the same bits
 on every run. So a call is one launch. Programs that wait occupy no processor that a peer needs: co-located ranks divide
 the processors, and launch no more programs than theirs hold.
+
+The decision a reader will question: a tile is counted one tile late, and the next number is drawn before a tile is
+stored. Both are releases, which wait until this program's stores have arrived at their owner. Behind the next tile's
+products they have; directly behind the stores the program would stand still for as long as the link takes.
 """
 
 from __future__ import annotations
@@ -90,6 +94,15 @@ def add_slots(
         tl.store(p_y + o_x, total.to(p_y.dtype.element_ty), mask=m_x)
 
 
+@jit
+def _count(
+    p_control: tl.tensor, owner: tl.tensor, tiles_per_owner: tl.tensor, epoch: tl.tensor, call: tl.tensor
+) -> None:
+    """Count a tile that this program has stored at its owner, and raise the owner's flag if it was the last."""
+    if count_done(p_control, owner, tiles_per_owner):
+        notify(p_control, owner, arrived_line(rank_of(p_control), 0), epoch, call)
+
+
 @jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "call"])
 def matmul_scatter_kernel(
     control: tl.int64,
@@ -149,76 +162,84 @@ def matmul_scatter_kernel(
     num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
     tiles_per_owner = num_m * num_n
     num_items = WORLD * tiles_per_owner
-    item = -1
+    # Nothing is computed with item -1: the first number is drawn where all others are (claim).
+    item, uncounted = -1, -1
     while item < num_items:
-        item = claim(p_control)
-        if item < num_items:
-            owner = (rank + 1 + item // tiles_per_owner) % WORLD
-            i_m, i_n = place(item % tiles_per_owner, num_m, num_n, GROUP_M)
-            row, column = i_m * BLOCK_M, i_n * BLOCK_N
-            num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
-            if row < num_rows:
-                first_token = owner * most + first
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                acc = multiply(
-                    acc,
-                    a,
-                    b,
-                    first_token + row,
-                    column,
-                    first_token + num_rows,
-                    num_columns,
-                    depth,
-                    stride_a,
-                    stride_b,
-                    A_BY_ROWS[0],
-                    B_BY_ROWS[0],
-                    TMA_A[0],
-                    TMA_B[0],
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-                if TWO_TERMS:
-                    acc = multiply(
-                        acc,
-                        other_a,
-                        other_b,
-                        first_token + row,
-                        column,
-                        first_token + num_rows,
-                        num_columns,
-                        other_depth,
-                        other_stride_a,
-                        other_stride_b,
-                        A_BY_ROWS[1],
-                        B_BY_ROWS[1],
-                        TMA_A[1],
-                        TMA_B[1],
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                    )
-                p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
-                p_added = p_addend
-                if p_addend is not None:
-                    p_added = p_addend + first_token.to(tl.int64) * stride_addend
-                finish(
-                    acc,
-                    p_slot,
-                    None,
-                    p_added,
-                    row,
-                    column,
-                    num_rows,
-                    num_columns,
-                    num_columns,
-                    stride_addend,
-                    False,
-                    PARTS,
-                )
-            if count_done(p_control, owner, tiles_per_owner):
-                notify(p_control, owner, arrived_line(rank, 0), epoch, call)
+        owner = (rank + 1 + max(item, 0) // tiles_per_owner) % WORLD
+        i_m, i_n = place(max(item, 0) % tiles_per_owner, num_m, num_n, GROUP_M)
+        row, column = i_m * BLOCK_M, i_n * BLOCK_N
+        num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
+        has_rows = (item >= 0) & (row < num_rows)
+        first_token = owner * most + first
+        # Compute. Without rows nothing is multiplied, nor stored: a tile cannot leave an `if`, and is stored later.
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = multiply(
+            acc,
+            a,
+            b,
+            first_token + row,
+            column,
+            first_token + num_rows,
+            num_columns,
+            tl.where(has_rows, depth, 0),
+            stride_a,
+            stride_b,
+            A_BY_ROWS[0],
+            B_BY_ROWS[0],
+            TMA_A[0],
+            TMA_B[0],
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        if TWO_TERMS:
+            acc = multiply(
+                acc,
+                other_a,
+                other_b,
+                first_token + row,
+                column,
+                first_token + num_rows,
+                num_columns,
+                tl.where(has_rows, other_depth, 0),
+                other_stride_a,
+                other_stride_b,
+                A_BY_ROWS[1],
+                B_BY_ROWS[1],
+                TMA_A[1],
+                TMA_B[1],
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        # Count the tile before, which these products gave the time to arrive, and draw the next number. Both wait for
+        # this program's stores, so they come before this tile's.
+        if uncounted >= 0:
+            _count(p_control, uncounted, tiles_per_owner, epoch, call)
+        next_item = claim(p_control)
+        # Send.
+        p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
+        p_added = p_addend
+        if p_addend is not None:
+            p_added = p_addend + first_token.to(tl.int64) * stride_addend
+        finish(
+            acc,
+            p_slot,
+            None,
+            p_added,
+            row,
+            column,
+            tl.where(has_rows, num_rows, 0),
+            num_columns,
+            num_columns,
+            stride_addend,
+            False,
+            PARTS,
+        )
+        uncounted = tl.where(item >= 0, owner, -1)
+        item = next_item
+    if uncounted >= 0:
+        _count(p_control, uncounted, tiles_per_owner, epoch, call)
     if p_y is not None:
         for i in range(1, WORLD + 1):
             source = (rank + i) % WORLD

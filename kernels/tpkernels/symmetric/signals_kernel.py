@@ -26,7 +26,8 @@ is one of these patterns:
     came in between, every peer has begun that one and so has ended the earlier one. If not (a CUDA graph with an odd
     number of calls, replayed), `begin` is a barrier of the group.
  4. Claims. Programs draw numbers of tiles from a counter until there are none. The program that draws the very last
-    number, when all others have ended their tiles, resets the counters and advances the epoch: `is_last_claim`.
+    number, when all others have drawn theirs, resets the counters and advances the epoch: `is_last_claim`. A program
+    that draws before it has ended its tile saves time, but then the last one must not rely on the others' tiles.
  5. Give up together. A wait with too many polls writes what it waited for into every rank's poison line, and all waits
     end. A program that sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
  6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
@@ -373,7 +374,10 @@ def claim(p_control: tl.tensor) -> tl.tensor:
 
 @jit
 def is_last_claim(item: tl.tensor, num_items: tl.tensor) -> tl.tensor:
-    """Return whether a program drew the last number of its launch: all other programs have ended their items."""
+    """Return whether a program drew the last number of its launch.
+
+    All other programs have drawn theirs, and have ended what they did before they drew.
+    """
     return item == num_items + tl.num_programs(0) - 1
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,6 +45,37 @@ def early(control: Any, peer: Any, num_tiles: Any) -> bool:
 
     signals_kernel.count_done(control, peer, num_tiles)
     return True
+
+
+class Counts:
+    """Stands for `_count`, of a rank whose first interpreted program draws all tiles.
+
+    Args:
+        counted: says of the nth of so many calls in a launch which tiles are counted, by their numbers.
+    """
+
+    def __init__(self, counted: Callable[[int, int], Sequence[int]]) -> None:
+        self._counted, self._calls = counted, 0
+
+    def __call__(self, control: Any, owner: Any, tiles_per_owner: Any, epoch: Any, call: Any) -> None:
+        from tpkernels.symmetric import signals_kernel
+
+        world, num_tiles, rank = dist.get_world_size(), int(tiles_per_owner), dist.get_rank()
+        total = world * num_tiles
+        for tile in self._counted(self._calls % total, total):
+            peer = (rank + 1 + tile // num_tiles) % world
+            if signals_kernel.count_done(control, owner - owner + peer, tiles_per_owner):
+                line = signals_kernel.arrived_line(owner - owner + rank, 0)
+                signals_kernel.notify(control, owner - owner + peer, line, epoch, call)
+        self._calls += 1
+
+
+def without_the_second(control: Any) -> Any:
+    """Draw a number, but lose the second one."""
+    from tpkernels.symmetric import signals_kernel
+
+    number = signals_kernel.claim(control)
+    return signals_kernel.claim(control) if int(number) == 1 else number
 
 
 def arena_of(comm: Communicator) -> DeviceArena:
@@ -126,6 +157,30 @@ MUTATIONS = {
     ),
     "partial sums are announced early": Mutation(
         ("fused.scatter_kernel", "count_done"), early, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
+    ),
+    "tiles before a program's last are not counted": Mutation(
+        ("fused.scatter_kernel", "_count"),
+        Counts(lambda nth, total: [nth] if nth == total - 1 else []),
+        late=("fused.scatter_kernel", "claim"),
+        check=first_wrong_sum,
+    ),
+    "a program's last tile is not counted": Mutation(
+        ("fused.scatter_kernel", "_count"),
+        Counts(lambda nth, total: [nth] if nth < total - 1 else []),
+        late=("fused.scatter_kernel", "claim"),
+        check=first_wrong_sum,
+    ),
+    "tiles are counted before they are stored": Mutation(
+        ("fused.scatter_kernel", "_count"),
+        Counts(lambda nth, total: range(nth + (nth > 0), min(nth + 2, total))),
+        late=("fused.scatter_kernel", "finish"),
+        check=first_wrong_sum,
+    ),
+    "a tile that was drawn is lost": Mutation(
+        ("fused.scatter_kernel", "claim"),
+        without_the_second,
+        late=("fused.scatter_kernel", "finish"),
+        check=first_wrong_sum,
     ),
     "the copy engine does not wait": Mutation(
         ("exchange.copies", "has_published"),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support import CountMutations
 from support.kernels.compiled import code_of, modules_of, pretend
-from support.kernels.ptx_rules import amd_instructions_of, faults, faults_amd, instructions_of
+from support.kernels.ptx_rules import Instruction, amd_instructions_of, faults, faults_amd, instructions_of
 from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
@@ -267,6 +267,27 @@ def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[
 def test_hopper_multiplies_by_wgmma(code: Code, target: str, kinds: Sequence[str]) -> None:
     for kind, text in code(target, kinds).items():
         assert "wgmma.mma_async" in text, kind
+
+
+def before_a_claim(every: Sequence[Instruction], start: int) -> list[Instruction]:
+    """Return what may come after an instruction and before the next number is drawn."""
+    seen: set[int] = set()
+    waiting = [*every[start].next]
+    while waiting:
+        i = waiting.pop()
+        if i not in seen and not {"atom", "add", "gpu"} <= every[i].words:
+            seen.add(i)
+            waiting += every[i].next
+    return [every[i] for i in seen]
+
+
+def test_a_tile_is_counted_behind_the_next_ones_products(code: Code) -> None:
+    """And the next number is drawn before the stores: no release waits for what was stored just before."""
+    every = instructions_of(code("sm_90", ["matmul_scatter two bf16"])["matmul_scatter two bf16"])
+    products = [i for i, one in enumerate(every) if "wgmma" in one.words and "mma_async" in one.words]
+    behind = before_a_claim(every, products[-1])
+    assert not [one.text for one in behind if one.kind == "store" and "v4" in one.words]
+    assert [one for one in behind if {"atom", "add", "sys"} <= one.words and one.releases]
 
 
 def compile_some_broken(every: Sequence[tuple[str, str, str]]) -> list[str]:
