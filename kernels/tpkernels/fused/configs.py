@@ -28,7 +28,8 @@ class _Choice(NamedTuple):
 # For each target from large to small; with equal estimates the first is taken.
 _HOPPER = (
     _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
-    _Choice(MatmulConfig(128, 128, 64, 8, 8, 4), 0.85),
+    # 98 kB and at most 212 registers per thread: two programs per processor.
+    _Choice(MatmulConfig(128, 128, 64, 8, 4, 3), 0.85),
     _Choice(MatmulConfig(64, 128, 64, 8, 4, 4), 0.6),
     _Choice(MatmulConfig(64, 64, 64, 8, 4, 4), 0.4),
 )
@@ -106,14 +107,17 @@ def estimated(
 ) -> float:
     """Return the multiply-adds that the busiest of the processors could do in the time of its tiles.
 
-        n * block_m * block_n * depth / speed + ceil(n / programs_per_processor) * overhead
+        n * t + overhead + (ceil(n / programs_per_processor) - 1) * max(overhead - (programs_per_processor - 1) * t, 0)
 
-    with n = ceil(num_tiles / num_processors), tiles of the busiest processor. Its programs share its matrix units, and
-    each hides the others' overhead.
+    with n = ceil(num_tiles / num_processors), tiles of the busiest processor, t = block_m * block_n * depth / speed.
+    Its programs share its matrix units. While one of them draws, waits and stores, the others multiply: what they have
+    to multiply hides its overhead, but for that of the last tile.
     """
     most = cdiv(num_tiles, num_processors)
-    overheads = cdiv(most, programs_per_processor)
-    return most * config.block_m * config.block_n * depth / speed + overheads * _TILE_OVERHEAD
+    tile = config.block_m * config.block_n * depth / speed
+    hidden = (programs_per_processor - 1) * tile
+    rounds = cdiv(most, programs_per_processor)
+    return most * tile + _TILE_OVERHEAD + max(rounds - 1, 0) * max(_TILE_OVERHEAD - hidden, 0)
 
 
 def num_tiles(config: MatmulConfig, rows: int, columns: int, world: int) -> int:

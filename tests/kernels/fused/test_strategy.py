@@ -208,14 +208,17 @@ def test_tiles_of_every_hopper_and_blackwell_of_a_data_centre_are_the_same() -> 
 
 
 def test_a_last_round_counts_in_full() -> None:
-    """132 tiles are one round of 132 processors, 133 are two; a program hides the overhead of the one beside it.
+    """132 tiles are one round of 132 processors, 133 are two; a program's products hide the overhead of another one.
 
     Tiles of 128 x 256 x 1000 have 32,768,000 multiply-adds, and cost 7,000,000 beside them.
     """
     large, half = (choice.config for choice in _HOPPER[:2])
     assert estimated(large, 1.0, 132, 1000, 132, 1) == 32_768_000 + 7_000_000
     assert estimated(large, 1.0, 133, 1000, 132, 1) == 2 * (32_768_000 + 7_000_000)
-    assert estimated(half, 0.5, 3 * 132, 1000, 132, 2) == 3 * 32_768_000 + 2 * 7_000_000
+    assert estimated(half, 0.5, 3 * 132, 1000, 132, 2) == 3 * 32_768_000 + 7_000_000
+    # A tile of a tenth of the depth hides part of it.
+    assert estimated(half, 0.5, 3 * 132, 100, 132, 2) == 3 * 3_276_800 + 7_000_000 + (7_000_000 - 3_276_800)
+    assert estimated(large, 1.0, 0, 1000, 132, 1) == estimated(half, 0.5, 0, 1000, 132, 2)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +241,15 @@ def test_tiles_are_narrower_where_that_fills_the_last_round(
     target = Target("cuda", 90)
     config = exchange_config(tokens // world, width, inner, world, torch.bfloat16, target, num_free=1)
     assert (config.block_m, config.block_n) == (128, block_n)
+
+
+@pytest.mark.parametrize(("depth", "block_n", "together"), [(512, 128, 2), (1792, 256, 1)])
+def test_few_products_per_tile_take_two_programs_per_processor(depth: int, block_n: int, together: int) -> None:
+    """Llama 3 8B's out and down on 8 ranks, 8,192 tokens: what a tile costs beside its products counts for out."""
+    for arch in (90, 100):
+        target = Target("cuda", arch)
+        config = exchange_config(1024, 4096, depth, 8, torch.bfloat16, target)
+        assert config.block_n == block_n and config.programs_per_processor(2, target) == together
 
 
 def test_only_strategies_that_exist_are_taken() -> None:
