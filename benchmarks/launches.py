@@ -29,7 +29,7 @@ from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
 from tpkernels.ops.norm.kernel import launch_norm, launch_norm_backward
 from tpkernels.ops.rope import launch_rope
 from tpkernels.symmetric.cuda_memory import VirtualMemory
-from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
+from tpkernels.symmetric.wait_kernels import launch_wait
 
 from benchmarks.harness.shapes import MODELS, SEQUENCES, TP, Model
 
@@ -220,7 +220,6 @@ def _all_gather_matmul(sizes: Sizes = EVERY) -> None:
     """Launch forward of the column-parallel matmuls, and dx of the row-parallel ones; small batches are pushed."""
     arena = _arena(sizes.world)
     launch_wait(arena, 1, 1, 1, 7)
-    launch_meet(arena, 7)
     for dtype in sizes.dtypes:
         for model in sizes.models:
             for name in ("qkv", "gate_up", "down", "out"):

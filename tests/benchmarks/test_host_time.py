@@ -37,9 +37,6 @@ def expected(name: str, world: int) -> tuple[Counter[str], int]:
         launches, copies = Counter({"publish_kernel": 1, "wait_kernel": peers}), 2 * peers
         copies += call != "gather_matmul" or "keep" in how
     launches["gather_matmul_kernel" if call == "gather_matmul" else "matmul_scatter_kernel"] += 1
-    if call == "scatter_and_gather":
-        # A gather that runs beside a scatter waits for its peers once more, and ends in a meeting.
-        launches += Counter({"wait_kernel": 1, "meet_kernel": 1})
     return launches, copies
 
 

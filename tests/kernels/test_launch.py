@@ -64,7 +64,7 @@ def both_ways(name: str) -> list[tuple[list[Any], list[Any]]]:
     [
         ("gather_matmul/push", 1),
         pytest.param("gather_matmul/kernel/keep", 3, marks=pytest.mark.slow),
-        pytest.param("scatter_and_gather/kernel", 5, marks=pytest.mark.slow),
+        pytest.param("scatter_and_gather/kernel", 3, marks=pytest.mark.slow),
         pytest.param("gather_matmul/engine", 4, marks=pytest.mark.slow),
     ],
 )

@@ -110,6 +110,7 @@ class DeviceArena:
         engine_bytes: the smallest shard that copy engines fetch where nothing is predicted ("auto" gathers of
             all_gather_matmul are); a kernel fetches smaller ones. Ranks may differ.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
+        gather_call: number of that gather; 0 if there is none.
         launches: those of the fused kernels, to be made again.
         generation_bytes, memory, copies, name, rates: as given.
 
@@ -137,6 +138,7 @@ class DeviceArena:
         self._reason = ctypes.c_int32.from_address(record.data_ptr())
         self.generation = 0
         self.calls_since_gather: int | None = None
+        self.gather_call = 0
         self._calls: dict[int, str] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
         self.launches = Launches()
@@ -274,8 +276,8 @@ class DeviceArena:
         self._stream = stream
 
     def number(self, described: str) -> int:
-        """Return the number of a call: calls of equal descriptions have equal numbers."""
-        self.newest_call = number = signed(zlib.crc32(described.encode()), 32)
+        """Return the number of a call, not 0: calls of equal descriptions have equal numbers."""
+        self.newest_call = number = signed(zlib.crc32(described.encode()), 32) or 1
         if len(self._calls) >= _MOST_CALLS:  # sizes that change with every call
             self._calls.clear()
             self._numbers.clear()
@@ -355,7 +357,7 @@ class DeviceArena:
         self._settle(group)
         self.control.zero_()
         self._record.zero_()
-        self.generation, self.calls_since_gather = 0, None
+        self.generation, self.calls_since_gather, self.gather_call = 0, None, 0
         self._write_state(0)
         self._settle(group)
 

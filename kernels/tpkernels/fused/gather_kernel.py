@@ -39,7 +39,7 @@ from tpkernels.symmetric.signals_kernel import (
     rank_of,
     report,
     wait,
-    wait_for_copy,
+    wait_for_epoch,
 )
 
 # Elements that a program copies at a time: 16 bytes of bfloat16 per thread of 4 warps, 4 times.
@@ -250,7 +250,7 @@ def gather_matmul_kernel(
                 if row < num_rows:
                     if source != rank:
                         if HOW == "pull":
-                            wait_for_copy(p_control, source, fetched_line(source, row // split_rows), epoch, call)
+                            wait_for_epoch(p_control, source, fetched_line(source, row // split_rows), epoch, call)
                         if PUSH:
                             wait(p_control, source, arrived_line(source, row // split_rows), epoch, call)
                     shard_bytes = shard_stride * p_y.dtype.element_ty.primitive_bitwidth // 8

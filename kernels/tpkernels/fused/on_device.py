@@ -31,7 +31,6 @@ from tpkernels.launch import cdiv
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.symmetric.signals import PeerError
 from tpkernels.symmetric.signals_kernel import FETCHED, MAX_SPLITS
-from tpkernels.symmetric.wait_kernels import launch_meet, launch_wait
 
 
 @contextlib.contextmanager
@@ -135,26 +134,25 @@ def gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Te
 def start_gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
     """Begin to concatenate the ranks' rows; the result is complete after `finish_gather`.
 
-    One other call may run in between; the call after that finishes the gather first. If the rows do not fit into a
-    generation they are exchanged in pieces, and only the last piece is not waited for here.
+    One `matmul_scatter` of one piece may run in between; any other call finishes the gather first. If the rows do not
+    fit into a generation they are exchanged in pieces, and only the last piece is not waited for here.
     """
     full = _gather_in_pieces(x, arena, num_tokens, operation)
-    # The next call uses the generation of the call before this one. Every peer must have ended that call; a peer that
-    # has begun this one has.
-    first_peer = (arena.rank + 1) % arena.world
-    launch_wait(arena, first_peer, arena.world - 1, arena.generation, arena.newest_call)
-    arena.calls_since_gather = 0
+    arena.calls_since_gather, arena.gather_call = 0, arena.newest_call
     return full
 
 
 def finish_gather(arena: DeviceArena) -> None:
-    """Complete what `start_gather` began, and wait until every rank knows that all have done so."""
+    """Complete what `start_gather` began: the stream waits for this rank's copies.
+
+    The peers may still copy from here. After a call that ran beside the gather, which they may have begun before they
+    had copied all, the next call begins with a barrier of the group.
+    """
     if arena.calls_since_gather is None:
         return
-    arena.calls_since_gather = None
+    arena.calls_since_gather, arena.gather_call = None, 0
     arena.follow()
     arena.copies.join()
-    launch_meet(arena, arena.number("finish_gather"))
     _raise_where_it_is_known(arena)
 
 
@@ -202,7 +200,9 @@ def matmul_scatter(
     slot_elements = arena.slot_bytes // x.element_size()
     with _poison_if_left(arena):
         for first, piece in decision.pieces:
-            generation, call = _begin(arena, operation, "scatters", num_tokens, columns, x.dtype, first)
+            generation, call = _begin(
+                arena, operation, "scatters", num_tokens, columns, x.dtype, first, may_be_beside=True
+            )
             # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile. Wait:
             # programs without tiles do, until every rank has filled its slot here; then they add the slots.
             mine = y[first : first + piece]
@@ -214,10 +214,18 @@ def matmul_scatter(
 
 
 def _begin(
-    arena: DeviceArena, operation: str, kind: str, num_rows: int, columns: int, dtype: torch.dtype, first: int
+    arena: DeviceArena,
+    operation: str,
+    kind: str,
+    num_rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    first: int,
+    *,
+    may_be_beside: bool = False,
 ) -> tuple[int, int]:
-    """Return generation and number of the next call; finish a gather under way if this call would reuse its memory."""
-    if arena.calls_since_gather == 1:
+    """Return generation and number of the next call; finish a gather under way if this call may not run beside it."""
+    if arena.calls_since_gather or not may_be_beside:
         finish_gather(arena)
     if arena.calls_since_gather is not None:
         arena.calls_since_gather += 1

@@ -36,8 +36,10 @@ from tpkernels.symmetric.signals_kernel import (
     end_launch,
     is_last_claim,
     notify,
+    published_line,
     rank_of,
     wait,
+    wait_for_epoch,
 )
 
 # The most products that the kernel adds.
@@ -103,7 +105,7 @@ def _count(
         notify(p_control, owner, arrived_line(rank_of(p_control), 0), epoch, call)
 
 
-@jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "call"])
+@jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "gather_call", "call"])
 def matmul_scatter_kernel(
     control: tl.int64,
     p_y: tl.tensor,
@@ -128,6 +130,7 @@ def matmul_scatter_kernel(
     block_offset: tl.int64,
     slot_elements: tl.int64,
     generation: tl.int32,
+    gather_call: tl.int32,
     call: tl.int32,
     WORLD: tl.constexpr,
     TWO_TERMS: tl.constexpr,
@@ -152,11 +155,17 @@ def matmul_scatter_kernel(
         p_y: this rank's rows of the piece, without gaps; None to neither wait nor add.
         a, b, other_a, other_b: the operands of one product or, if TWO_TERMS, of two. Each is a parameter of its own,
             because triton cannot launch descriptors in tuples.
+        gather_call: number of the gather that runs beside this call, and began just before it; 0 if there is none.
         A_BY_ROWS, B_BY_ROWS, TMA_A, TMA_B: tuples with one value for each product.
     """
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)
     rank = rank_of(p_control)
+    if gather_call != 0:
+        # The call before the gather used this generation. A peer that has begun the gather has ended that call.
+        for i in range(1, WORLD):
+            peer = (rank + i) % WORLD
+            wait_for_epoch(p_control, peer, published_line(peer), epoch - 1, gather_call)
     # Every owner has at least one tile, because every peer must be notified, even without rows or columns.
     num_m = max(tl.cdiv(piece, BLOCK_M), 1)
     num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
@@ -246,7 +255,7 @@ def matmul_scatter_kernel(
             wait(p_control, source, arrived_line(source, 0), epoch, call)
     # Only now, because it also tells the host of a peer that gave up before it raised these flags.
     if is_last_claim(item, num_items):
-        end_launch(p_control, epoch, generation)
+        end_launch(p_control, epoch, generation, gather_call != 0)
     if p_y is not None:
         own_rows = max(min(min(num_tokens - rank * most, most) - first, piece), 0)
         add_slots(p_control, p_y, p_bias, block_offset, own_rows, num_columns, slot_elements, WORLD, BLOCK_SUM)
@@ -293,10 +302,10 @@ def launch_matmul_scatter(
     x, matrix = terms[0]
     other_x, other_matrix = terms[1] if len(terms) == 2 else (None, None)
     bias = None if bias is None else bias.contiguous()
-    beside_gather = arena.calls_since_gather is not None
+    gather_call = arena.gather_call
     sizes = [(t.shape, t.stride()) for term in terms for t in term]
     added = None if addend is None else addend.stride()
-    key = "scatter", num_tokens, first, piece, slot_elements, generation, beside_gather, arena.processors, added, *sizes
+    key = "scatter", num_tokens, first, piece, slot_elements, generation, gather_call, arena.processors, added, *sizes
     values = x, matrix, y, bias, addend, other_x, other_matrix
     # Operands with gaps in both dims are copied, below.
     is_read_in_place = all(1 in strides for _, strides in sizes)
@@ -311,8 +320,8 @@ def launch_matmul_scatter(
     others = [one.argument(config.block_k, config.block_n) for one in rights]
     two = len(terms) == 2
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * max(cdiv(columns, config.block_n), 1)
-    # While a gather is under way, its wait_kernel needs a processor of its own.
-    processors = (arena.processors or num_processors(x)) - beside_gather
+    # While a gather is under way, its wait_kernel or fetch_kernel needs a processor of its own.
+    processors = (arena.processors or num_processors(x)) - (gather_call != 0)
     programs = max(min(processors * config.programs_per_processor(x.element_size(), target), tiles), 1)
     # TMA descriptors are not tensors, so triton could not find the device from them.
     with torch.cuda.device_of(x):
@@ -344,6 +353,7 @@ def launch_matmul_scatter(
             arena.offset_of(generation),
             slot_elements,
             generation,
+            gather_call,
             call,
             WORLD=arena.world,
             TWO_TERMS=two,

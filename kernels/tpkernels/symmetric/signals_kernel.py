@@ -24,7 +24,8 @@ is one of these patterns:
     last tile notifies. Count and flag are both acquire and release, so the flag comes after every program's stores.
  3. Reuse own memory. A call of generation g overwrites what an earlier call of that generation wrote. If another call
     came in between, every peer has begun that one and so has ended the earlier one. If not (a CUDA graph with an odd
-    number of calls, replayed), `begin` is a barrier of the group.
+    number of calls, replayed), `begin` is a barrier of the group. It also is one after a call that ran beside a gather
+    (`end_launch`), because a peer may begin that one while it still copies.
  4. Claims. Programs draw numbers of tiles from a counter until there are none. The program that draws the very last
     number, when all others have drawn theirs, resets the counters and advances the epoch: `is_last_claim`. A program
     that draws before it has ended its tile saves time, but then the last one must not rely on the others' tiles.
@@ -222,7 +223,7 @@ def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tenso
     The wait ends after a limited number of polls (in the interpreter, a limited time), and then poisons the group. It
     also poisons the group if the peer's call of this epoch has another number.
     """
-    seen = wait_for_copy(p_control, peer, line, epoch, call)
+    seen = wait_for_epoch(p_control, peer, line, epoch, call)
     # A peer may be one call ahead, so each parity of the epoch has a number of its own.
     p_number = p_control + line * _LINE + 1 + (epoch & 1)
     # This is not a plain load, in which each thread reads for itself. A peer that runs on after poison may change the
@@ -233,13 +234,13 @@ def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tenso
 
 
 @jit
-def wait_for_copy(
+def wait_for_epoch(
     p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor
 ) -> tl.tensor:
-    """Wait until this rank's copy engine has raised `line` after it fetched from `peer`; return the epoch seen.
+    """Wait as `wait` does, but without comparing the call's number; return the epoch seen.
 
-    The engine raises a flag by copying the epoch, without the call's number. The number was compared earlier, by the
-    program that waited for `peer` before the copy.
+    This is for flags that this rank's copy engine raises after it has fetched from `peer`: it copies the epoch, without
+    a number. And it is for flags whose number the same call compares elsewhere.
     """
     p_flag = p_control + line * _LINE
     seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
@@ -338,15 +339,6 @@ def barrier(p_control: tl.tensor, epoch: tl.tensor, call: tl.tensor, is_first: t
 
 
 @jit
-def meet(p_control: tl.tensor, call: tl.tensor) -> None:
-    """Make a call that moves no data, with one program: when it returns, every rank has ended all earlier calls."""
-    report(p_control)
-    epoch = newest_epoch(p_control) + 1
-    barrier(p_control, epoch, call, True)
-    tl.store(p_control + _EPOCH_WORD, epoch)
-
-
-@jit
 def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.tensor:
     """Begin a call, and return its epoch; afterwards no rank reads this generation any more (pattern 3).
 
@@ -355,7 +347,8 @@ def begin(p_control: tl.tensor, generation: tl.tensor, call: tl.tensor) -> tl.te
     """
     report(p_control)
     epoch = newest_epoch(p_control) + 1
-    if tl.load(p_control + _GENERATION_WORD) == generation:
+    last = tl.load(p_control + _GENERATION_WORD)
+    if (last == generation) | (last < 0):
         barrier(p_control, epoch, call, tl.program_id(0) == 0)
     return epoch
 
@@ -382,15 +375,20 @@ def is_last_claim(item: tl.tensor, num_items: tl.tensor) -> tl.tensor:
 
 
 @jit
-def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor) -> None:
+def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor, next_meets: tl.tensor = False) -> None:
     """Record that call `epoch` has begun, and reset the claims; called by the program that drew the last number.
+
+    If next_meets, the next call begins with a barrier of the group, whatever generation it uses.
 
     It tells the host of poison first. A peer may have given up, run on and raised flags that this launch has seen, but
     it poisoned the group before it raised them.
     """
     report(p_control)
     tl.store(p_control + _EPOCH_WORD, epoch)
-    tl.store(p_control + _GENERATION_WORD, generation)
+    if next_meets:
+        tl.store(p_control + _GENERATION_WORD, -1)
+    else:
+        tl.store(p_control + _GENERATION_WORD, generation)
     tl.store(p_control + _EPOCH_OF_WORD + generation, epoch)
     tl.store(p_control + _CLAIMS * _LINE, 0)
 

@@ -1,7 +1,4 @@
-"""Kernels of one program that wait on a stream, so that later launches find what they need.
-
-`wait_kernel` waits until ranks have published, `meet_kernel` until all ranks have ended the calls before.
-"""
+"""A kernel of one program that waits on a stream until ranks have published, so that copies behind it may read."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.launch import Launches, jit, tl
-from tpkernels.symmetric.signals_kernel import control_at, epoch_of, meet, published_line, report, wait
+from tpkernels.symmetric.signals_kernel import control_at, epoch_of, published_line, report, wait
 
 
 class ControlArea(Protocol):
@@ -50,12 +47,6 @@ def wait_kernel(
     report(p_control)
 
 
-@jit(do_not_specialize=["call"])
-def meet_kernel(control: tl.int64, call: tl.int32) -> None:
-    """Wait until every rank has ended all calls before this one."""
-    meet(control_at(control), call)
-
-
 def launch_wait(area: ControlArea, first: int, count: int, generation: int, call: int) -> None:
     """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
     key = "wait", first, count, generation
@@ -63,10 +54,3 @@ def launch_wait(area: ControlArea, first: int, count: int, generation: int, call
     with torch.cuda.device_of(area.control):
         if not area.launches.again(key, call):
             area.launches.first(key, {}, wait_kernel, (1,), *numbers, num_warps=1)
-
-
-def launch_meet(area: ControlArea, call: int) -> None:
-    """Wait on the current stream until every rank has ended all calls before this one."""
-    with torch.cuda.device_of(area.control):
-        if not area.launches.again(("meet",), call):
-            area.launches.first(("meet",), {}, meet_kernel, (1,), area.address, call, num_warps=1)

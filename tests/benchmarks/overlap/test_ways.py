@@ -82,7 +82,7 @@ def launched(case_name: str, model: Model, tokens: int, world: int) -> dict[str,
 
 
 MATMUL, GATHERING, SCATTERING = "matmul_kernel", "gather_matmul_kernel", "matmul_scatter_kernel"
-PUBLISH, WAIT, SUM, MEET = "publish_kernel", "wait_kernel", "sum_slots_kernel", "meet_kernel"
+PUBLISH, WAIT, SUM = "publish_kernel", "wait_kernel", "sum_slots_kernel"
 FETCH = "fetch_kernel"
 
 
@@ -99,19 +99,17 @@ def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
     gathered = {GATHERING: 4} if gathers else {}
     summed = {SUM: 4} if scatters else {}
     scattered = Counter({SCATTERING: 4} if scatters else {})
-    # A gather begun beside a matmul waits for its peers once more, and ends in a call of its own.
-    regathered = {WAIT: 4, MEET: 4} if case == CASES[4] else {}
     want = {
         "torch.mm": wgrads,
         "kernel": {MATMUL: products + 4 * num_wgrads},
         "own": wgrads | gathered | ({SCATTERING: 4} if scatters else {}),
         "serial_torch": wgrads | summed,
         "serial_kernel": {MATMUL: products + 4 * num_wgrads} | summed,
-        "fused": Counter(wgrads | gathered | regathered) + scattered,
+        "fused": Counter(wgrads | gathered) + scattered,
     }
     pushes = {"push": Counter(wgrads | gathered) + scattered} if gathers else {}
     # Small shards are fetched by a kernel, large ones by copy engines behind a wait for each peer.
-    pulls = bool(gathers or regathered)
+    pulls = gathers or case == CASES[4]
     fetched, copied = ({PUBLISH: 4, FETCH: 4}, {PUBLISH: 4, WAIT: 12}) if pulls else ({}, {})
     for tokens, expected, more in ((512, want | pushes, fetched), (4096, want, copied)):
         counts = {name: Counter(count) for name, count in expected.items()}

@@ -25,6 +25,7 @@ from tpkernels.exchange.arena import CallMismatch
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.exchange_matmul import scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.symmetric.signals import PeerError
 
@@ -78,6 +79,13 @@ def without_the_second(control: Any) -> Any:
     return signals_kernel.claim(control) if int(number) == 1 else number
 
 
+def without_meeting(control: Any, epoch: Any, generation: Any, next_meets: Any = False) -> None:
+    """End a launch, but do not have the next call meet."""
+    from tpkernels.symmetric import signals_kernel
+
+    signals_kernel.end_launch(control, epoch, generation)
+
+
 def arena_of(comm: Communicator) -> DeviceArena:
     assert comm.device_arena is not None
     return comm.device_arena
@@ -104,6 +112,28 @@ def first_wrong_sum(comm: Communicator) -> str:
     return ""
 
 
+def first_wrong_beside(comm: Communicator) -> str:
+    """Scatters before and beside a gather, and a gather of the same generation after both."""
+    rows = torch.arange(comm.size).repeat_interleave(2)[:, None]
+    for number in (1.0, 5.0, 9.0):
+        wide, ones = torch.full((2 * comm.size, 3), number), torch.ones(3, COLUMNS)
+        total = torch.full((2, COLUMNS), 3 * number * comm.size)
+        before = matmul_reduce_scatter(wide, ones.T, comm)
+        shard = torch.full((2, 3), number + comm.rank)
+        beside, gathered = scatter_and_gather([(10 * wide, ones)], shard, comm, len(wide), "all_gather_matmul")
+        (after,) = all_gather_matmul(100 * shard, [torch.ones(COLUMNS, 3)], comm)
+        each = (number + rows).expand(-1, 3)
+        for what, got, expected in (
+            ("the sums before", before, total),
+            ("the sums beside", beside, 10 * total),
+            ("what is gathered", gathered, each),
+            ("the products after", after, 300 * (number + rows).expand(-1, COLUMNS)),
+        ):
+            if not torch.equal(got, expected):
+                return f"rank {comm.rank}: {what} of {number} are {got.tolist()}"
+    return ""
+
+
 class Mutation(NamedTuple):
     """What is taken out of the kernels.
 
@@ -126,7 +156,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "tiles do not wait for the copy": Mutation(
-        ("fused.gather_kernel", "wait_for_copy"),
+        ("fused.gather_kernel", "wait_for_epoch"),
         skipped,
         late=("exchange.copies", "has_published"),
         check=first_wrong_gather,
@@ -181,6 +211,18 @@ MUTATIONS = {
         without_the_second,
         late=("fused.scatter_kernel", "finish"),
         check=first_wrong_sum,
+    ),
+    "a scatter beside a gather does not wait until the generation is free": Mutation(
+        ("fused.scatter_kernel", "wait_for_epoch"),
+        skipped,
+        late=("fused.scatter_kernel", "add_slots"),
+        check=first_wrong_beside,
+    ),
+    "the call after a gather beside a scatter does not meet": Mutation(
+        ("fused.scatter_kernel", "end_launch"),
+        without_meeting,
+        late=("exchange.copies", "has_published"),
+        check=first_wrong_beside,
     ),
     "the copy engine does not wait": Mutation(
         ("exchange.copies", "has_published"),

@@ -43,7 +43,7 @@ HALVES = (
     "sum_slots bfloat16",
 )
 FLOATS = tuple(name.replace("bfloat16", "float32").replace("bf16", "fp32") for name in HALVES)
-KINDS = ("wait", "meet", *HALVES)
+KINDS = ("wait", *HALVES)
 # One of each: what waits, publishes, gathers, scatters and sums.
 BY_DEFAULT = (
     "wait",
@@ -205,7 +205,7 @@ def test_signals_are_sound_in_every_kernel(code: Code, target: str, kinds: Seque
         heard, told = ([one for one in every if getattr(one, how)] for how in ("acquires", "releases"))
         assert heard and told, kind
         assert "there" in kind or any("sys" in one.words for one in heard), kind
-        assert kind.startswith(("wait", "meet", "fetch")) or any("gpu" in one.words for one in told), kind
+        assert kind.startswith(("wait", "fetch")) or any("gpu" in one.words for one in told), kind
 
 
 def widths(ptx: str) -> Counter[str]:

@@ -27,14 +27,15 @@ from tpkernels.symmetric.signals_kernel import (
     MISMATCH,
     TIMED_OUT,
     arrived_line,
+    barrier,
     begin,
     claim,
     control_at,
     count_done,
     end_launch,
     is_last_claim,
-    meet,
     memory_of,
+    newest_epoch,
     notify,
     rank_of,
     wait,
@@ -193,18 +194,22 @@ def counts_kernel(control: tl.int64, p_last: tl.tensor, peer: tl.tensor, num_til
 
 
 @jit
-def begin_kernel(control: tl.int64, generation: tl.tensor, call: tl.tensor) -> None:
+def begin_kernel(control: tl.int64, generation: tl.tensor, call: tl.tensor, NEXT_MEETS: tl.constexpr = False) -> None:
     p_control = control_at(control)
     epoch = begin(p_control, generation, call)
     item = claim(p_control)
     if is_last_claim(item, 0):
-        end_launch(p_control, epoch, generation)
+        end_launch(p_control, epoch, generation, NEXT_MEETS)
 
 
 @jit
 def meet_kernel(control: tl.int64, call: tl.tensor) -> None:
     p_control = control_at(control)
-    meet(p_control, call)
+    epoch = newest_epoch(p_control) + 1
+    barrier(p_control, epoch, call, True)
+    item = claim(p_control)
+    if is_last_claim(item, 0):
+        end_launch(p_control, epoch, 0)
 
 
 @jit
@@ -267,11 +272,13 @@ def run_begins(kernel_name: str) -> list[tuple[float, float]]:
     area = Area()
     delays = random.Random(10 + area.rank)
     times = []
-    for _ in range(6):
+    for i_call in range(6):
         time.sleep(delays.uniform(0, 0.03))
         entered = time.monotonic()
         if kernel_name == "begin":
             area.launch(begin_kernel, 0, CALL, programs=2)
+        elif kernel_name == "next meets":
+            area.launch(begin_kernel, i_call % 2, CALL, programs=2, NEXT_MEETS=True)
         else:
             area.launch(meet_kernel, CALL)
         times.append((entered, time.monotonic()))
@@ -282,11 +289,14 @@ def run_begins(kernel_name: str) -> list[tuple[float, float]]:
 
 
 @all_worlds(by_default=3)
-@pytest.mark.parametrize("kernel_name", ["begin", "meet"])
+@pytest.mark.parametrize("kernel_name", ["begin", "next meets", "meet"])
 def test_nobody_overtakes(interpreters: RankPool, kernel_name: str, world: int) -> None:
-    """A call on the previous call's generation begins with a barrier; the first call is on another and does not."""
+    """A call on the previous call's generation begins with a barrier, or where the previous one has asked for it.
+
+    The first call does not.
+    """
     times = interpreters.run(run_begins, world, kernel_name)
-    for i_call in range(1 if kernel_name == "begin" else 0, 6):
+    for i_call in range(0 if kernel_name == "meet" else 1, 6):
         last_entered = max(of_rank[i_call][0] for of_rank in times)
         assert all(of_rank[i_call][1] >= last_entered for of_rank in times), f"call {i_call}: {times}"
 

@@ -101,7 +101,10 @@ def claims_kernel(control: tl.int64, p_y, num_items, BLOCK: tl.constexpr):
 def meet_kernel(control: tl.int64, call):
     """Only signals, and no data."""
     p_control = control_at(control)
-    meet(p_control, call)
+    report(p_control)
+    epoch = newest_epoch(p_control) + 1
+    barrier(p_control, epoch, call, True)
+    tl.store(p_control, epoch)
 '''
 NAMES = ("exchange", "push", "count", "claims", "meet")
 
