@@ -70,7 +70,8 @@ class DataParallel:
         RuntimeError: from backward at zero 0 and 1, the one before was not followed by `finish`; from `finish`, a
             frozen parameter has been thawed, or another parameter has taken the place of one. From zero 1 on: an
             optimizer was made of the model's own parameters; a state dict was asked for outside of `whole`. At zero 3:
-            a unit is called without the model, or used again in the same forward after another one.
+            a unit is called without the model, or used again in the same forward after another one. Where weights
+            exist once: a master was written after a forward, before `finish` or an optimizer's step.
 
     The gradients at zero 0: `.grad` is a view of a bucket, and zero_grad may set it to None or to zero. A parameter
         whose `.grad` is None on every replica keeps None, so that weight decay leaves it alone as in one process; used
@@ -90,11 +91,14 @@ class DataParallel:
         and 3: the host waits for one element at the beginning of each pass.
     Memory per weight, with AdamW, over d replicas (bfloat16; float32): zero 0 the buckets beside the model's; 1: 6 +
         12/d; 8 + 8/d. 2: 2 + 16/d; 4 + 12/d. 3: 18/d; 16/d. On top of it at zero 2 and 3 the gradients of units whose
-        sums have not ended, at zero 3 the weights of two units and what lies in no unit.
+        sums have not ended, at zero 3 the weights of two units and what lies in no unit. Replicas that share the memory
+        of a host have weights once from zero 1 on: per rank 1/d of their bytes, none on top, and nothing is gathered;
+        2/d and 4/d instead of 2 and 4 at zero 1 and 2.
     Order: zero 0: buckets are in the reverse order of registration, which is about the order in which backward
         completes them; they are reduced in that order on every rank, each as soon as it and all before it are complete.
         From zero 1 on the order is that of the units. The constructor, `finish`, `gather`, `whole`, `clip_grad_norm_`
-        and `remove` are collective, and the first forward after `finish`; at zero 3 every forward and backward.
+        and `remove` are collective, and the first forward after `finish`; at zero 3 every forward and backward. Where
+        weights exist once, so is an optimizer's step that a forward, and no `finish`, came before.
     Numerics: sums are taken in the parameters' own dtype, from zero 1 on in float32 or wider, then divided by R; at
         zero 0 divided first where R is a power of two. The same on every run where the transport adds in a fixed order.
     """

@@ -15,9 +15,20 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.exchange.pending import Work
+from tpkernels.exchange.pending import Done, Work
+from tpkernels.exchange.room import Room
 
-__all__ = ["Communicator", "ShardCommunicator", "Work", "all_reduce", "copy", "gather", "reduce_scatter"]
+__all__ = [
+    "Communicator",
+    "Done",
+    "Room",
+    "ShardCommunicator",
+    "Work",
+    "all_reduce",
+    "copy",
+    "gather",
+    "reduce_scatter",
+]
 
 
 class ShardCommunicator(Communicator):

@@ -5,6 +5,9 @@
     finish      wait; divide by the replicas; hand the slices to the masters as their .grad
     step        the user's optimizer updates the masters
 
+Replicas of one host have the weights once, and read and write them in turns (unit_weights.py): there a gather only
+waits for the turn.
+
 The decision a reader will question: the first forward after `finish`, or after an optimizer's step, gathers. Nobody has
 to call anything, and nothing is gathered that is not used. Where nothing can gather, an error says so: state_dict
 outside of `whole`, an optimizer made of the model's own parameters.
@@ -73,10 +76,10 @@ class SlicedReplicas:
         self._names = {held[name]: name for layout in trained.values() for name in layout.names}
         self._frozen = {name: p for name, p in held.items() if not p.requires_grad}
         self._own = set(model.modules())
-        # Gathers and sums begin in orders of their own, so each has its own group.
-        self.sums = _beside(comm) if self._sliced else comm
-        self.gradients = UnitGradients(trained, held, self.sums, each=zero > 1)
         self.weights = UnitWeights(layouts, held, comm, kept=not self._sliced)
+        # Gathers and sums begin in orders of their own, so each has its own group.
+        self.sums = _beside(comm) if self._sliced and not self.weights.is_once else comm
+        self.gradients = UnitGradients(trained, held, self.sums, each=zero > 1)
         self._gathers = GatherOrder(
             self.weights, [(*unit.trained, *unit.frozen) for unit in self.units], [unit.name for unit in self.units]
         )
@@ -128,6 +131,7 @@ class SlicedReplicas:
             self.weights.masters[name].grad = self._slice_of(name) if anyone else None
         self._used, self._backward, self.is_cleared = set(), None, False
         self._expected = [0] * len(self.units)
+        self.weights.begin_writing()
         self._is_stale = True
         if self.zero == 1:
             self.gradients.arm(self.order)
@@ -147,6 +151,7 @@ class SlicedReplicas:
             return
         self._is_stale = False
         self.weights.take_masters()
+        self.weights.begin_reading()
         if not self._sliced:
             for index in self.weights.flat:
                 self.weights.gather(index)
@@ -155,6 +160,7 @@ class SlicedReplicas:
 
     def gather(self) -> None:
         """See DataParallel."""
+        self.weights.begin_writing()
         self._is_stale = True
         self.refresh()
         self._gathers.free_kept()
@@ -171,6 +177,7 @@ class SlicedReplicas:
         for index in indices:
             self.weights.gather(index)
             self.weights.wait(index)
+        self.weights.take_out()
         before = {name: p._version for name, p in self._model.named_parameters()}
         self._in_whole = True
         try:
@@ -178,6 +185,7 @@ class SlicedReplicas:
             self._take_written(before)
         finally:
             self._in_whole = False
+            self.weights.put_back()
             for index in indices:
                 self.weights.free(index)
 
@@ -201,6 +209,7 @@ class SlicedReplicas:
             for index in self.weights.flat:
                 self.weights.gather(index)
                 self.weights.wait(index)
+        self.weights.take_out()
         self._remove.close()
 
     # Hooks.
@@ -220,7 +229,7 @@ class SlicedReplicas:
             after = functools.partial(self._after_forward, unit)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        handles.append(register_optimizer_step_pre_hook(functools.partial(_refuse_optimizer, me)))
+        handles.append(register_optimizer_step_pre_hook(functools.partial(_before_step, me)))
         handles.append(register_optimizer_step_post_hook(functools.partial(_stepped, me)))
         for handle in handles:
             self._remove.callback(handle.remove)
@@ -399,6 +408,10 @@ class SlicedReplicas:
 
     # Values.
 
+    def _updates_masters(self, optimizer: torch.optim.Optimizer) -> bool:
+        masters = set(self.weights.masters.values())
+        return any(p in masters for group in optimizer.param_groups for p in group["params"])
+
     def _slice_of(self, name: str) -> Tensor:
         part = self.weights.parts.get(name)
         own = self.gradients.slices[self.gradients.place(name)[1]]
@@ -412,7 +425,9 @@ class SlicedReplicas:
         names = [name for name, yes in zip(before, self.comm.all_reduce_max_(written).tolist(), strict=True) if yes]
         if names:
             broadcast_model(self._model, self.comm)
+            self.weights.begin_writing()
             self.weights.read_back(names)
+            self.weights.begin_reading()
 
 
 # A group for sums beside that of a communicator. It is never destroyed: torch would give its name, under which ranks
@@ -461,7 +476,7 @@ def _refuse_state(me: weakref.ref[SlicedReplicas], *_: Any) -> None:
         )
 
 
-def _refuse_optimizer(me: weakref.ref[SlicedReplicas], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(me: weakref.ref[SlicedReplicas], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     replicas = me()
     if replicas is None:
         return
@@ -471,14 +486,14 @@ def _refuse_optimizer(me: weakref.ref[SlicedReplicas], optimizer: torch.optim.Op
             f"at zero {replicas.zero} an optimizer updates slices: got the model's own {wrong[0]}: make it with "
             "replicas.parameters() instead of model.parameters()"
         )
+    if replicas._updates_masters(optimizer):
+        replicas.weights.begin_writing()
 
 
 def _stepped(me: weakref.ref[SlicedReplicas], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     replicas = me()
-    if replicas is not None:
-        masters = set(replicas.weights.masters.values())
-        if any(p in masters for group in optimizer.param_groups for p in group["params"]):
-            replicas._is_stale = True
+    if replicas is not None and replicas._updates_masters(optimizer):
+        replicas._is_stale = True
 
 
 def _remove_all(handles: Sequence[Any]) -> None:

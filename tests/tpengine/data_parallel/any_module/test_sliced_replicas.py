@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.engine.odd_module import world
 from support.engine.stacked_module import STEPS, Weights, reference, stacked, train, weights_of
 from support.kernels.mutations import survivors
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from tpengine.data_parallel import DataParallel
 from tpengine.data_parallel.any_module.sliced_replicas import SlicedReplicas
 from tpengine.data_parallel.sliced_buckets import has_memory
+from tpengine.layers.collectives import Communicator
 
 TOLERANCE = 1e-9
 
@@ -45,8 +47,7 @@ def test_replicas_train_as_one_process(ranks: RankPool, zero: int, num_ranks: in
     compare(ranks.run(train, num_ranks, zero), reference(num_ranks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2))])
 def test_over_shared_memory(ranks: RankPool, zero: int) -> None:
     compare(ranks.run(train, 2, zero, STEPS, None, 100_000), reference(2))
 
@@ -191,16 +192,18 @@ def bytes_since(before: Mapping[int, torch.UntypedStorage]) -> int:
     return min(counts)
 
 
-def bytes_after_a_step(zero: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+def bytes_after_a_step(zero: int, dtype: torch.dtype, arena_bytes: int = 0) -> tuple[int, list[int]]:
     """Return what a step leaves behind, and how many layers had memory at the beginning of each layer's forward."""
-    bytes_after_steps(zero, dtype)  # what torch makes once is there before anything is counted
-    return bytes_after_steps(zero, dtype)
+    # What torch makes once, and views of the arena, are there before anything is counted.
+    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+    bytes_after_steps(zero, dtype, comm)
+    return bytes_after_steps(zero, dtype, comm)
 
 
-def bytes_after_steps(zero: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+def bytes_after_steps(zero: int, dtype: torch.dtype, comm: Communicator) -> tuple[int, list[int]]:
     before = live_storages()
     model = Narrow().to(dtype)
-    replicas = DataParallel(model, world(), zero=zero)
+    replicas = DataParallel(model, comm, zero=zero)
     optimizer = torch.optim.AdamW(replicas.parameters(), foreach=True)
     whole: list[int] = []
     assert isinstance(replicas.stage, SlicedReplicas)
@@ -237,6 +240,20 @@ def test_bytes_held_are_those_of_the_table(
             assert held == wanted(2) * numel + nans
             # Zero 3: the layer that computes, and the next one.
             assert max(whole) == (2 if zero == 3 else DEPTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "once", "per_rank"), [(torch.bfloat16, 2, 16), (torch.float32, 4, 12)])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_bytes_held_through_shared_memory(
+    ranks: RankPool, zero: int, dtype: torch.dtype, once: int, per_rank: int
+) -> None:
+    """The weights are counted on each rank here, and are the same memory on all (test_shared_weights.py)."""
+    for held, whole in ranks.run(bytes_after_a_step, 2, zero, dtype, 100_000):
+        # NaNs, the room's address, and the numbers that ranks gave each other when they opened it.
+        few_bytes = held - (once + per_rank / 2) * DEPTH * WIDTH * WIDTH
+        assert 0 <= few_bytes < 64
+        assert set(whole) == {DEPTH}
 
 
 def what_a_forward_keeps() -> tuple[list[int], list[int]]:
@@ -306,9 +323,9 @@ def narrow_model() -> nn.Module:
     return Narrow().bfloat16()
 
 
-def train_in_bfloat16(zero: int) -> tuple[Weights, Weights, bool]:
+def train_in_bfloat16(zero: int, arena_bytes: int = 0) -> tuple[Weights, Weights, bool]:
     """Return the weights, the masters of this rank, and whether masters hold more than the weights."""
-    comm = world()
+    comm = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     model = narrow_model()
     replicas = DataParallel(model, comm, zero=zero)
     optimizer = torch.optim.SGD(replicas.parameters(), lr=1e-3)
@@ -324,8 +341,9 @@ def train_in_bfloat16(zero: int) -> tuple[Weights, Weights, bool]:
     return weights, masters, finer
 
 
+@pytest.mark.parametrize("arena_bytes", [0, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_16_bit_weights_are_rounded_masters(ranks: RankPool, zero: int) -> None:
+def test_16_bit_weights_are_rounded_masters(ranks: RankPool, zero: int, arena_bytes: int) -> None:
     model = narrow_model()
     wide = {name: p.detach().float() for name, p in model.named_parameters()}
     for step in range(3):
@@ -340,7 +358,7 @@ def test_16_bit_weights_are_rounded_masters(ranks: RankPool, zero: int) -> None:
             for name, p in model.named_parameters():
                 wide[name] -= 1e-3 * total[name]
                 p.copy_(wide[name])
-    results = ranks.run(train_in_bfloat16, 2, zero)
+    results = ranks.run(train_in_bfloat16, 2, zero, arena_bytes)
     for name, p in wide.items():
         parts = torch.cat([masters[name] for _, masters, _ in results])
         assert torch.allclose(parts, p.flatten(), rtol=1e-5, atol=1e-6)
