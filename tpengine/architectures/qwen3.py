@@ -13,12 +13,13 @@ from tpengine.architectures.describe import (
     FeedForward,
     Norm,
     Part,
+    heads,
     llama_sizes,
     replicate,
 )
 from tpengine.config import ModelConfig
 
-TABLE = {**llama.TABLE, "layers.*.self_attn.{q,k}_norm": replicate}
+TABLE = {**llama.TABLE, "layers.*.self_attn.{q,k}_norm": replicate(heads)}
 
 
 def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:

@@ -6,5 +6,6 @@
 - images: data parallelism for any module
 - stages: a pipeline out of an nn.Sequential
 - gpt: a model of your own on all three axes: tensor, pipeline and data parallel
+- transformers_gpt2: GPT-2 as transformers writes it, cut by a table, on the same three axes
 - swap: an operator of your own: an exchange inside a Triton kernel; a module, not a script
 """

@@ -9,6 +9,7 @@ has `of(...)`. In that name braces mean parameters that lie in one tensor of the
     vocab        a table by vocabulary: rows cut, padded
     replicate    whole on every rank; its gradient is summed over tp, since its input is a shard of tokens or of heads
     heads        column(heads), row(heads): cut between heads; ranks share the heads of which there are fewer than ranks
+                 replicate(heads): its input is a shard of heads; `parallelize` sums over tp for this one alone
 """
 
 from __future__ import annotations
@@ -122,6 +123,16 @@ def check_table(table: Table, modules: Iterable[str], *, all_used: bool = True) 
         raise ValueError(
             f"every rule of a table is of a parameter: {', '.join(unused)} fits none of {len(names)}: correct the table"
         )
+
+
+def is_named(pattern: str, module: str) -> bool:
+    """Return whether a pattern fits the name of a module."""
+    return re.fullmatch(_expression(pattern), module) is not None
+
+
+def num_packed(pattern: str, rule: Rule) -> int:
+    """Return how many parameters of ours lie in one tensor of a file, of the rule with this key."""
+    return len(_choices(rule.ours)) if "{" in rule.ours and "{" not in pattern else 1
 
 
 def _expression(pattern: str) -> str:

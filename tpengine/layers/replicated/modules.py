@@ -25,7 +25,8 @@ from tpengine.layers.norm import RMSNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Set on a parameter together with the hook that sums: a copy, or a parameter that replaces it, has neither.
+# Set on a parameter together with the hook that sums, or by `whole`. A copy, or a parameter that replaces it, has
+# neither.
 _SUMMED = "_tpengine_summed_over"
 # Set on a module: the ranks over which it sums the gradients of its direct parameters itself.
 _SUMS = "_tpengine_sums_over"
@@ -121,6 +122,20 @@ def summed(module: _Module, tp: Communicator) -> _Module:
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             _equalise(tensor, tp)
     return module
+
+
+def whole(parameter: Parameter, tp: Communicator) -> None:
+    """Declare that every tp rank holds a parameter and computes its whole gradient, though its module is `sharded`.
+
+    `clip_grad_norm_` counts it once then. Such is the bias that is added after a sum over tp, of activations that are
+    whole on every rank.
+
+    Args:
+        parameter: has the same values on every rank.
+        tp: the tensor-parallel ranks.
+    """
+    if tp.size > 1:
+        setattr(parameter, _SUMMED, tp)
 
 
 def check_replicated(model: nn.Module, tp: Communicator) -> None:

@@ -1,0 +1,140 @@
+"""What takes the place of another model's nn.Linear, Conv1D and nn.Embedding.
+
+Every rank has all tokens between these layers, since a forward that knows nothing of tensor parallelism does. So the
+layers of tpengine.layers, which hand on T/tp tokens and fuse their exchange with the matmul, do not fit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from tpkernels.derivatives import differentiable_once
+
+from tpengine.layers.collectives import Communicator, all_reduce, copy
+from tpengine.layers.loss import check_range
+from tpengine.model.foreign.cut import Cut
+
+
+class CutLayer(nn.Module):
+    """A layer of which each rank holds a part.
+
+    Args:
+        tp: the tensor-parallel ranks.
+        cuts: how its parameters are cut, by name; of those left out every rank holds the whole.
+        weight, bias: this rank's.
+        is_transposed: the weight is stored as [in, out], as Conv1D does.
+    """
+
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        tp: Communicator,
+        cuts: Mapping[str, Cut],
+        weight: Parameter,
+        bias: Parameter | None = None,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp, self.cuts, self.is_transposed = tp, dict(cuts), is_transposed
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    @property
+    def _matrix(self) -> Tensor:
+        """Return the weight as [out, in]."""
+        return self.weight.T if self.is_transposed else self.weight
+
+
+class CutColumns(CutLayer):
+    """Multiply by the rows of a weight that this rank holds.
+
+    y[..., F/tp] = x[..., D] @ w[F/tp, D].T + b[F/tp]
+    dx[..., D] = all_reduce_tp(dy @ w)
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., D] -> y[..., F/tp]."""
+        return nn.functional.linear(copy(x, self.tp), self._matrix, self.bias)
+
+
+class CutRows(CutLayer):
+    """Multiply the features that this rank has by its columns of a weight.
+
+    y[..., D] = all_reduce_tp(x[..., F/tp] @ w[D, F/tp].T) + b[D]
+    dx[..., F/tp] = dy @ w
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., F/tp] -> y[..., D]."""
+        y = all_reduce(nn.functional.linear(x, self._matrix), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class CutTable(CutLayer):
+    """Look tokens up in a table whose rows are cut.
+
+        y[..., D] = all_reduce_tp(w[V/tp, D]'s row for each token of this rank's range, zeros for the others)
+
+    Raises:
+        ValueError: on a CPU, a token outside the table.
+    """
+
+    def __init__(
+        self, tp: Communicator, cuts: Mapping[str, Cut], weight: Parameter, padding_idx: int | None = None
+    ) -> None:
+        super().__init__(tp, cuts, weight)
+        self.padding_idx = padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens[...] -> y[..., D]."""
+        check_range("tokens", tokens.flatten(), self.cuts["weight"].size)
+        num_rows = len(self.weight)
+        first = self.tp.rank * num_rows
+        rows = tokens - first
+        is_elsewhere = (rows < 0) | (rows >= num_rows)
+        # As nn.Embedding does: the row of this token gets no gradient.
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        here = padding if padding is not None and 0 <= padding < num_rows else None
+        found = nn.functional.embedding(rows.masked_fill(is_elsewhere, 0), self.weight, here)
+        return all_reduce(found.masked_fill(is_elsewhere[..., None], 0.0), self.tp)
+
+
+class CutHead(CutColumns):
+    """Compute logits with a table whose rows are cut, and gather them unless the loss takes them cut.
+
+    z[..., V] = all_gather_tp(x[..., D] @ w[V/tp, D].T), without the padded columns
+    dx[..., D] = all_reduce_tp(dz's own columns @ w)
+    """
+
+    # Set by `parallelize`.
+    gathers = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., D] -> logits[..., V], or [..., V/tp] of the padded vocabulary."""
+        logits = super().forward(x)
+        if not self.gathers:
+            return logits
+        whole: Tensor = _GatherColumns.apply(logits, self.cuts["weight"].size, self.tp)
+        return whole
+
+
+class _GatherColumns(torch.autograd.Function):
+    """z[..., V/tp] -> y[..., V];  dz = dy's own columns: every rank computes the whole of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, size: int, tp: Communicator) -> Tensor:
+        ctx.tp, ctx.num_columns = tp, z.shape[-1]
+        full = tp.all_gather(z.movedim(-1, 0).contiguous())
+        return full[:size].movedim(0, -1).contiguous()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        padded = nn.functional.pad(dy, (0, ctx.tp.size * ctx.num_columns - dy.shape[-1]))
+        return padded.narrow(-1, ctx.tp.rank * ctx.num_columns, ctx.num_columns), None, None
