@@ -242,7 +242,8 @@ class Arena:
         Args:
             num_rows, columns, dtype: T, D and dtype of the partial results.
             partial: (rows, out) -> this rank's partial result for these rows, in `out` if it is given; otherwise in a
-                new tensor, to which the other ranks' results are added in place.
+                new tensor, to which the other ranks' results are added in place. Its own rows it may return from
+                elsewhere, unchanged.
             operation: name of the operation, for messages and to compare calls.
             into: [rows, columns] of this rank, where the sum goes; `partial` is given its parts as `out`.
 
@@ -275,10 +276,10 @@ class Arena:
                     self.signals.notify(peer, self.epoch)
                 # Compute this rank's own part while the peers write theirs.
                 rows = piece_of(own, first, rows_per_piece)
-                piece = total[first : first + rows_per_piece]
+                term = piece = total[first : first + rows_per_piece]
                 if len(piece):
                     # Matmuls fill a new tensor faster than a given one (ops/matmul/host.py, product).
-                    piece = partial(rows, None if is_new else piece)
+                    term = partial(rows, None if is_new else piece)
                 # Wait for all peers, then add in the tree's order.
                 for peer in self._peers:
                     self.wait(peer, generation, call)
@@ -286,9 +287,9 @@ class Arena:
                     self.block(peer, generation, self.rank * slot_bytes, piece.shape, dtype)
                     for peer in range(self.world)
                 ]
-                add_to_own(slots, self.rank, piece)
                 if is_new:
-                    total = piece
+                    total = piece = term
+                add_to_own(slots, self.rank, term, piece)
         return total
 
     def _rows_that_fit(self, room_bytes: int, row_bytes: int, operation: str) -> int:
@@ -389,9 +390,9 @@ def piece_of(rows: slice, first: int, num_rows: int) -> slice:
     return slice(min(rows.start + first, rows.stop), min(rows.start + first + num_rows, rows.stop))
 
 
-def add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor) -> None:
-    """Write into `own` the tree's sum of the slots, with `own` itself in the place of slots[rank]."""
-    tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=own)
+def add_to_own(slots: Sequence[Tensor], rank: int, own: Tensor, out: Tensor) -> None:
+    """Write into `out` the tree's sum of the slots, with `own`, which may be `out`, in the place of slots[rank]."""
+    tree_sum([own if peer == rank else slot for peer, slot in enumerate(slots)], out=out)
 
 
 def round_to_pages(num_bytes: int) -> int:

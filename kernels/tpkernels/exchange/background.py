@@ -70,9 +70,14 @@ def gather_through(arena: Arena, own: Tensor, full: Tensor) -> None:
 def reduce_scatter_through(arena: Arena, x: Tensor, out: Tensor) -> None:
     """Write out[n] = this rank's part of the sum over ranks of x[R*n]."""
     flat = x.view(-1, 1)
-    arena.reduce_scatter(
-        len(flat), 1, x.dtype, lambda rows, part: copied(flat[rows], part), "reduce_scatter", into=out.view(-1, 1)
-    )
+    own = shard_rows(len(flat), arena.world, arena.rank)
+
+    def partial(rows: slice, part: Tensor | None) -> Tensor:
+        # This rank's own part is added where it is.
+        is_own = own.start <= rows.start < own.stop
+        return flat[rows] if is_own else copied(flat[rows], part)
+
+    arena.reduce_scatter(len(flat), 1, x.dtype, partial, "reduce_scatter", into=out.view(-1, 1))
 
 
 def copied(x: Tensor, out: Tensor | None) -> Tensor:

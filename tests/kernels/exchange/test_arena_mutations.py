@@ -69,17 +69,18 @@ class ReadsItsOwnShardForAPeers(HostileArena):
         return super().block(self.rank if owner == WORLD - 1 else owner, *rest)
 
 
-def sum_without_the_last_peer(slots: list[Tensor], rank: int, own: Tensor) -> None:
+def sum_without_the_last_peer(slots: list[Tensor], rank: int, own: Tensor, out: Tensor) -> None:
     others = [slot for peer, slot in enumerate(slots) if peer != rank]
+    out.copy_(own)
     for slot in others[:-1]:
-        own.add_(slot)
+        out.add_(slot)
 
 
-def sum_with_own_twice(slots: list[Tensor], rank: int, own: Tensor) -> None:
-    own.mul_(2)
+def sum_with_own_twice(slots: list[Tensor], rank: int, own: Tensor, out: Tensor) -> None:
+    out.copy_(2 * own)
     for peer, slot in enumerate(slots):
         if peer != rank:
-            own.add_(slot)
+            out.add_(slot)
 
 
 def rows_of_the_next_rank(num_rows: int, world: int, rank: int) -> slice:

@@ -1,7 +1,8 @@
 """The gradients of any module where replicas own slices of their sums (ZeRO 1 to 3).
 
 At zero 1 whole gradients are added up, and reduce-scattered once. From zero 2 on every backward pass reduce-scatters: a
-bucket has memory from its first gradient in a pass to the end of its sum, and what is kept is the slice.
+bucket has memory from its first gradient in a pass to the end of its sum, and what is kept is the slice. The first sum
+of a step is written there at once, later ones are added to it.
 
 Nothing here waits before the pass ends. A rank that waited for a sum in the middle of backward could wait for a rank
 that waits for its next gather.
@@ -37,6 +38,10 @@ class UnitGradients(SlicedBuckets):
         self._layouts = layouts
         # Gradients that nothing has been added to: their place holds anything.
         self._empty: dict[int, set[str]] = {index: set(layout.names) for index, layout in layouts.items()}
+        # Buckets without a sum in this step, whose slices hold anything: then no backward ran anywhere, and nobody has
+        # gradients. And buckets whose sums go straight into their slices.
+        self._unsummed = set(layouts) if each else set()
+        self._straight: set[int] = set()
         names = [name for layout in layouts.values() for name in layout.names]
         super().__init__(
             layouts,
@@ -53,9 +58,9 @@ class UnitGradients(SlicedBuckets):
         GradientBuckets.arm(self, order, on_start)
 
     def zero(self) -> None:
-        """See GradientBuckets; a whole gradient is written when the first term comes."""
+        """See GradientBuckets; whole gradients and slices are written when the first term comes."""
         if self._each:
-            super().zero()
+            self._unsummed = set(self._layouts)
             return
         for index, layout in self._layouts.items():
             self._empty[index] = set(layout.names)
@@ -85,6 +90,22 @@ class UnitGradients(SlicedBuckets):
         self.flush()
         for index in list(self._pending):
             self.wait(index)
+
+    def wait(self, index: int) -> Work:
+        """See SlicedBuckets."""
+        if index not in self._straight:
+            return super().wait(index)
+        self._straight.remove(index)
+        work = GradientBuckets.wait(self, index)
+        set_memory(self.flat[index], False)
+        return work
+
+    def _start_sum(self, index: int, flat: Tensor) -> Work:
+        if index not in self._unsummed:
+            return super()._start_sum(index, flat)
+        self._unsummed.remove(index)
+        self._straight.add(index)
+        return self._comm.start_reduce_scatter(flat, self.slices[index])
 
     def reduce(self, index: int) -> Work:
         """See GradientBuckets; let go of buffers whose sums are there."""

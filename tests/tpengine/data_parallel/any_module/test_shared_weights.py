@@ -94,13 +94,14 @@ def train_out_of_step(zero: int, mutation: str) -> tuple[Losses, list[Tensor]]:
     globals()[mutation](replicas.stage)
     optimizer = sgd(replicas)
     is_slow = comm.rank == comm.size - 1
+    # This hook comes after the one that meets the other replicas.
+    optimizer.register_step_pre_hook(lambda *_: time.sleep(SLOW_SECONDS if is_slow else 0.0))
     for step in range(3):
         model(inputs_of(comm.rank, step)).square().sum().backward()
         replicas.finish()
         hook = model[0].register_forward_hook(lambda *_: time.sleep(SLOW_SECONDS if is_slow else 0.0))
         losses.append(model(inputs_of(99, step)).square().sum().item())
         hook.remove()
-        time.sleep(SLOW_SECONDS if is_slow else 0.0)
         optimizer.step()
     with replicas.whole():
         weights = [p.detach().clone() for p in model.parameters()]
