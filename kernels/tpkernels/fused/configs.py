@@ -5,7 +5,9 @@ low tiles. And every rank must take the same tiles, because a flag stands for wh
 
 The decision a reader will question: those tiles are taken that give the busiest processor the least work, so a last
 round of tiles that most processors have no part in counts in full. The estimate is also what strategy.py predicts a
-fused matmul's time by.
+fused matmul's time by. There are no narrower tiles for the last round alone, and no stream-K: on 8 ranks with 2,048
+tokens or more, the scatters of Llama 3 8B and 70B leave 3 % of the processors' rounds unused. Nor is the loop over
+tiles flattened into that over K: a program would need its next number before it has computed the tile before.
 """
 
 from __future__ import annotations
