@@ -6,7 +6,7 @@
 A program of dq (query_gradient.py) has a block of queries of one head and loops over keys. A program of dk and dv
 (key_gradient.py) has a block of keys of one KV head and loops over the queries of all query heads of its group, of some
 of them, or of one. So every element is written by one program, in an order that depends on shapes only. The price:
-scores are computed twice, 7 products instead of 5. Here are the preparation of both and the launches.
+scores are computed twice, 7 products, not 5 (configs.py says why). Here are the preparation of both and the launches.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """

@@ -6,6 +6,21 @@ some bytes; they are not among the checked launches. No GPU has timed the config
 64 or 128 columns, a number 2 or 4 bytes. Dropout draws its mask in the same loop and needs registers for it.
 
 NVIDIA multiplies float32 without matrix units (launch.dot), in small blocks.
+
+Why backward makes 7 products, not 5: one pass over key blocks would save two, but without atomics each key block then
+hands on its part of dq, written and read once in float32. A causal head of S queries and E columns saves 2 S^2 E flops
+and moves about 4 S^2 E / block_keys bytes. At the H200's rates in work.py (653 TFLOP/s, 4.08 TB/s) that wins from 320
+keys per block; the largest that fits is 128. Computed, not measured, in microseconds per head:
+
+    S, E          saved    parts, 64 keys    parts, 128 keys    memory for the parts, 64 keys
+    4096, 64        3.3              16.7                8.5                            34 MB
+    4096, 128       6.6              33.4               17.0                            68 MB
+    8192, 64       13.2              66.3               33.4                           135 MB
+    8192, 128      26.3             132.6               66.8                           271 MB
+
+Adding to dq in the order of key blocks, each waiting for the one before, needs no such memory and moves as many bytes,
+mostly in the L2 cache, whose rate for that nobody has measured here; it holds programs back as well. At half the rate
+of products the limit is 160 keys, still above 128.
 """
 
 from __future__ import annotations
