@@ -27,7 +27,7 @@ from tpengine.layers.collectives import Communicator
 # Of a weight's largest change. The order of sums explains less than 1e-4.
 _TOLERANCE = 1e-3
 _VOCABULARY = 256
-# Sums go through it in pieces: 16 MB need 9 to 22 MB more at the peak of zero 3, and 2 to 4 % more CPU time (2 cores).
+# Sums go through it in pieces. With 16 MB the peak of zero 3 is 7 to 22 MB higher, and CPU time 2 to 4 %.
 _ARENA_BYTES = 4_000_000
 
 Weights = dict[str, Tensor]
