@@ -37,8 +37,11 @@ class ChunkWalks:
     def __init__(self, config: Config, tp: int, plan: Plan, index: int) -> None:
         chunk, last = plan.chunks[index], len(plan.chunks) - 1
         self.chunk: Chunk = chunk
-        self.block = BlockBytes.of(config, tp, chunk.gathered)
-        self.num_blocks = chunk.layers[1] - chunk.layers[0]
+        windows, seq = config.model.details.windows or (0,) * config.model.num_layers, config.train.seq_len
+        kinds = {narrow: BlockBytes.of(config, tp, chunk.gathered, is_windowed=narrow) for narrow in (False, True)}
+        # A window that no sequence exceeds is none.
+        self.blocks = [kinds[0 < window < seq] for window in windows[slice(*chunk.layers)]]
+        self.block = kinds[False]  # for what all blocks have alike, and the ends
         self.is_first, self.is_last = index == 0, index == last
         # Where a neighbour is on the same rank, its tensor is handed over; else it is in a slot.
         self.has_input = index > 0 and plan.chunks[index - 1].rank == chunk.rank
@@ -48,13 +51,13 @@ class ChunkWalks:
     def bytes(self) -> ChunkBytes:
         block = self.block
         ends = (block.embedding if self.is_first else 0) + (block.head if self.is_last else 0) - self.in_slot * block.x
-        saved = self.num_blocks * block.saved(self.chunk.recompute) + ends
+        saved = sum(of.saved(self.chunk.recompute) for of in self.blocks) + ends
         if self.chunk.recompute is Recompute.FULL:
             saved = self.has_input * block.x
         gradient_in_slot = not self.is_last and not self.has_gradient
         return ChunkBytes(
             saved=saved,
-            deferred=self.num_blocks * block.deferred
+            deferred=len(self.blocks) * block.deferred
             + (block.deferred_embedding if self.is_first else 0)
             + (block.deferred_head if self.is_last else 0)
             - (block.output_gradient if gradient_in_slot else 0),
@@ -72,7 +75,7 @@ class ChunkWalks:
         held.make(self.has_input * block.x)
         if self.is_first:
             held.make(block.embedding, block.x)
-        for number in range(self.num_blocks):
+        for number, block in enumerate(self.blocks):
             forward_block(block, held, recompute)
             if recompute is Recompute.FULL and (number or self.is_first):
                 held.free(block.x)
@@ -91,10 +94,10 @@ class ChunkWalks:
         held.make(self.has_gradient * block.x)
         if self.is_last:
             backward_head(block, held, defers=defers)
-        for number in reversed(range(self.num_blocks)):
-            is_end = number == self.num_blocks - 1 and not self.is_last
+        for number in reversed(range(len(self.blocks))):
+            is_end = number == len(self.blocks) - 1 and not self.is_last
             backward_block(
-                block,
+                self.blocks[number],
                 held,
                 recompute,
                 defers=defers,

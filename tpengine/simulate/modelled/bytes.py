@@ -44,6 +44,7 @@ class BlockBytes:
         norm_statistics: numbers per row that a norm keeps: 2 if it subtracts the mean, else 1.
         vectors, end_vectors: elements of a block's norms and biases on this rank, and of the last norm.
         positions: elements of the table of learned positions.
+        is_windowed: whether a query does not see all earlier tokens of its sequence.
     """
 
     tokens: int
@@ -67,10 +68,13 @@ class BlockBytes:
     vectors: int
     end_vectors: int
     positions: int
+    is_windowed: bool
 
     @classmethod
-    def of(cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP) -> BlockBytes:
-        """Return the bytes for a configuration on one of `tp` ranks."""
+    def of(
+        cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP, *, is_windowed: bool = False
+    ) -> BlockBytes:
+        """Return the bytes for a configuration on one of `tp` ranks, of a block with or without a window."""
         model, train = config.model, config.train
         architecture = architecture_of(model)
         parts, ends = architecture.block(model, 0).values(), architecture.ends(model)
@@ -97,6 +101,7 @@ class BlockBytes:
             vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.decays),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
+            is_windowed=is_windowed,
         )
 
     @property
@@ -152,8 +157,11 @@ class BlockBytes:
         q and k rotated, and v, each in a tensor of its own; the output; the log-sum-exp. Where torch computes attention
         (below float32, and with fewer KV heads) it keeps an output in its own layout, unless there is one head, and the
         matmul keeps a copy with heads side by side. With dropout all of it is widened, and k and v repeated to H heads.
+        With a window attention is ours in every dtype, with dropout too.
         """
         q, kv, statistics = self.queries, self.keys, self.tokens * self.heads * self.wide
+        if self.is_windowed:
+            return (2 * q + 2 * kv) * self.item + statistics
         if not self.drops_attention:
             is_ours = self.item == self.wide and self.heads == self.kv_heads
             copies = 1 if is_ours or self.heads == 1 or self.seq == 1 else 2

@@ -160,6 +160,7 @@ MODELS: list[dict[str, Any]] = [
     {"details": ModelDetails(attention_bias=True, mlp_bias=True)},
     {"architecture": "qwen3", "num_kv_heads": 2, "details": ModelDetails(head_size=10)},
     {"architecture": "mistral", "details": ModelDetails(windows=(3, 3, 3))},
+    {"architecture": "mistral", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9)), **DROPS},
     {"architecture": "gpt2", "details": ModelDetails(max_positions=64)},
 ]
 
