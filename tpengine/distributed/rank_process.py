@@ -45,7 +45,7 @@ def serve(connection: Connection, rank: int, world: int, store: str, factory: st
     try:
         torch.set_num_threads(THREADS_PER_RANK)
         make = imported(factory)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        _join(store, rank, world)
         target = make(*args)
         connection.send((True, None))
         while True:
@@ -57,6 +57,19 @@ def serve(connection: Connection, rank: int, world: int, store: str, factory: st
             connection.send((False, str(error) if isinstance(error, NotImportable) else traceback.format_exc()))
     # Other ranks may hang in a collective with this one, so no cleanup may wait for them.
     os._exit(0)
+
+
+def _join(path: str, rank: int, world: int) -> None:
+    """Join the group that meets over a file, and go on when all ranks have joined it.
+
+    A rank that went on alone and failed would end while others still connect to it; they would report that as an error
+    of their own, beside the one mistake.
+    """
+    store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch's stubs do not name it
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    if store.add("joined", 1) == world:
+        store.set("all have joined", "")
+    store.wait(["all have joined"])
 
 
 def imported(path: str) -> Callable[..., Any]:
