@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.transformers_models import built
-from support.engine.parity import config_of
+from support.engine.parity import config_of, whole_weights
 from tpengine.architectures.model_path import model_at
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.config.toml import dump_toml
@@ -31,9 +31,14 @@ SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
 CPU = torch.device("cpu")
 
 
-def saved(architecture: str, directory: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """Save a drawn model as transformers does, in several files; return it."""
-    model = built(drawn_config(architecture, 1, **{"vocab_size": 256, **SIZES[architecture]})).to(dtype)
+# Name -> (offset, values) of what a rank holds of it.
+Pieces = dict[str, tuple[tuple[int, ...], Tensor]]
+
+
+def saved(architecture: str, directory: Path, dtype: torch.dtype = torch.float64, **given: Any) -> Any:
+    """Save a drawn model as transformers does, in several files; return it. `given` are not drawn."""
+    entries = {"vocab_size": 256, **SIZES[architecture], **given}
+    model = built(drawn_config(architecture, 1, **entries)).to(dtype)
     model.save_pretrained(directory, max_shard_size="100KB")
     return model
 
@@ -54,11 +59,36 @@ def begun(config: Config) -> Trainer:
     return trainer
 
 
-def trained_run(config: Config) -> dict[str, Tensor]:
-    """Begin, train and save: a run of ours; return its masters, or its weights where they are the same.
+def losses_of(trainer: Trainer) -> list[float]:
+    """Train all steps; return the losses."""
+    return [trainer.train_step(step).loss for step in range(trainer.config.train.steps)]
 
-    With checkpoint_every above the number of steps nothing is trained.
-    """
+
+def pieces_of(trainer: Trainer) -> Pieces:
+    """What this rank holds of each parameter, gathered where replicas own slices."""
+    with whole_weights(trainer):
+        return {
+            name: (trainer.model.pieces[name].block[0], weight.detach().clone())
+            for name, weight in trainer.model.held.items()
+        }
+
+
+def trained_run(config: Config) -> dict[str, Tensor]:
+    """Make a run; return its masters, or its weights where they are the same."""
+    trainer = saved_run(config)
+    return {
+        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
+        for name, weight in trainer.weights.items()
+    }
+
+
+def trained_pieces(config: Config) -> Pieces:
+    """Make a run; return what this rank holds at its end."""
+    return pieces_of(saved_run(config))
+
+
+def saved_run(config: Config) -> Trainer:
+    """Begin, train and save: a run of ours. With checkpoint_every above the number of steps nothing is trained."""
     trainer = begun(config)
     if dist.get_rank() == 0:
         (Path(config.run_dir) / "config.toml").write_text(dump_toml(config))
@@ -72,7 +102,4 @@ def trained_run(config: Config) -> dict[str, Tensor]:
     with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
         checkpoints.after_step(config.train.steps)
         checkpoints.wait()
-    return {
-        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
-        for name, weight in trainer.weights.items()
-    }
+    return trainer

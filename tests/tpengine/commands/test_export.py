@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.architectures.drawn import CONFIGS
-from support.architectures.runs import beginning, saved, trained_run
+from support.architectures.parity import assert_exported
+from support.architectures.runs import Pieces, beginning, saved, trained_pieces, trained_run
 from support.architectures.transformers_models import Widened, ours
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
@@ -26,11 +28,13 @@ from tpengine.config import Config
 LAYOUTS = {"gpt2": (1, 2, 2), "qwen3": (2, 2, 1)}
 
 
-def run_from(ranks: RankPool, theirs: Path, run: Path, layout: tuple[int, int, int], **train: Any) -> Config:
+def run_from(
+    ranks: RankPool, theirs: Path, run: Path, layout: tuple[int, int, int], **train: Any
+) -> tuple[Config, list[Pieces]]:
+    """Begin a run with what is at `theirs`, train and save it; return what its ranks hold at its end."""
     run.mkdir()
     config = replace(beginning(theirs, layout, zero=3 if layout[0] > 1 else 0, **train), run_dir=str(run))
-    ranks.run(trained_run, layout[0] * layout[1] * layout[2], config)
-    return config
+    return config, ranks.run(trained_pieces, math.prod(layout), config)
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
@@ -57,19 +61,13 @@ def test_what_is_not_trained_comes_back_byte_for_byte(ranks: RankPool, tmp_path:
     "architecture", [name if name in LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
 def test_transformers_loads_what_was_trained(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
-    from transformers import AutoModelForCausalLM
 
     saved(architecture, tmp_path / "theirs")
     layout = LAYOUTS.get(architecture, (1, 2, 1))
-    config = run_from(ranks, tmp_path / "theirs", tmp_path / "run", layout, steps=2, checkpoint_every=2)
+    config, held = run_from(ranks, tmp_path / "theirs", tmp_path / "run", layout, steps=2, checkpoint_every=2)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "float64"]) == 0
 
-    with Widened():
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "out", output_loading_info=True, attn_implementation="eager"
-        )
-    theirs, said = found
-    assert not any(said[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs = assert_exported(tmp_path / "out", config.model, held)
     tokens = torch.arange(2 * config.train.seq_len).view(2, -1) % config.model.vocab_size
     with Widened():
         want = theirs(tokens).logits

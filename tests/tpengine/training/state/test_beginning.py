@@ -6,36 +6,25 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.architectures.drawn import CONFIGS
-from support.architectures.runs import CPU, beginning, begun, saved, trained_run
-from support.architectures.transformers_models import Widened, tensor_of
+from support.architectures.parity import transformers_losses
+from support.architectures.runs import CPU, Pieces, beginning, begun, losses_of, pieces_of, saved, trained_run
+from support.architectures.transformers_models import tensor_of
 from support.ranks.rank_pool import RankPool
-from torch import Tensor
 
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import ParameterSpec, stage_specs
-from tpengine.training.optimizer import learning_rate
 from tpengine.training.state.beginning import begin_from, check_beginning
 from tpengine.training.trainer import RunError, Trainer
 
 
-def weights_of(config: Config) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-    """(offset, values) of each piece, gathered where replicas own slices."""
-    trainer = begun(config)
-    if trainer.sliced is not None:
-        for index in trainer.sliced.flat:
-            trainer.sliced.gather(index)
-            trainer.sliced.wait(index)
-    return {
-        name: (trainer.model.pieces[name].block[0], weight.detach().clone())
-        for name, weight in trainer.model.held.items()
-    }
+def begun_pieces(config: Config) -> Pieces:
+    return pieces_of(begun(config))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +45,7 @@ def test_each_rank_has_its_part_of_every_tensor(
     state = saved(architecture, tmp_path).state_dict()
     config = beginning(tmp_path, layout, zero)
     seen = set()
-    for held in ranks.run(weights_of, layout[0] * layout[1] * layout[2], config):
+    for held in ranks.run(begun_pieces, layout[0] * layout[1] * layout[2], config):
         for name, (offset, values) in held.items():
             seen.add(name)
             spec = specs_of(config)[name]
@@ -72,35 +61,7 @@ def specs_of(config: Config) -> dict[str, ParameterSpec]:
 
 
 def losses(config: Config) -> list[float]:
-    trainer = begun(config)
-    return [trainer.train_step(step).loss for step in range(config.train.steps)]
-
-
-def transformers_losses(theirs: Any, config: Config) -> list[float]:
-    """Train transformers' model with torch's AdamW: same samples, decay groups, clipping and learning rates."""
-    optim, train, corpus = config.optim, config.train, open_corpus(config)
-    decayed, others = ([w for w in theirs.parameters() if (w.dim() > 1) == decays] for decays in (True, False))
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    found = []
-    for step in range(train.steps):
-        count = train.micro_batch_size * train.num_micro_batches
-        tokens, labels = (torch.from_numpy(of) for of in corpus.train.batch(step * count, count))
-        with Widened():
-            logits = theirs(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        adamw.zero_grad()
-        loss.backward()
-        # torch's clip_grad_norm_ adds 1e-6 to the norm.
-        gradients = [weight.grad for weight in theirs.parameters()]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_(optim.clip_norm / norm.clamp_min(optim.clip_norm))
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(optim, step, train.steps)
-        adamw.step()
-        found.append(loss.item())
-    return found
+    return losses_of(begun(config))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +84,7 @@ def test_another_run_is_begun_from(ranks: RankPool, tmp_path: Path, before: str,
     first = replace(beginning(tmp_path / "theirs", dtype=before, checkpoint_every=1, steps=1), run_dir=str(run_dir))
     want = ranks.run(trained_run, 1, first)[0]
     config = beginning(run_dir, (1, 2, 1), dtype=after, steps=1)
-    for held in ranks.run(weights_of, 2, config):
+    for held in ranks.run(begun_pieces, 2, config):
         for name, (offset, values) in held.items():
             cut = tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))
             assert torch.equal(values, want[name][cut].to(values.dtype)), name
