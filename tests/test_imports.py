@@ -41,6 +41,7 @@ TORCH_FREE = [
     "tpengine.checkpoint.resume",
     "tpengine.checkpoint.run_directory",
     "tpengine.cli",
+    "tpengine.commands.data",
     "tpengine.commands.schedule",
     "tpengine.commands.schedule_model",
     "tpkernels",

@@ -7,11 +7,12 @@ arguments; mistakes end in one line, exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tpengine: a rank failed, all have ended\n{error}", file=sys.stderr)
         return RANK_FAILED
     except KeyboardInterrupt as stop:
-        print("tpengine: interrupted; all ranks have ended", file=sys.stderr)
+        print("tpengine: interrupted; no process and no unfinished file is left", file=sys.stderr)
         return 128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)
     return code
 
@@ -65,14 +66,13 @@ def _run(arguments: Sequence[str]) -> int:
     return code
 
 
-def write_data(args: argparse.Namespace) -> None:
-    """Turn the files of a directory into a token file, bytes as tokens."""
+def run_data(args: argparse.Namespace) -> None:
+    """Turn text files into a token file."""
     # numpy takes longer to import than the other subcommands to run.
-    from tpengine.data import bytes_of_directory, write_tokens
+    from tpengine.commands.data import Options, write_data
 
-    source = bytes_of_directory(args.source, args.pattern, skip=args.out)
-    count = write_tokens(args.out, source, vocab_size=256)
-    print(f"{args.out}: {count:,} tokens, vocabulary 256; train on it with --data.path {args.out}")
+    with _stoppable():
+        write_data(Options(args.sources, args.pattern, args.field, args.begin, args.end, args.out))
 
 
 class _Stopped(KeyboardInterrupt):
@@ -83,8 +83,19 @@ class _Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def _stop(number: int, _: object) -> NoReturn:
-    raise _Stopped(number)
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command as Ctrl-C does."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -113,12 +124,8 @@ def run_certify(args: argparse.Namespace) -> int:
         steps=args.steps,
         fast=args.fast,
     )
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _stoppable():
         return certify(options)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,11 +165,22 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(schedule, _count)
     schedule.set_defaults(run=print_schedule)
 
-    data = commands.add_parser("data", help="write a token file from the bytes of a directory's files")
-    data.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="directory to read")
-    data.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write")
-    data.add_argument("--pattern", default="**/*", metavar="GLOB", help="which files (default '**/*')")
-    data.set_defaults(run=write_data)
+    data = commands.add_parser(
+        "data",
+        help="write a token file from text files",
+        description="Write a token file from text files, each one document, and .jsonl files, each line one document.",
+    )
+    data.add_argument(
+        "--from", dest="sources", type=Path, nargs="+", required=True, metavar="PATH", help="directories and files"
+    )
+    data.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write, a new one")
+    data.add_argument(
+        "--pattern", default="**/*", metavar="GLOB", help="which files of a directory (default '**/*', all)"
+    )
+    data.add_argument("--field", default="text", metavar="NAME", help="of a line of JSONL, has the text (default text)")
+    data.add_argument("--begin", metavar="ID", help="number to begin each document with (default none)")
+    data.add_argument("--end", metavar="ID", help="number to end each document with (default none)")
+    data.set_defaults(run=run_data)
 
     export = commands.add_parser("export", help="write a checkpoint of a run as a directory that transformers loads")
     export.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")

@@ -1,4 +1,4 @@
-"""Rung: pure. The `tpengine` command prints schedules, writes token files, and refuses in one line."""
+"""Rung: pure. The `tpengine` command prints schedules, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from support.ranks.progress import run_program
 from tpengine.cli import main
 from tpengine.config import validate
 from tpengine.config.presets import certify
-from tpengine.data import open_tokens
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Schedule, make_schedule, parse_plan, verify
 from tpengine.simulate import simulate
@@ -342,20 +341,6 @@ def test_mistakes_in_a_file_are_one_line_too(
         assert part in err
 
 
-def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "b.py").write_bytes(b"two")
-    (tmp_path / "a.py").write_bytes(b"one\xff")
-    (tmp_path / "c.txt").write_bytes(b"three")
-    out = tmp_path / "text.tokens"
-    for _ in range(2):
-        assert main(["data", "--from", str(tmp_path), "--out", str(out), "--pattern", "*.py"]) == 0
-        assert open_tokens(out).tokens[:].tobytes() == b"one\xfftwo"
-    assert main(["data", "--from", str(tmp_path), "--out", str(out)]) == 0
-    assert open_tokens(out).tokens[:].tobytes() == b"one\xfftwothree"
-    assert open_tokens(out).vocab_size == 256
-    assert f"--data.path {out}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -426,9 +411,6 @@ def test_data_writes_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.Cap
                 ("profile", "profile.json"),
             )
         ),
-        (["data", "--out", "x"], ["--from", "--help"]),
-        (["data", "--from", "/nowhere/at/all", "--out", "x"], ["--from must be a directory", "/nowhere/at/all"]),
-        (["data", "--from", ".", "--pattern", "*.none", "--out", "x"], ["not empty", "'*.none'"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -443,12 +425,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
         assert part in err
 
 
-def test_output_directory_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").write_bytes(b"a")
-    assert main(["data", "--from", str(tmp_path), "--out", str(tmp_path / "no" / "out")]) == 2
-    assert "directory must exist" in capsys.readouterr().err
-
-
 def test_the_largest_schedule_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -461,33 +437,6 @@ def test_the_largest_schedule_is_not_refused(monkeypatch: pytest.MonkeyPatch) ->
     for pp, micro_batches, _ in largest:
         assert main(["schedule", "--pp", str(pp), "--micro-batches", str(micro_batches)]) == 0
     assert made == largest
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        (
-            "folder",
-            ["must be a regular file", "folder: is a directory", "choose a file, such as", "folder/text.tokens"],
-        ),
-        ("pipe", ["must be a regular file", "pipe: is a device or pipe", "choose another file"]),
-        # Legal, but the temporary file beside it is not; then not legal itself.
-        ("x" * 254, ["must be writable", f"/{'x' * 254}: File name too long", "choose another file"]),
-        ("x" * 300, ["must be writable", f"/{'x' * 300}: File name too long", "choose another file"]),
-    ],
-)
-def test_what_cannot_be_the_output_is_refused_in_one_line(
-    name: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a").write_bytes(b"a")
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    assert main(["data", "--from", str(tmp_path), "--out", str(tmp_path / name)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    for part in ["a token file", str(tmp_path), *parts]:
-        assert part in err
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "folder", "pipe"}
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["schedule", "--help"], ["data", "--help"]])

@@ -1,7 +1,7 @@
 """Text as tokens: token files, where text comes from, and the order of samples. No torch.
 
 token_file.py stored_tokens.py     token files, and tokens that are read only when they are needed
-sources.py                         where bytes come from: a directory, the standard library
+text/                              text files become ids: documents, bytes, tokenizers
 samples.py order.py                the windows of a text, and the order in which they are read
 content_hash.py content_check.py   the hash of a text, and its check while training goes on
 """
@@ -9,8 +9,8 @@ content_hash.py content_check.py   the hash of a text, and its check while train
 from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
 from tpengine.data.order import permute
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
-from tpengine.data.sources import bytes_of_directory, stdlib_text
 from tpengine.data.stored_tokens import StoredTokens
+from tpengine.data.text.sources import stdlib_text
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "StoredTokens",
     "TokenFile",
     "batch_digest",
-    "bytes_of_directory",
     "first_sample_index",
     "open_corpus",
     "open_tokens",

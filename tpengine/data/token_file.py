@@ -39,22 +39,26 @@ class TokenFile(NamedTuple):
     sha256: str = ""
 
 
-def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int) -> int:
+def write_tokens(
+    path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]], vocab_size: int, *, replaces: bool = True
+) -> int:
     """Write a token file, atomically: readers see the old file or the whole new one.
 
     Args:
         path: the file; its directory exists.
         tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one is held at a time.
         vocab_size: decides the dtype: the smallest that holds vocab_size - 1.
+        replaces: whether a token file that is there may be replaced.
     Returns: number of tokens written.
-    Raises: ValueError: a token outside the vocabulary, no tokens, a vocabulary beyond uint32, no such directory, a path
-        that is not a regular file or cannot be written, pieces that cannot be read; one line.
+    Raises: ValueError: a file that may not be replaced, a token outside the vocabulary, no tokens, a vocabulary beyond
+        uint32, no such directory, a path that is not a regular file or cannot be written, pieces that cannot be read;
+        one line.
     """
     path = Path(path)
     if not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size must be at least 1 and at most 2**32: got {vocab_size}: use 256 for bytes")
     try:
-        _check_place(path)
+        _check_place(path, replaces)
         return _write_beside(path, tokens, vocab_size)
     except OSError as error:
         reason = error.strerror or error
@@ -63,7 +67,7 @@ def write_tokens(path: str | Path, tokens: NDArray[Any] | Iterable[NDArray[Any]]
         ) from None
 
 
-def _check_place(path: Path) -> None:
+def _check_place(path: Path, replaces: bool) -> None:
     """Raise before anything is read; also for a device, because the rename would replace it."""
     if not path.parent.is_dir():
         raise ValueError(f"the token file's directory must exist: {path.parent}: create it first")
@@ -74,6 +78,8 @@ def _check_place(path: Path) -> None:
         )
     if path.exists() and not path.is_file():
         raise ValueError(f"a token file must be a regular file: {path}: is a device or pipe: choose another file")
+    if path.exists() and not replaces:
+        raise ValueError(f"a token file must be new: {path} is there: remove it first, or choose another file")
     if path.exists():
         with path.open("rb") as file:
             start = file.read(len(_MAGIC))

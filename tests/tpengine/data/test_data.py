@@ -18,7 +18,6 @@ from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, Trai
 from tpengine.data import (
     Samples,
     batch_digest,
-    bytes_of_directory,
     first_sample_index,
     open_corpus,
     open_tokens,
@@ -26,6 +25,8 @@ from tpengine.data import (
     stdlib_text,
     write_tokens,
 )
+from tpengine.data.text.documents import Documents
+from tpengine.data.text.encode import bytes_of
 
 HEADER = struct.Struct("<8sIIQQ")
 ORDER_OF_TEN = [4, 0, 6, 2, 3, 5, 1, 9, 8, 7]
@@ -112,14 +113,22 @@ def test_a_failing_disk_is_one_line_and_leaves_the_old_file(
 def test_a_source_that_fails_is_not_taken_for_the_output(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"text")
-    source = bytes_of_directory(tmp_path)
+    documents = Documents([tmp_path / "a", tmp_path / "b"])
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError) as error:
-        write_tokens(tmp_path / "t", source, 256)
+        write_tokens(tmp_path / "t", bytes_of(documents), 256)
     assert str(error.value) == (
         f"the text must be readable: {tmp_path / 'b'}: No such file or directory: correct that or leave it out"
     )
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_that_may_not_be_replaced_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    write_tokens(path, np.array([1, 2]), 3, replaces=False)
+    with pytest.raises(ValueError, match=r"must be new: .*/t is there: remove it first, or choose another file"):
+        write_tokens(path, np.array([2, 2]), 3, replaces=False)
+    assert open_tokens(path).tokens[:].tolist() == [1, 2]
 
 
 GOOD = HEADER.pack(b"TPTOKENS", 1, 2, 300, 5).ljust(64, b"\0") + bytes(10)
@@ -164,31 +173,6 @@ def test_stdlib_text_is_python_in_bytes() -> None:
     assert text.dtype == np.uint8
     assert len(text) > 1_000_000
     assert b"import" in text[:100_000].tobytes()
-
-
-def test_directory_is_read_sorted_and_without_the_output(tmp_path: Path) -> None:
-    for name, content in (("b.txt", b"B"), ("a/z.txt", b"AZ"), ("a.txt", b"A"), ("empty", b""), ("out", b"old")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-
-    def text(pattern: str) -> bytes:
-        return b"".join(p.tobytes() for p in bytes_of_directory(tmp_path, pattern, skip=tmp_path / "out"))
-
-    assert text("**/*") == b"AAZB"
-    assert text("*.txt") == b"AB"
-    assert text("**/z*") == b"AZ"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "parts"), [("*.none", ["not empty", "0 files match '*.none'"]), ("/abs", ["relative glob", "'/abs'"])]
-)
-def test_directories_without_text_are_refused(tmp_path: Path, pattern: str, parts: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        bytes_of_directory(tmp_path, pattern)
-    for part in parts:
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match="must be a directory"):
-        bytes_of_directory(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("num", [*range(1, 70), 255, 256, 257, 1000, 4095, 4096, 4097, 34870])

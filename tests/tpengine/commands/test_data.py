@@ -1,0 +1,121 @@
+"""Rung: pure. `tpengine data` writes whole token files or none, and refuses in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpengine.cli import main
+from tpengine.data import open_tokens
+
+
+def test_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.py").write_bytes(b"two")
+    (tmp_path / "a.py").write_bytes(b"one\xff")
+    (tmp_path / "c.txt").write_bytes(b"three")
+    for pattern, want in (("*.py", b"one\xfftwo"), ("**/*", b"one\xfftwothree")):
+        out = tmp_path / "text.tokens"
+        assert main(["data", "--from", str(tmp_path), "--out", str(out), "--pattern", pattern]) == 0
+        text = open_tokens(out)
+        assert text.tokens[:].tobytes() == want and text.vocab_size == 256
+        assert f"--data.path {out}" in capsys.readouterr().out
+        out.unlink()
+
+
+def test_files_json_lines_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.txt").write_bytes(b"b")
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": ""}\n{"body": "two"}\n')
+    out = tmp_path / "out"
+    argv = ["--from", str(tmp_path / "b.txt"), str(tmp_path / "a.jsonl"), "--field", "body", "--out", str(out)]
+    assert main(["data", *argv, "--begin", "0", "--end", "10"]) == 0
+    assert open_tokens(out).tokens[:].tobytes() == b"\0b\n\0one\n\0two\n"
+    assert f"{out}: 13 tokens of 3 documents (1 empty ones left out), vocabulary 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--out", "x"], ["--from", "--help"]),
+        (["--from", "/nowhere/at/all", "--out", "x"], ["--from must be directories or files", "/nowhere/at/all"]),
+        (["--from", ".", "--pattern", "*.none", "--out", "x"], ["not empty", "'*.none'"]),
+        (["--from", ".", "--end", "256", "--out", "x"], ["--end must be a byte", "'256'", "--end 10"]),
+        (["--from", ".", "--begin", "<s>", "--out", "x"], ["--begin must be a byte", "'<s>'", "--begin 10"]),
+        (["--from", "a.txt", "--out", "no/x"], ["directory must exist", "no: create it first"]),
+        (["--from", "a.txt", "--out", "old"], ["a token file must be new: old is there", "remove it first"]),
+        (["--from", "bad.jsonl", "--out", "x"], ["a line of JSONL must be an object", "bad.jsonl, line 1 is int"]),
+        (["--from", "a.txt", "--out", "folder"], ["must be a regular file", "is a directory", "folder/text.tokens"]),
+        (["--from", "a.txt", "--out", "pipe"], ["must be a regular file", "pipe: is a device or pipe"]),
+        # Legal, but the temporary file beside it is not; then not legal itself.
+        (["--from", "a.txt", "--out", "x" * 254], ["must be writable", f"{'x' * 254}: File name too long"]),
+        (["--from", "a.txt", "--out", "x" * 300], ["must be writable", f"{'x' * 300}: File name too long"]),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    argv: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("a.txt", "a"), ("old", "a user's"), ("bad.jsonl", "3\n")):
+        Path(name).write_text(content)
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main(["data", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and err.startswith("tpengine: error: ")
+    for part in parts:
+        assert part in err
+    assert {path.name for path in tmp_path.iterdir()} == before and Path("old").read_text() == "a user's"
+
+
+# The command, held up after the second piece.
+HELD_UP = """
+import sys, time
+from tpengine.cli import main
+from tpengine.data.text.documents import Documents
+
+read = Documents.__iter__
+
+def held_up(documents):
+    for number, piece in enumerate(read(documents)):
+        if number == 2:
+            time.sleep(1e6)
+        yield piece
+
+Documents.__iter__ = held_up
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_command_that_is_ended_leaves_no_output(tmp_path: Path, number: signal.Signals) -> None:
+    """After SIGKILL a beginning lies there under another name, which the next call does not take for text."""
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_bytes(b"text" * 1_000_000)
+    argv = ["data", "--from", str(tmp_path), "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-c", HELD_UP, *argv], stderr=subprocess.PIPE, text=True)
+    try:
+        while not any(path.stat().st_size > 1_000_000 for path in tmp_path.glob(".out.*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate()
+    finally:
+        process.kill()
+    left = {path.name for path in tmp_path.iterdir()}
+    if number == signal.SIGKILL:
+        assert process.returncode == -number and len(left) == 2 and "out" not in left
+    else:
+        assert process.returncode == 128 + number and left == {"a.txt"}
+        assert errors == "tpengine: interrupted; no process and no unfinished file is left\n"
+    assert main(argv) == 0
+    assert open_tokens(out).tokens[:].tobytes() == text.read_bytes()

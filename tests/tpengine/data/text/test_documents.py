@@ -1,0 +1,90 @@
+"""Rung: pure. Documents come whole and in order out of text files and lines of JSONL; bad lines are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tpengine.data.text import documents as module
+from tpengine.data.text.documents import Documents, Piece
+from tpengine.data.text.encode import bytes_of
+
+
+def whole(pieces: list[Piece]) -> list[bytes]:
+    """The documents that the pieces are of, each of which begins and ends once."""
+    found: list[bytes] = []
+    is_open = False
+    for piece in pieces:
+        assert piece.content and piece.begins != is_open
+        if piece.begins:
+            found.append(b"")
+        assert piece.path.suffix == ".jsonl" or piece.offset == len(found[-1])
+        found[-1] += piece.content
+        is_open = not piece.ends
+    assert not is_open
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 6, 7, 8, 14, 15])
+def test_a_text_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(module, "_READ_BYTES", 7)
+    text = bytes(range(size))
+    (tmp_path / "a").write_bytes(text)
+    (tmp_path / "b").write_bytes(b"")
+    documents = Documents([tmp_path / "b", tmp_path / "a"])
+    pieces = list(documents)
+    assert whole(pieces) == [text] and len(pieces) == -(-size // 7)
+    assert documents.num_bytes == documents.num_read_bytes == size
+    assert (documents.num_documents, documents.num_empty) == (1, 1)
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
+    texts = ["one\ntwo", "", "\u00e9\U0001f600", "a" * 3_000_000]
+    lines = [json.dumps({"id": number, "body": text}) for number, text in enumerate(texts)]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join([lines[0], " ", *lines[1:]]))
+    documents = Documents([path], "body")
+    assert whole(list(documents)) == [text.encode() for text in texts if text]
+    assert (documents.num_documents, documents.num_empty) == (3, 1)
+    assert documents.num_read_bytes == documents.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"text": "half', "is none: Unterminated string"),
+        ("[1]", "is list"),
+        ('{"body": "x", "id": 3}', "has 'body', 'id'"),
+        ("{}", "has no fields"),
+        ('{"text": null}', "has NoneType there"),
+        ('{"text": "\\ud800"}', "has half of a surrogate pair there"),
+        (b'{"text": "\xff"}', "is none: 'utf-8' codec can't decode byte 0xff"),
+        ("[" * 100_000, "is none: maximum recursion depth"),
+    ],
+    ids=lambda value: "" if len(value) > 100 else None,
+)
+def test_a_line_without_a_text_is_named(tmp_path: Path, line: str | bytes, what: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(ValueError) as error:
+        list(Documents([path]))
+    message = str(error.value)
+    assert message.startswith(f"a line of JSONL must be an object with a text in 'text': {path}, line 2 {what}")
+    assert message.endswith(": correct the line, or name the field with --field") and "\n" not in message
+
+
+def test_every_document_has_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_BYTES", 2)
+    (tmp_path / "a").write_bytes(b"abcde")
+    (tmp_path / "b").write_bytes(b"")
+    (tmp_path / "c.jsonl").write_text('{"text": "f"}\n{"text": ""}\n{"text": "gh"}\n')
+    paths = [tmp_path / name for name in ("a", "b", "c.jsonl")]
+
+    def text(begin: int | None, end: int | None) -> bytes:
+        return b"".join(array.tobytes() for array in bytes_of(Documents(paths), begin, end))
+
+    assert text(None, None) == b"abcdefgh"
+    assert text(0, None) == b"\0abcde\0f\0gh"
+    assert text(2, 255) == b"\2abcde\xff\2f\xff\2gh\xff"

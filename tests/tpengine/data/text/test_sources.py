@@ -1,0 +1,54 @@
+"""Rung: pure. Which files are read, in which order; which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpengine.data.text.sources import find_files
+
+
+def written(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+
+
+def names(directory: Path, pattern: str = "**/*", out: str = "") -> list[str]:
+    paths = find_files([directory], pattern, directory / out if out else None)
+    return [str(path.relative_to(directory)) for path in paths]
+
+
+def test_a_directory_is_read_sorted_and_without_the_output(tmp_path: Path) -> None:
+    written(tmp_path, "b.txt", "a/z.txt", "a.txt", "out", "a/out", ".out.0123abcd", ".out.txt", "a/.out.0123abcd")
+    assert names(tmp_path, out="out") == [".out.txt", "a.txt", "a/.out.0123abcd", "a/out", "a/z.txt", "b.txt"]
+    assert names(tmp_path, "*.txt") == [".out.txt", "a.txt", "b.txt"]
+    assert names(tmp_path, "**/z*") == ["a/z.txt"]
+
+
+def test_sources_keep_their_order_and_a_file_needs_no_pattern(tmp_path: Path) -> None:
+    written(tmp_path, "z/2.txt", "z/1.txt", "a/3.txt", "one.jsonl")
+    sources = [tmp_path / "z", tmp_path / "one.jsonl", tmp_path / "a"]
+    assert [path.name for path in find_files(sources, "*.txt")] == ["1.txt", "2.txt", "one.jsonl", "3.txt"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"), [("*.none", ["not empty", "0 files match '*.none'"]), ("/abs", ["relative glob", "'/abs'"])]
+)
+def test_directories_without_text_are_refused(tmp_path: Path, pattern: str, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        find_files([tmp_path], pattern)
+    for part in parts:
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="must be directories or files"):
+        find_files([tmp_path, tmp_path / "nowhere"])
+
+
+def test_a_file_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, "a/one.txt", "b/two.txt")
+    (tmp_path / "b" / "link.txt").symlink_to(tmp_path / "a" / "one.txt")
+    with pytest.raises(ValueError) as error:
+        find_files([tmp_path / "a", tmp_path / "b"])
+    again, first = tmp_path / "b" / "link.txt", tmp_path / "a" / "one.txt"
+    assert str(error.value) == f"--from must name a file once: {again} is {first} again: leave one out"

@@ -1,0 +1,112 @@
+"""`tpengine data`: text files become a token file. No torch.
+
+The file is written beside its place and renamed when it is whole; an interrupted command leaves none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tpengine.data import write_tokens
+from tpengine.data.text.documents import Documents
+from tpengine.data.text.encode import BYTE_VOCAB_SIZE, bytes_of
+from tpengine.data.text.sources import find_files
+
+# Where the output is no terminal.
+_PLAIN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `tpengine data` was asked for.
+
+    Attributes:
+        sources: files, and directories to look in.
+        pattern: which files of a directory.
+        field: of a line of JSONL, has the text.
+        begin, end: the number that each document begins or ends with; None for none.
+        out: the token file.
+    """
+
+    sources: Sequence[Path]
+    pattern: str
+    field: str
+    begin: str | None
+    end: str | None
+    out: Path
+
+
+def write_data(options: Options) -> None:
+    """Write a token file, and say what is in it.
+
+    Raises:
+        ValueError: a mistake of the user, in one line.
+    """
+    paths = find_files(options.sources, options.pattern, options.out)
+    begin, end = (_byte(name, asked) for name, asked in (("begin", options.begin), ("end", options.end)))
+    documents = Documents(paths, options.field)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    with Reading(console, documents) as reading:
+        arrays = reading.shown(bytes_of(documents, begin, end))
+        num_tokens = write_tokens(options.out, arrays, BYTE_VOCAB_SIZE, replaces=False)
+    empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
+    console.print(
+        f"{options.out}: {num_tokens:,} tokens of {documents.num_documents:,} documents{empty}, vocabulary "
+        f"{BYTE_VOCAB_SIZE}; train on it with --data.path {options.out}"
+    )
+
+
+def _byte(name: str, asked: str | None) -> int | None:
+    """Return the byte that --begin or --end asks for."""
+    if asked is None:
+        return None
+    if not asked.isdecimal() or int(asked) >= BYTE_VOCAB_SIZE:
+        raise ValueError(
+            f"--{name} must be a byte where tokens are bytes: got {asked or 'nothing'!r}: use a number below "
+            f"{BYTE_VOCAB_SIZE}, such as --{name} 10 for a new line"
+        )
+    return int(asked)
+
+
+class Reading:
+    """Show how much of the documents has been read: a line that updates in place, or plain lines; a context manager.
+
+    Args:
+        console: where to.
+        documents: that are read.
+    """
+
+    def __init__(self, console: Console, documents: Documents) -> None:
+        self._console, self._documents = console, documents
+        self._num_tokens, self._num_lines = 0, 0
+        columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TextColumn("left"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("read", total=documents.num_bytes, figures="")
+
+    def __enter__(self) -> Reading:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def shown(self, arrays: Iterator[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        """Yield the arrays, and show after each how far it is."""
+        documents = self._documents
+        for array in arrays:
+            yield array
+            self._num_tokens += array.size
+            share = documents.num_read_bytes / documents.num_bytes
+            figures = f"{documents.num_read_bytes / 1e6:,.0f} of {documents.num_bytes / 1e6:,.0f} MB"
+            figures += f", {self._num_tokens:,} tokens"
+            self._progress.update(self._task, completed=documents.num_read_bytes, figures=figures)
+            if not self._console.is_terminal and share < 1 and int(share * _PLAIN_LINES) > self._num_lines:
+                self._num_lines = int(share * _PLAIN_LINES)
+                self._console.print(f"read {figures}")

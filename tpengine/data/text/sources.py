@@ -1,0 +1,75 @@
+"""Where text comes from: files, those of directories, and the standard library, which every machine has."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def stdlib_text() -> NDArray[np.uint8]:
+    """Read the top-level *.py files of Python's standard library, sorted by name, as bytes (about 4.7 MB).
+
+    Raises: ValueError: this Python's library is not stored as files.
+    """
+    directory = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(directory.glob("*.py"), key=lambda path: path.name))
+    if not text:
+        raise ValueError(f"the standard library must be *.py files: none in {directory}: use --data.path FILE")
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None = None) -> list[Path]:
+    """Return the files to read, in the order of the sources; those of a directory sorted by relative path.
+
+    Args:
+        sources: files, and directories to look in; links to directories inside them are not followed.
+        pattern: glob relative to each directory; ** stands for any depth.
+        out: the file to be written. It is left out, and so is what a killed call has left beside it.
+
+    Raises:
+        ValueError: no such source, a file that is named twice, a malformed pattern, nothing but empty files.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found += _files_of(source, pattern)
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise ValueError(f"--from must be directories or files: got {source}: check the path")
+    paths = [path for path in found if out is None or not _belongs_to(path, out)]
+    _check_once(paths)
+    if not any(path.stat().st_size for path in paths):
+        where = ", ".join(map(str, sources[:3]))
+        raise ValueError(
+            f"--from must have a file that is not empty: {len(paths)} files match {pattern!r} in {where}, "
+            "0 bytes: use '**/*' or another directory"
+        )
+    return paths
+
+
+def _files_of(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted((path for path in directory.glob(pattern) if path.is_file()), key=Path.as_posix)
+    except (ValueError, NotImplementedError):
+        raise ValueError(f"--pattern must be a relative glob: got {pattern!r}: use '**/*'") from None
+
+
+def _belongs_to(path: Path, out: Path) -> bool:
+    """Whether a file is the output, or its beginning under the name that files.py gives to what is not yet whole."""
+    if path.name != out.name and not re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}", path.name):
+        return False
+    return path.parent.resolve() == out.parent.resolve()
+
+
+def _check_once(paths: Iterable[Path]) -> None:
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            raise ValueError(f"--from must name a file once: {path} is {first} again: leave one out")
