@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,14 @@ def assert_parity(config: Any, seed: int) -> None:
         assert (parameter.grad - expected).abs().max().item() <= 1e-9 * max(1.0, expected.abs().max().item()), name
 
 
-def transformers_losses(theirs: Any, config: Config) -> list[float]:
-    """Train transformers' model with torch's AdamW: same samples, decay groups, clipping and learning rates."""
+def transformers_losses(theirs: Any, config: Config, after_step: Callable[[int], None] | None = None) -> list[float]:
+    """Train transformers' model with torch's AdamW: same samples, decay groups, clipping and learning rates.
+
+    Args:
+        theirs: in the dtype of the run; in float64 it computes all in float64.
+        config: of the run.
+        after_step: called with each step's number.
+    """
     optim, train, corpus = config.optim, config.train, open_corpus(config)
     decayed, others = ([w for w in theirs.parameters() if (w.dim() > 1) == decays] for decays in (True, False))
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -53,7 +61,7 @@ def transformers_losses(theirs: Any, config: Config) -> list[float]:
     for step in range(train.steps):
         count = train.micro_batch_size * train.num_micro_batches
         tokens, labels = (torch.from_numpy(of) for of in corpus.train.batch(step * count, count))
-        with Widened():
+        with Widened() if theirs.dtype == torch.float64 else nullcontext():
             logits = theirs(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         adamw.zero_grad()
@@ -67,6 +75,8 @@ def transformers_losses(theirs: Any, config: Config) -> list[float]:
             group["lr"] = learning_rate(optim, step, train.steps)
         adamw.step()
         found.append(loss.item())
+        if after_step is not None:
+            after_step(step)
     return found
 
 
