@@ -245,8 +245,8 @@ def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixtur
     assert lines[8].count(" MB") == 4
     assert [line.split(":")[0] for line in lines[9:13]] == [f"bytes of rank {rank}" for rank in range(4)]
     assert lines[13] == (
-        "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at rates of one CPU core per "
-        "rank"
+        "seconds and bytes are modelled, not measured: tp 2, pp 4, dp 2, a float32 model at the rates of cpu (one CPU "
+        "core per rank)"
     )
     assert len(lines) == 14
 
@@ -297,10 +297,9 @@ def test_a_faster_machine_takes_less_time_and_the_same_memory(capsys: pytest.Cap
     gpu, _, same = predicted(capsys, "llama_1b", "--machine", "h200")
     assert gpu < core / 100 and same == peaks
     last = schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
-    assert last.endswith("a bfloat16 model at data-sheet rates of H200s of one node")
-    # Rates of another dtype than the model's are named.
-    last = schedule(capsys, "--preset", "bench", "--machine", "h200")[-1]
-    assert last.endswith("a float32 model at bfloat16 data-sheet rates of H200s of one node")
+    assert last.endswith(
+        "a bfloat16 model at the rates of h200 (data sheet, and shares from published microbenchmarks)"
+    )
 
 
 def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,7 +397,7 @@ def test_mistakes_in_a_file_are_one_line_too(
             ["--recompute", "none, attention", "'all'", "use none"],
         ),
         (["schedule", "--preset", "tiny", "--gathered", "no"], ["--gathered", "keep, again", "'no'", "use keep"]),
-        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, h200", "'tpu'", "use cpu"]),
+        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, a100", "'tpu'", "use h200:8x4"]),
         *(
             (["schedule", *model, f"--{name}", value], [f"{model[0]} says what actions cost", f"leave --{name} out"])
             for model in (["--preset", "tiny"], ["--config", "x.toml"])

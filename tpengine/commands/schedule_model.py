@@ -9,9 +9,8 @@ actions, reductions over replicas are the buckets' times.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TypeVar
 
 from tpengine.architectures.model_path import model_at
@@ -21,18 +20,12 @@ from tpengine.config.toml import load_toml
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Gathered, Plan, Recompute, Residency
 from tpengine.simulate import Costs
-from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, model_costs
+from tpengine.simulate.machine import MACHINES, machine_named
+from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
 _T = TypeVar("_T")
 
-# By the value of --machine: the rates, a description of them, and their dtype.
-_MACHINES: Mapping[str, tuple[Machine, str, str]] = MappingProxyType(
-    {
-        "cpu": (CPU_CORE, "rates of one CPU core per rank", "float32"),
-        "h200": (H200_NODE, "data-sheet rates of H200s of one node", "bfloat16"),
-    }
-)
 _OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine")
 
 
@@ -66,9 +59,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], 
         model.add_argument(f"--{name}", type=_one_of(values), metavar="WHICH", help=text)
     model.add_argument(
         "--machine",
-        type=_one_of(_MACHINES),
         metavar="WHICH",
-        help="whose rates: cpu (one core per rank, float32) or h200 (from its data sheet, bfloat16; default cpu)",
+        help=f"whose rates: {', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml "
+        "(default cpu: a core per rank)",
     )
 
 
@@ -116,7 +109,7 @@ def validated(config: Config) -> Config:
 
 def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
     """Return the verified plan of a validated configuration's step, and its costs in seconds and bytes."""
-    rates = _MACHINES[machine or "cpu"][0]
+    rates = machine_named(machine or "cpu")
     layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates))
     plan = training_plan(config, layout)
     return plan, model_costs(config, layout, plan, rates)
@@ -126,7 +119,7 @@ def memory_in_words(config: Config, plan: Plan, machine: str | None) -> list[str
     """Return a line per pipeline rank: the bytes that it holds, by kind."""
     return [
         f"bytes of rank {rank}: {', '.join(f'{kind} {num:,}' for kind, num in memory.kinds().items())}"
-        for rank, memory in enumerate(memory_of(config, layout_of(config), plan, _MACHINES[machine or "cpu"][0]))
+        for rank, memory in enumerate(memory_of(config, layout_of(config), plan, machine_named(machine or "cpu")))
     ]
 
 
@@ -148,10 +141,10 @@ def counted(count: int, what: str) -> str:
 def provenance(config: Config, machine: str | None) -> str:
     """Return in words what the figures are based on."""
     parallel, dtype = config.parallel, config.train.dtype
-    _, rates, of_rates = _MACHINES[machine or "cpu"]
+    rates = machine_named(machine or "cpu")
     return (
         f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, a "
-        f"{dtype} model at {'' if dtype == of_rates else f'{of_rates} '}{rates}"
+        f"{dtype} model at the rates of {rates.name} ({rates.source})"
     )
 
 

@@ -10,7 +10,7 @@ from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine
+from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
 from tpengine.simulate.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings
 
 
@@ -39,7 +39,7 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
     """
-    machine = H200_NODE if device.type == "cuda" else CPU_CORE
+    machine = MACHINES["h200"] if device.type == "cuda" else CPU_CORE
     limit = memory_limit(config, launch, device)
     residency = decided_residency(config, limit, machine)
     needed = _on_stages(config, residency, machine)[Shape.of(config.parallel).coordinates(launch.rank).pp]

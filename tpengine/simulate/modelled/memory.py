@@ -18,8 +18,9 @@ from tpengine.layout.step_plan import Layout, layout_of, training_plan
 from tpengine.plan import Plan, Residency
 from tpengine.plan.timeline import RankTimeline
 from tpengine.simulate import Costs, simulate
+from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.memory import memory_curve, slot_bytes
-from tpengine.simulate.modelled.costs import CPU_CORE, Machine, model_costs
+from tpengine.simulate.modelled.costs import model_costs
 
 _Curve = tuple[tuple[float, float], ...]
 

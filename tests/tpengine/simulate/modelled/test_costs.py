@@ -9,18 +9,46 @@ from typing import Any
 import pytest
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
+from tpengine.config.details import ModelDetails
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import ring_time
+from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
 from tpengine.simulate.modelled.activations import activation_bytes
-from tpengine.simulate.modelled.costs import CPU_CORE, H200_NODE, Machine, bytes_per_rank, model_costs
+from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
+from tpengine.simulate.modelled.operators import action_seconds
 from tpengine.training.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
+
+
+def machine_of(flops: float = math.inf, link: float = math.inf, latency: float = 0.0, **rates: Any) -> Machine:
+    """Return a machine that takes time for nothing but what is given."""
+    of = Link(link, latency, link)
+    choices: dict[str, Any] = dict(
+        name="by hand",
+        source="a test",
+        is_asynchronous=True,
+        flops_per_s={"float32": flops, "bfloat16": flops},
+        matmul=Curve.flat(1.0),
+        attention=Curve.flat(1.0),
+        memory_bytes_per_s=math.inf,
+        memory=Curve.flat(1.0),
+        kernel_s=0.0,
+        host_s_per_operator=0.0,
+        host_s_per_action=0.0,
+        ranks_per_node=8,
+        within=of,
+        between=of,
+    )
+    return Machine(**(choices | rates))
+
+
 # A flop takes a second and nothing else any time.
-FLOPS_ONLY = Machine(1.0, math.inf, math.inf, 0.0, math.inf)
+FLOPS_ONLY = machine_of(1.0)
+H200 = MACHINES["h200"]
 TRAIN = TrainConfig(seq_len=16, micro_batch_size=2, num_micro_batches=8)
 
 
@@ -82,7 +110,7 @@ def test_what_is_computed_again_is_paid_in_backward() -> None:
 
 def test_gathering_again_is_paid_on_links() -> None:
     """A message takes a second: a block has 4 each way; a gather of 2 inputs, and of 2 gradients for W, comes again."""
-    machine = Machine(math.inf, math.inf, math.inf, 1.0, math.inf)
+    machine = machine_of(latency=1.0)
     kept = costs_of(config_of(tp=2), machine).compute
     again = costs_of(config_of(tp=2, gathered="again"), machine).compute
     assert kept[Kind.F, 0] == again[Kind.F, 0] == kept[Kind.I, 0] == again[Kind.I, 0] == 4 * 8 + 2
@@ -91,12 +119,41 @@ def test_gathering_again_is_paid_on_links() -> None:
 
 
 def test_plain_exchanges_stand_beside_compute_and_fused_ones_behind_it() -> None:
-    machine = Machine(1e6, math.inf, 1e4, 0.0, math.inf)
+    """Fused: each product takes the longer of both; what has no exchange, norms and attention, takes its own time."""
+    machine = machine_of(1e6, 1e4)
     fused, plain = (costs_of(config_of(tp=2, tp_comm=how), machine).compute[Kind.F, 0] for how in ("fused", "plain"))
-    compute = costs_of(config_of(tp=2), replace(machine, link_bytes_per_s=math.inf)).compute[Kind.F, 0]
+    compute = costs_of(config_of(tp=2), machine_of(1e6)).compute[Kind.F, 0]
     links = 34 * (16 * 32 * 4) / 1e4
-    assert fused == pytest.approx(links) and links > compute
+    t, d, packed, f, v = 32, 32, 32, 24, 32
+    products = 8 * (2 * t * d * packed + 2 * t * 16 * d + 2 * t * d * 2 * f + 2 * t * f * d) + 2 * t * d * v
     assert plain == pytest.approx(compute + links)
+    assert fused == pytest.approx(links + compute - products / 1e6) and links > compute
+
+
+def test_the_parts_of_an_action_add_up() -> None:
+    """A slow host shows only as far as it takes longer than its operators; on a CPU it is added to them."""
+    config = config_of(tp=2, recompute="block")
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    slow = machine_of(1e6, 1e4, host_s_per_operator=10.0, host_s_per_action=1.0)
+    parts = action_seconds(config, 2, plan, slow)
+    for key, seconds in parts.items():
+        whole = seconds.compute + seconds.again + seconds.exchange + seconds.host
+        assert model_costs(config, layout, plan, slow).compute[key] == seconds.total == pytest.approx(whole)
+    # Forward: in a block 4 products, 2 norms, rope, attention and the activation; lookup, head, norm and loss.
+    assert parts[Kind.F, 0].total == pytest.approx(1.0 + 10.0 * (8 * 9 + 4))
+    assert parts[Kind.B, 0].again > 0.0 == parts[Kind.F, 0].again
+    cpu = action_seconds(config, 2, plan, replace(slow, is_asynchronous=False))
+    assert cpu[Kind.F, 0].host == pytest.approx(1.0 + 10.0 * (8 * 9 + 4))
+
+
+def test_a_window_is_fewer_pairs() -> None:
+    whole, cut = (
+        costs_of(config_of(model={"architecture": "mistral", "details": ModelDetails(windows=windows)}), FLOPS_ONLY)
+        for windows in ((), (4, 0) * 4)
+    )
+    pairs, heads, e = 2 * (16 * 16 // 2 - (10 + 12 * 4)), 4, 8
+    assert whole.compute[Kind.F, 0] - cut.compute[Kind.F, 0] == 4 * 4 * pairs * heads * e
 
 
 def test_replicas_are_in_the_reductions() -> None:
@@ -109,7 +166,7 @@ def test_replicas_are_in_the_reductions() -> None:
         for index, seconds in costs.reductions.items():
             num_ranks = dp * (2 if index in norms else 1)
             num_bytes = 4 * layout.buckets[index].layout.numel
-            assert seconds == ring_time(num_bytes, num_ranks, 0.65e9, 20e-6) > 0.0
+            assert 0.0 < seconds == pytest.approx(ring_time(num_bytes, num_ranks, 0.65e9, 20e-6))
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -144,7 +201,7 @@ def test_the_moments_are_adamws() -> None:
         assert held == own + numel * 4 * AdamW.states_per_element(is_master)
 
 
-@pytest.mark.parametrize("machine", [CPU_CORE, H200_NODE], ids=["cpu", "h200"])
+@pytest.mark.parametrize("machine", [CPU_CORE, H200], ids=["cpu", "h200"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
 def test_every_schedule_can_be_simulated(schedule: str, machine: Machine) -> None:
     peaks = {}
@@ -165,7 +222,10 @@ def test_every_schedule_can_be_simulated(schedule: str, machine: Machine) -> Non
 
 
 def test_a_faster_machine_is_faster_at_everything() -> None:
-    slow, fast = (costs_of(config_of(pp=2, tp=2, dp=2), machine) for machine in (CPU_CORE, H200_NODE))
+    """Of a model that keeps it busy: a small one waits for the host, and may take longer than on a CPU."""
+    large = dict(hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_size=8192, vocab_size=32000)
+    config = config_of(pp=2, tp=2, dp=2, train={"seq_len": 2048}, model=large)
+    slow, fast = (costs_of(config, machine) for machine in (CPU_CORE, H200))
     assert all(fast.compute[key] < seconds for key, seconds in slow.compute.items())
     assert all(fast.reductions[key] < seconds for key, seconds in slow.reductions.items())
     for name in ("latency", "ties", "clip", "step"):

@@ -1,0 +1,138 @@
+"""Rung: pure. A machine's curves, links and groups of ranks by hand; its file, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from tpkernels.work import Work
+
+from tpengine.simulate.costs import half_ring_time, ring_time
+from tpengine.simulate.machine import MACHINES, Curve, Link, machine_named, machine_text, read_machine
+
+
+def test_a_curve_is_a_power_between_its_points() -> None:
+    curve = Curve(((10.0, 1.0), (1000.0, 4.0)))
+    assert [curve.at(size) for size in (1.0, 10.0, 1000.0, 1e6)] == [1.0, 1.0, 4.0, 4.0]
+    assert curve.at(100.0) == pytest.approx(2.0)
+    assert Curve.flat(0.5).at(7.0) == 0.5
+
+
+@pytest.mark.parametrize("points", [(), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),), ((1.0, 1.0), (1.0, 2.0))])
+def test_a_curve_that_is_none_is_refused(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ValueError, match=r"a curve must be points .* sizes rising"):
+        Curve(points)
+
+
+def test_rings_and_straight_copies() -> None:
+    link = Link(bytes_per_s=10.0, latency_s=0.5, ring_bytes_per_s=4.0)
+    assert link.message_seconds(20.0) == 2.5
+    assert link.gather_seconds(80.0, 4) == half_ring_time(80.0, 4, 4.0, 0.5) == 15.0 + 1.5
+    assert link.all_reduce_seconds(80.0, 4) == ring_time(80.0, 4, 4.0, 0.5)
+    assert link.exchange_seconds(80.0, 4) == 3 * (2.0 + 0.5)
+    assert link.gather_seconds(80.0, 1) == link.exchange_seconds(80.0, 1) == link.gather_seconds(0.0, 4) == 0.0
+    # Measured: what a ring of the next larger number attains, with its latency.
+    known = replace(link, measured={2: Curve.flat(2.0), 8: Curve.flat(8.0)})
+    assert known.gather_seconds(80.0, 2) == 40.0 / 2.0
+    assert known.gather_seconds(80.0, 4) == 60.0 / 8.0
+    assert known.gather_seconds(160.0, 16) == link.gather_seconds(160.0, 16)
+
+
+def test_an_operator_takes_the_longer_of_flops_and_bytes() -> None:
+    machine = replace(
+        MACHINES["cpu"],
+        flops_per_s={"float32": 100.0},
+        matmul=Curve(((10.0, 0.1), (1000.0, 1.0))),
+        attention=Curve.flat(0.5),
+        memory_bytes_per_s=50.0,
+        memory=Curve.flat(0.5),
+        kernel_s=1.0,
+    )
+    assert machine.matmul_seconds(Work(flops=10), "float32") == pytest.approx(1.0 + 1.0)
+    assert machine.matmul_seconds(Work(flops=1000), "float32") == pytest.approx(10.0 + 1.0)
+    assert machine.attention_seconds(Work(flops=1000), "float32") == pytest.approx(20.0 + 1.0)
+    assert machine.other_seconds(Work(flops=1000, memory_bytes=500), "float32") == pytest.approx(20.0 + 1.0)
+    with pytest.raises(ValueError, match=r"cpu has float32: got bfloat16: use one of these"):
+        machine.matmul_seconds(Work(flops=10), "bfloat16")
+
+
+def test_ranks_of_several_nodes_share_what_leads_out() -> None:
+    machine = replace(MACHINES["h200"], ranks_per_node=8, within=Link(100.0, 0.0, 80.0), between=Link(10.0, 1.0, 9.0))
+    assert machine.link(8, 1) == machine.link(2, 4) == machine.within
+    # Eight ranks apart: one member per node. Two apart: four members, whose ways out a ring uses together.
+    assert machine.link(2, 8) == machine.link(16, 8) == machine.between
+    assert machine.link(16, 2).ring_bytes_per_s == 36.0
+    assert machine.link(64, 1).ring_bytes_per_s == 72.0
+    assert replace(machine, between=Link(10.0, 1.0, 50.0)).link(64, 1).ring_bytes_per_s == 80.0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machines_file_is_read_back_equal(name: str, tmp_path: Path) -> None:
+    machine = replace(MACHINES[name], num_nodes=3)
+    path = tmp_path / "m.toml"
+    path.write_text(machine_text(machine))
+    assert read_machine(path) == machine
+    assert machine_named(f"{path}:4x2") == replace(machine, ranks_per_node=4, num_nodes=2)
+
+
+def test_machines_by_name() -> None:
+    assert machine_named("cpu") is not None and machine_named("h200") == MACHINES["h200"]
+    assert machine_named("h200:8x4") == replace(MACHINES["h200"], ranks_per_node=8, num_nodes=4)
+    assert machine_named("b200:4").num_nodes == 1
+    for name, machine in MACHINES.items():
+        assert name == machine.name and machine.flops_per_s.keys() >= {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("text", ["tpu", "h200:0x2", "h200:8x0", "h200:x", "nosuch.toml", ""])
+def test_a_name_of_no_machine_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="--machine") as refused:
+        machine_named(text)
+    assert "\n" not in str(refused.value)
+
+
+BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
+    (("format",), 2, "must say format = 1"),
+    (("kernel_s",), None, "missing key kernel_s"),
+    (("speed",), 3, "unknown key speed"),
+    (("kernel_s",), -1.0, "kernel_s must be a finite number at least 0"),
+    (("memory_bytes_per_s",), 0.0, "memory_bytes_per_s must be a finite number above 0"),
+    (("memory_bytes_per_s",), float("nan"), "memory_bytes_per_s must be a finite number"),
+    (("memory_bytes_per_s",), "fast", "memory_bytes_per_s must be a finite number"),
+    (("ranks_per_node",), 1.5, "ranks_per_node must be a whole number"),
+    (("is_asynchronous",), 1, "is_asynchronous must be bool"),
+    (("matmul",), [[1.0]], "matmul must be points"),
+    (("matmul",), [[2.0, 1.0], [1.0, 1.0]], "sizes rising"),
+    (("matmul",), 0.5, "matmul must be points"),
+    (("flops_per_s", "float32"), "x", "flops_per_s.float32 must be a finite number"),
+    (("within",), 3, "within must be a table"),
+    (("within", "width"), 3, "unknown key within.width"),
+    (("between", "measured"), {"two": [[1.0, 1.0]]}, "numbers of ranks as keys"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), BROKEN, ids=str)
+def test_a_broken_file_is_one_line(key: tuple[str, ...], value: Any, message: str, tmp_path: Path) -> None:
+    values = tomllib.loads(machine_text(MACHINES["h200"]))
+    place = values
+    for name in key[:-1]:
+        place = place[name]
+    if value is None:
+        del place[key[-1]]
+    else:
+        place[key[-1]] = value
+    path = tmp_path / "m.toml"
+    path.write_text(tomli_w.dumps(values))
+    with pytest.raises(ValueError, match=message) as refused:
+        read_machine(path)
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text("name = ")
+    with pytest.raises(ValueError, match="--machine needs valid TOML"):
+        read_machine(path)

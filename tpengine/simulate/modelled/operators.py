@@ -1,0 +1,254 @@
+"""The operators of each action of a chunk, and what they take on a machine: computing, exchanging, starting. No torch.
+
+An exchange belongs to the operator that gathers its input or scatters its output. Where they are fused, both take the
+longer of their times; else their sum. So an action knows which part of it is an exposed exchange.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tpkernels.work import (
+    Work,
+    activation_backward_work,
+    activation_work,
+    attention_backward_work,
+    attention_work,
+    cross_entropy_gradient_work,
+    cross_entropy_work,
+    embedding_backward_work,
+    embedding_work,
+    matmul_work,
+    norm_backward_work,
+    norm_work,
+    rope_work,
+    visible_pairs,
+)
+
+from tpengine.config import Config
+from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
+from tpengine.simulate.machine import Machine
+from tpengine.simulate.modelled.bytes import BlockBytes
+
+
+@dataclass(frozen=True)
+class ActionSeconds:
+    """What a compute action takes, by cause; the parts add up to the whole.
+
+    Attributes:
+        compute: operators that a plain forward and backward have.
+        again: operators that backward runs a second time.
+        exchange: of tensor-parallel ranks, as far as no operator hides it.
+        host: starting operators, as far as it takes longer than they do.
+    """
+
+    compute: float = 0.0
+    again: float = 0.0
+    exchange: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return how long the action occupies its rank."""
+        return self.compute + self.again + self.exchange + self.host
+
+
+def action_seconds(config: Config, tp: int, plan: Plan, machine: Machine) -> dict[tuple[Kind, int], ActionSeconds]:
+    """Return what F, B, I and W of each chunk take on one tp rank.
+
+    Args:
+        config: validated; sizes, dtype, whether exchanges are fused.
+        tp: number of tensor-parallel ranks.
+        plan: its chunks, with what each recomputes and gathers again.
+        machine: its rates.
+    """
+    last = len(plan.chunks) - 1
+    found: dict[tuple[Kind, int], ActionSeconds] = {}
+    for index, chunk in enumerate(plan.chunks):
+        operators = _ChunkOperators(config, tp, machine, chunk, index == 0, index == last)
+        found |= {(kind, index): seconds for kind, seconds in operators.by_kind().items()}
+    return found
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Operators that run one after another: their seconds, those of exposed exchanges, and their number."""
+
+    operators: float = 0.0
+    exchanges: float = 0.0
+    number: int = 0
+
+    def __add__(self, other: _Sum) -> _Sum:
+        return _Sum(self.operators + other.operators, self.exchanges + other.exchanges, self.number + other.number)
+
+    def __mul__(self, times: int) -> _Sum:
+        return _Sum(self.operators * times, self.exchanges * times, self.number * times)
+
+
+class _ChunkOperators:
+    """One chunk's actions on one tp rank."""
+
+    def __init__(self, config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool) -> None:
+        self.machine, self.chunk, self.is_first, self.is_last = machine, chunk, is_first, is_last
+        self.size, self.batch = BlockBytes.of(config, tp), config.train.micro_batch_size
+        self.dtype, self.is_fused = config.train.dtype, config.parallel.tp_comm == "fused"
+        size = self.size
+        link = machine.link(tp, 1)
+        exchanged = size.x * tp
+        seconds = link.exchange_seconds(exchanged, tp) if self.is_fused else link.gather_seconds(exchanged, tp)
+        self.exchange_seconds = seconds
+        windows = config.model.details.windows or (0,) * config.model.num_layers
+        # Blocks that see equally far are alike: their number by window.
+        self.windows = Counter(of if 0 < of < size.seq else None for of in windows[slice(*chunk.layers)])
+        gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
+        # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
+        self.columns_again = int(gathers_again)
+
+    def by_kind(self) -> Mapping[Kind, ActionSeconds]:
+        """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
+        attention = self._each_block(self._attention)
+        mlp = self._mlp() * self.num_blocks
+        forward = attention + mlp + self._ends()
+        again = {
+            Recompute.NONE: _Sum(),
+            Recompute.ATTENTION: attention,
+            Recompute.BLOCK: attention + mlp,
+            Recompute.FULL: forward,
+        }[self.chunk.recompute]
+        inputs = self._each_block(self._input_half) + self._input_half_of_ends()
+        weights = self._weight_half(rows_again=0)
+        return {
+            Kind.F: self._action(forward),
+            Kind.B: self._action(inputs + weights, again),
+            Kind.I: self._action(inputs, again),
+            Kind.W: self._action(self._weight_half(rows_again=self.columns_again)),
+        }
+
+    @property
+    def num_blocks(self) -> int:
+        return self.windows.total()
+
+    def _action(self, sums: _Sum, again: _Sum = _Sum()) -> ActionSeconds:  # frozen
+        machine, number = self.machine, sums.number + again.number
+        kernels = sums.operators + again.operators + sums.exchanges + again.exchanges
+        host = machine.host_s_per_action + number * machine.host_s_per_operator
+        exposed = max(0.0, host - kernels) if machine.is_asynchronous else host
+        return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
+
+    def _each_block(self, operators: object) -> _Sum:
+        assert callable(operators)
+        total = _Sum()
+        for window, number in self.windows.items():
+            total += operators(window) * number
+        return total
+
+    def _matmul(self, rows: int, columns: int, inner: int, exchanges: int = 0) -> _Sum:
+        work = matmul_work(rows, columns, inner, self.size.item)
+        return self._with_exchanges(self.machine.matmul_seconds(work, self.dtype), exchanges)
+
+    def _with_exchanges(self, seconds: float, exchanges: int) -> _Sum:
+        """Return an operator with its exchanges, which overlap with it where they are fused."""
+        links = exchanges * self.exchange_seconds
+        return _Sum(seconds, max(0.0, links - seconds) if self.is_fused else links, 1)
+
+    def _others(self, *works: Work) -> _Sum:
+        return _Sum(sum(self.machine.other_seconds(work, self.dtype) for work in works), 0.0, len(works))
+
+    def _products(self, exchanges: int) -> tuple[_Sum, _Sum, _Sum, _Sum]:
+        """Return a block's four products, each with as many exchanges: qkv, attention's output, gate and up, down."""
+        size = self.size
+        mixed, packed = size.heads * size.head_size, (size.heads + 2 * size.kv_heads) * size.head_size
+        return (
+            self._matmul(size.tokens, packed, size.hidden, exchanges),
+            self._matmul(size.tokens, size.hidden, mixed, exchanges),
+            self._matmul(size.tokens, size.num_gated * size.ffn, size.hidden, exchanges),
+            self._matmul(size.tokens, size.hidden, size.ffn, exchanges),
+        )
+
+    def _attend(self, window: int | None, *, backward: bool) -> _Sum:
+        size = self.size
+        pairs = None if window is None else self.batch * visible_pairs([size.seq], window)
+        work = (attention_backward_work if backward else attention_work)(
+            self.batch, size.seq, size.heads, size.kv_heads, size.head_size, size.item, causal_half=True, pairs=pairs
+        )
+        return _Sum(self.machine.attention_seconds(work, self.dtype), 0.0, 1)
+
+    def _rope(self) -> _Sum:
+        size = self.size
+        return self._others(rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item))
+
+    def _attention(self, window: int | None) -> _Sum:
+        size = self.size
+        qkv, output, _, _ = self._products(1)
+        norm = self._others(norm_work(size.own_tokens, size.hidden, size.item))
+        return norm + qkv + self._rope() + self._attend(window, backward=False) + output
+
+    def _mlp(self) -> _Sum:
+        size = self.size
+        _, _, gate_up, down = self._products(1)
+        return (
+            gate_up
+            + down
+            + self._others(
+                norm_work(size.own_tokens, size.hidden, size.item, residual=True),
+                activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
+            )
+        )
+
+    def _input_half(self, window: int | None) -> _Sum:
+        size = self.size
+        total = (
+            self._rope()
+            + self._attend(window, backward=True)
+            + self._others(
+                norm_backward_work(size.own_tokens, size.hidden, size.item),
+                norm_backward_work(size.own_tokens, size.hidden, size.item, residual=True),
+                activation_backward_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
+            )
+        )
+        return _total([total, *self._products(1)])
+
+    def _weight_half(self, rows_again: int) -> _Sum:
+        columns = self.columns_again
+        qkv, _, gate_up, _ = self._products(columns)
+        _, output, _, down = self._products(rows_again)
+        ends = _Sum()
+        size = self.size
+        if self.is_first:
+            ends += self._others(embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item))
+        if self.is_last:
+            ends += self._matmul(size.tokens, size.vocab, size.hidden, columns)
+        return _total([qkv, output, gate_up, down]) * self.num_blocks + ends
+
+    def _ends(self) -> _Sum:
+        """Return lookup before the first block; norm, logits and loss behind the last."""
+        size, total = self.size, _Sum()
+        if self.is_first:
+            seconds = self.machine.other_seconds(embedding_work(size.tokens, size.hidden, size.item), self.dtype)
+            total += self._with_exchanges(seconds, 1)
+        if self.is_last:
+            total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
+                norm_work(size.own_tokens, size.hidden, size.item),
+                cross_entropy_work(size.tokens, size.vocab, size.item),
+            )
+        return total
+
+    def _input_half_of_ends(self) -> _Sum:
+        size = self.size
+        # The embedding's gradient needs all tokens: a gather that no operator hides.
+        total = _Sum(exchanges=self.exchange_seconds * self.is_first)
+        if self.is_last:
+            total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
+                norm_backward_work(size.own_tokens, size.hidden, size.item),
+                cross_entropy_gradient_work(size.tokens, size.vocab, size.item),
+            )
+        return total
+
+
+def _total(sums: Iterable[_Sum]) -> _Sum:
+    total = _Sum()
+    for each in sums:
+        total += each
+    return total
