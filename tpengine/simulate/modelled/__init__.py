@@ -1,1 +1,5 @@
-"""Costs and bytes of a step from its configuration alone."""
+"""Costs and bytes of a step from its configuration alone.
+
+operators.py (the operators of each action, on a machine), costs.py (the step's durations and sizes), bytes.py (what a
+block keeps), activations.py and working.py (what an action holds), memory.py (what a rank holds, by kind).
+"""
