@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tpengine.observe.records import (
     BucketRun,
@@ -23,6 +24,7 @@ from tpengine.observe.records import (
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
 from tpengine.plan.plan import Bucket, Plan, Residency, Weights
 from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile
+from tpengine.simulate.profiles.ranks import ActionProfile, RankProfile, StepSeconds
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,51 @@ def profile_of(
         outside_seconds=_median([max(0.0, step.seconds - length) for step, length in zip(steps, lengths, strict=True)]),
         residency=residency,
     )
+
+
+def ranks_of(
+    steps: Sequence[MeasuredStep], places: Sequence[tuple[int, int, int]], metered: Sequence[Mapping[str, Any]]
+) -> tuple[RankProfile, ...]:
+    """Return what each rank of the run did: by its trace, and by its host (training/profiler/meter.py).
+
+    Args:
+        steps: at least one; their pipelines are ordered by dp, then tp.
+        places: (pp, dp, tp) of each rank.
+        metered: by rank, `Meter.figures`.
+    """
+    num_tp = max(tp for _, _, tp in places) + 1
+    found = []
+    for (pp, dp, tp), of_host in zip(places, metered, strict=True):
+        actions = {}
+        for (kind, chunk), seconds in _action_seconds(steps, dp * num_tp + tp, pp).items():
+            issue, exchange = of_host["actions"][metered_name(kind, chunk)]
+            actions[kind, chunk] = ActionProfile(seconds, issue, min(exchange, issue))
+        found.append(RankProfile(pp, dp, tp, actions, of_host["read"], of_host["retries"]))
+    return tuple(found)
+
+
+def metered_name(kind: Kind, chunk: int) -> str:
+    """Return the name of all actions of a kind and chunk: 2F."""
+    return f"{chunk}{kind.value}"
+
+
+def step_seconds(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[StepSeconds, ...]:
+    """Return the time of each step, and that of its plan in the pipeline that took longest."""
+    found = []
+    for step in steps:
+        length = max(measured_timeline(plan, pipeline).makespan for pipeline in step.pipelines)
+        # On a GPU the plan's time is that of its events, the step's that of the host, which may be a little less.
+        found.append(StepSeconds(step.step, max(step.seconds, length), length))
+    return tuple(found)
+
+
+def _action_seconds(steps: Sequence[MeasuredStep], pipeline: int, stage: int) -> dict[tuple[Kind, int], float]:
+    found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for action, begin, end in step.pipelines[pipeline][stage].ran:
+            if action.kind in COMPUTE:
+                found[action.kind, action.piece[0]].append((end - begin) * 1e-9)
+    return {name: _median(values) for name, values in found.items()}
 
 
 def _transfer_seconds(plan: Plan, pipelines: Iterable[PipelineRecord]) -> tuple[float, float, float]:

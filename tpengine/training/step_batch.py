@@ -9,6 +9,7 @@ update of a batch that is not usable.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -146,12 +147,16 @@ class BatchReader:
         mesh: places of the ranks.
         ends: the stages that hold the model's first chunk and its last.
         device: where this rank computes.
+
+    Attributes:
+        seconds: how long this rank read samples of the current step; 0 if it needs none.
     """
 
     def __init__(
         self, config: Config, samples: Samples, mesh: Mesh, ends: tuple[int, int], device: torch.device
     ) -> None:
         self._train, self._samples, self._mesh, self._ends, self._device = config.train, samples, mesh, ends, device
+        self.seconds = 0.0
 
     def read(self, step: int) -> StepBatch:
         """Read what this rank needs of a step, and exchange reports; collective over all ranks.
@@ -164,6 +169,7 @@ class BatchReader:
         train, at = self._train, self._mesh.at
         tokens = labels = torch.empty(0, dtype=torch.int64)
         mine, error = Report(), ""
+        begin = time.perf_counter()
         if at.pp in self._ends:
             # Read, or go on with zeros and ignored labels.
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
@@ -175,6 +181,7 @@ class BatchReader:
             else:
                 mine = Report(_READ, batch_digest(*arrays), int((arrays[1] != IGNORED_LABEL).sum()))
                 tokens, labels = (torch.from_numpy(array).view_as(tokens) for array in arrays)
+        self.seconds = time.perf_counter() - begin if at.pp in self._ends else 0.0
         # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
         scale, usable = self._judged(reports)

@@ -207,6 +207,7 @@ class Signals:
         timeout_seconds: as given; may be changed.
         spin_seconds: how long a wait yields the core before it sleeps; may be changed.
         clock: measures the timeout; a test may use a clock of its own.
+        waited_ns: how long this rank has waited so far, in nanoseconds; waits that end without polling count nothing.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class Signals:
         self._own = areas[rank]
         self.timeout_seconds, self.spin_seconds = timeout_seconds, SPIN_SECONDS
         self.clock: Callable[[], float] = time.monotonic
+        self.waited_ns = 0
         world = len(areas)
         self._peers = [(rank + i) % world for i in range(1, world)]
         self._poison_word, self._reset_word = world * LINE_WORDS, (world + 1) * LINE_WORDS
@@ -353,6 +355,7 @@ class Signals:
                 os.sched_yield()
             else:
                 time.sleep(min(max(_SLEEP_SECONDS, (now - begin) / 16), _LONGEST_SLEEP_SECONDS))
+        self.waited_ns += round((time.monotonic() - begin) * 1e9)
 
     def _give_up(self, verdict: _Verdict) -> PeerError:
         """Poison the group and return the error to raise."""

@@ -1,26 +1,23 @@
 """A profile: the measured costs of a step's actions, kept as JSON, to predict steps with other schedules.
 
 It has the layers of each chunk and the time of each kind of action by chunk, so that other chunks can be predicted
-(costs.py). This file has its fields and its file format. A file may come from anybody: everything is checked, and an
-error is reported in one line.
+(costs.py); and what each rank did, so that it can be told why the run is slow (ranks.py). This file has its fields and
+its file format. A file may come from anybody: everything is checked (fields.py), and an error is reported in one line.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.plan.plan import Reduced, Residency, TensorSpec, Weights
-
-T = TypeVar("T")
-Word = TypeVar("Word", bound=StrEnum)
+from tpengine.simulate.profiles.fields import WrongProfile, count_of, each, field_of, name_of, number_of, word_of
+from tpengine.simulate.profiles.ranks import RankProfile, StepSeconds, check_ranks, parse_rank, parse_step
 
 _FORMAT = "tpengine profile"
 _VERSION = 1
@@ -102,6 +99,8 @@ class CostProfile:
         outside_seconds: the rest of a step: reading the batch, ending the step together with all ranks.
         memory: by stage; empty where the profile was written before there was such a field.
         residency: how long gathered weights stayed.
+        steps, ranks: the recorded steps, and what each rank did in them, in the order of the run's ranks; empty where
+            the profile was written before there were such fields.
     """
 
     schedule: str
@@ -119,6 +118,8 @@ class CostProfile:
     outside_seconds: float
     memory: tuple[StageMemory, ...] = ()
     residency: Residency = Residency.STEP
+    steps: tuple[StepSeconds, ...] = ()
+    ranks: tuple[RankProfile, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -165,6 +166,8 @@ class CostProfile:
                 }
                 for stage, held in enumerate(self.memory)
             ],
+            "steps": [step.to_json() for step in self.steps],
+            "ranks": [rank.to_json() for rank in self.ranks],
         }
         return json.dumps(content, indent=1).encode() + b"\n"
 
@@ -190,24 +193,20 @@ def read_profile(path: Path) -> CostProfile:
         return _parse(_read(path))
     except OSError as error:
         reason = error.strerror
-    except _Wrong as error:
+    except WrongProfile as error:
         reason = str(error)
     raise ValueError(f"a profile must be the profile.json of a run: {path}: {reason}: run with --train.profile-steps")
 
 
-class _Wrong(Exception):
-    """What is wrong with a profile's content, as the message."""
-
-
 def _read(path: Path) -> Any:
     if path.exists() and not path.is_file():
-        raise _Wrong("it is not a regular file")
+        raise WrongProfile("it is not a regular file")
     if path.stat().st_size > _MAX_FILE_BYTES:
-        raise _Wrong(f"it has more than {_MAX_FILE_BYTES} bytes")
+        raise WrongProfile(f"it has more than {_MAX_FILE_BYTES} bytes")
     try:
         return json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise _Wrong("it is not JSON") from None
+        raise WrongProfile("it is not JSON") from None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -215,146 +214,109 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _parse(content: Any) -> CostProfile:
-    if _field(content, "format", str) != _FORMAT:
-        raise _Wrong(f"its format is not {_FORMAT!r}")
-    if _field(content, "version", int) != _VERSION:
-        raise _Wrong(f"its version is {content['version']}, and this tpengine reads version {_VERSION}")
-    chunks = tuple(_each(content, "chunks", _chunk))
+    if field_of(content, "format", str) != _FORMAT:
+        raise WrongProfile(f"its format is not {_FORMAT!r}")
+    if field_of(content, "version", int) != _VERSION:
+        raise WrongProfile(f"its version is {content['version']}, and this tpengine reads version {_VERSION}")
+    chunks = tuple(each(content, "chunks", _chunk))
     if not chunks or chunks[0].layers[0] != 0 or any(a.layers[1] != b.layers[0] for a, b in pairwise(chunks)):
-        raise _Wrong("the layers of its chunks are not those of a model, in order")
+        raise WrongProfile("the layers of its chunks are not those of a model, in order")
     ranks = {chunk.rank for chunk in chunks}
     if ranks != set(range(len(ranks))):
-        raise _Wrong("the ranks of its chunks do not count from 0")
-    buckets = dict(_each(content, "buckets", _bucket))
+        raise WrongProfile("the ranks of its chunks do not count from 0")
+    buckets = dict(each(content, "buckets", _bucket))
     if any(chunk >= len(chunks) for bucket in buckets.values() for chunk in bucket.chunks):
-        raise _Wrong("a bucket names a chunk that the profile does not have")
+        raise WrongProfile("a bucket names a chunk that the profile does not have")
     boundary = _boundary(content)
     if boundary is None and len(chunks) > 1:
-        raise _Wrong("several chunks need a boundary")
-    seconds = _field(content, "seconds", dict)
+        raise WrongProfile("several chunks need a boundary")
+    measured = tuple(each(content, "ranks", parse_rank)) if "ranks" in content else ()
+    if measured:
+        check_ranks(measured, [_actions_of(chunks, stage) for stage in range(len(ranks))])
+    seconds = field_of(content, "seconds", dict)
     return CostProfile(
-        schedule=_name(content, "schedule"),
-        num_microbatches=_count(content, "num_microbatches", least=1),
+        schedule=name_of(content, "schedule"),
+        num_microbatches=count_of(content, "num_microbatches", least=1),
         chunks=chunks,
         boundary=boundary,
         buckets=buckets,
-        **{name: _number(seconds, name) for name in _SECONDS},
+        **{name: number_of(seconds, name) for name in _SECONDS},
         memory=tuple(_memory(content, len(ranks))),
         # Profiles of earlier versions do not say.
-        residency=_word(content, "residency", Residency) if "residency" in content else Residency.STEP,
+        residency=word_of(content, "residency", Residency) if "residency" in content else Residency.STEP,
+        steps=tuple(each(content, "steps", parse_step)) if "steps" in content else (),
+        ranks=measured,
+    )
+
+
+def _actions_of(chunks: Sequence[ChunkProfile], stage: int) -> frozenset[tuple[Kind, int]]:
+    return frozenset(
+        (kind, index) for index, chunk in enumerate(chunks) if chunk.rank == stage for kind in chunk.seconds
     )
 
 
 def _chunk(item: Any) -> ChunkProfile:
-    layers = _field(item, "layers", list)
+    layers = field_of(item, "layers", list)
     if (
         len(layers) != 2
         or not all(type(bound) is int for bound in layers)
         or not 0 <= layers[0] < layers[1] <= _MAX_LAYERS
     ):
-        raise _Wrong(f"layers are a pair, first and end: got {layers!r}")
-    seconds = _field(item, "seconds", dict)
+        raise WrongProfile(f"layers are a pair, first and end: got {layers!r}")
+    seconds = field_of(item, "seconds", dict)
     known = {kind.value: kind for kind in COMPUTE}
     if unknown := [name for name in seconds if name not in known]:
-        raise _Wrong(f"a chunk's actions are F, B, I and W: got {unknown[0]!r}")
-    found = {known[name]: _number(seconds, name) for name in seconds}
+        raise WrongProfile(f"a chunk's actions are F, B, I and W: got {unknown[0]!r}")
+    found = {known[name]: number_of(seconds, name) for name in seconds}
     if Kind.F not in found or not (Kind.B in found or {Kind.I, Kind.W} <= found.keys()):
-        raise _Wrong("a chunk needs the seconds of F, and of B or of I and W")
+        raise WrongProfile("a chunk needs the seconds of F, and of B or of I and W")
     if min(found.values()) <= 0.0:
-        raise _Wrong("a chunk's actions take more than 0 seconds")
-    return ChunkProfile(_count(item, "rank"), (layers[0], layers[1]), found)
+        raise WrongProfile("a chunk's actions take more than 0 seconds")
+    return ChunkProfile(count_of(item, "rank"), (layers[0], layers[1]), found)
 
 
 def _bucket(item: Any) -> tuple[int, BucketProfile]:
-    chunks = _field(item, "chunks", list)
+    chunks = field_of(item, "chunks", list)
     if not chunks or not all(type(chunk) is int and chunk >= 0 for chunk in chunks):
-        raise _Wrong(f"a bucket has chunks: got {chunks!r}")
-    held = BucketProfile(tuple(chunks), _number(item, "seconds"), _count(item, "bytes"))
+        raise WrongProfile(f"a bucket has chunks: got {chunks!r}")
+    held = BucketProfile(tuple(chunks), number_of(item, "seconds"), count_of(item, "bytes"))
     if "weights" in item:  # profiles of earlier versions do not say
         held = replace(
             held,
-            gather_seconds=_number(item, "gather_seconds"),
-            weights=_word(item, "weights", Weights),
-            reduced=_word(item, "reduced", Reduced),
+            gather_seconds=number_of(item, "gather_seconds"),
+            weights=word_of(item, "weights", Weights),
+            reduced=word_of(item, "reduced", Reduced),
         )
-    return _count(item, "index"), held
+    return count_of(item, "index"), held
 
 
 def _memory(content: dict[str, Any], num_stages: int) -> list[StageMemory]:
     """Parse what each stage held; profiles of earlier versions do not say."""
     if "memory" not in content:
         return []
-    found = _each(content, "memory", _stage_memory)
+    found = each(content, "memory", _stage_memory)
     if [stage for stage, _ in found] != list(range(num_stages)) and found:
-        raise _Wrong(f"memory is by stage, of all {num_stages}")
+        raise WrongProfile(f"memory is by stage, of all {num_stages}")
     return [held for _, held in found]
 
 
 def _stage_memory(item: Any) -> tuple[int, StageMemory]:
-    kinds = _field(item, "bytes", dict)
-    return _count(item, "stage"), StageMemory(
-        {name: _count(kinds, name) for name in kinds},
-        _count(item, "peak_bytes"),
-        _name(item, "action"),
-        _count(item, "arena_bytes"),
-        _count(item, "measured_peak_bytes"),
-        _name(item, "measured_as"),
+    kinds = field_of(item, "bytes", dict)
+    return count_of(item, "stage"), StageMemory(
+        {name: count_of(kinds, name) for name in kinds},
+        count_of(item, "peak_bytes"),
+        name_of(item, "action"),
+        count_of(item, "arena_bytes"),
+        count_of(item, "measured_peak_bytes"),
+        name_of(item, "measured_as"),
     )
 
 
 def _boundary(content: Any) -> TensorSpec | None:
-    if _field(content, "boundary", (dict, type(None))) is None:
+    if field_of(content, "boundary", (dict, type(None))) is None:
         return None
-    shape, dtype = _field(content["boundary"], "shape", list), _field(content["boundary"], "dtype", str)
+    shape, dtype = field_of(content["boundary"], "shape", list), field_of(content["boundary"], "dtype", str)
     if not all(type(size) is int and 0 < size < 2**40 for size in shape) or dtype not in _DTYPES:
-        raise _Wrong(f"a boundary has a shape and one of the dtypes {', '.join(_DTYPES)}: got {content['boundary']!r}")
+        dtypes = ", ".join(_DTYPES)
+        raise WrongProfile(f"a boundary has a shape and one of the dtypes {dtypes}: got {content['boundary']!r}")
     return TensorSpec(tuple(shape), dtype)
-
-
-def _each(content: Any, name: str, parse: Callable[[Any], T]) -> list[T]:
-    return [parse(item) for item in _field(content, name, list)]
-
-
-def _field(content: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    if not isinstance(content, dict):
-        raise _Wrong(f"{name} must be in an object: got {_shown(content)}")
-
-    if name not in content:
-        raise _Wrong(f"it has no {name}")
-    value = content[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _Wrong(f"{name} is {_shown(value)}")
-    return value
-
-
-def _name(content: Any, name: str) -> str:
-    value: str = _field(content, name, str)
-    if not value.isprintable() or len(value) > 200:
-        raise _Wrong(f"{name} is {_shown(value)}")
-    return value
-
-
-def _word(content: Any, name: str, words: type[Word]) -> Word:
-    value = _field(content, name, str)
-    if value not in list(words):
-        raise _Wrong(f"{name} is one of {', '.join(words)}: got {_shown(value)}")
-    return words(value)
-
-
-def _count(content: Any, name: str, least: int = 0) -> int:
-    value: int = _field(content, name, int)
-    if not least <= value < 2**62:
-        raise _Wrong(f"{name} is {_shown(value)}")
-    return value
-
-
-def _number(content: Any, name: str) -> float:
-    value = _field(content, name, (int, float))
-    if not (0.0 <= value < 1e12 and math.isfinite(value)):
-        raise _Wrong(f"{name} is {_shown(value)}")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,1 +1,5 @@
-"""Profiles of recorded steps, costs that predict other schedules, and the ranks that a stuck rank waits for."""
+"""Profiles of recorded steps, costs that predict other schedules, and the ranks that a stuck rank waits for.
+
+profiler.py    records steps and writes what they show; clocks.py has their clocks, meter.py what the host sees
+waiting.py     for whom a stuck rank waits, and peers.py which of those are gone
+"""

@@ -2,8 +2,8 @@
 
     trace.json      every rank's timeline, for ui.perfetto.dev
     timeline.svg    one pipeline in the step of median length, above the simulator's prediction from the measured costs
-    profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them; and what each
-                    stage holds, by the plan and measured
+    profile.json    the measured costs: `tpengine schedule --profile` predicts other schedules from them; what each
+                    stage holds, by the plan and measured; and what each rank did, for `tpengine diagnose`
 
 Of several pipelines (replicas, tensor-parallel ranks) the one that computes longest is drawn and described. The others
 wait for it in their reductions, which would look like slow communication.
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tpengine.config import profiled_steps
 from tpengine.distributed.launch import num_cores
@@ -29,7 +30,7 @@ from tpengine.files import keep_copy_aside
 from tpengine.layout.step_plan import gradient_bytes
 from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
 from tpengine.observe.metrics import peak_memory_bytes
-from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.observe.record_costs import MeasuredStep, profile_of, ranks_of, step_seconds
 from tpengine.observe.records import (
     RankRecord,
     computed_until,
@@ -46,6 +47,7 @@ from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import StageMemory
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
+from tpengine.training.profiler.meter import Meter
 from tpengine.training.trainer import Trainer
 
 
@@ -68,8 +70,10 @@ class Profiler:
         self._wanted = profiled_steps(trainer.config)
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
-        # By rank: arenas, and the most held so far.
+        self._meter = Meter(trainer)
+        # By rank: arenas, and the most held so far; what the meters have.
         self._held: list[tuple[int, int]] = []
+        self._metered: list[dict[str, Any]] = []
         if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
             text = trainer.config.train.profile_steps
             say(f"nothing is profiled: of the steps {text} none is left, the run goes on at step {first_step}")
@@ -81,6 +85,7 @@ class Profiler:
         self._trainer.activity.begin("setting the clocks")
         self._offsets = offsets_of_ranks(self._trainer.device)
         self._trainer.executor.trace = Trace(clock_of(self._trainer.device))
+        self._meter.begin()
 
     def end(self, step: int, seconds: float) -> None:
         """Gather what the ranks recorded; after the last profiled step, write the files.
@@ -91,9 +96,10 @@ class Profiler:
         if step not in self._wanted or trace is None:
             return
         self._trainer.executor.trace = None
+        self._meter.end()
         self._trainer.activity.begin("gathering what was recorded")
         records = self._gather(trace)
-        self._held = self._gather_held()
+        self._gather_figures()
         if records:
             shape = Shape.of(self._trainer.config.parallel)
             firsts = range(shape.dp * shape.tp)
@@ -113,7 +119,14 @@ class Profiler:
             return
         plan = self._trainer.plan
         measured_costs = profile_of(plan, steps, self._bucket_bytes(), self._trainer.layout.residency)
-        profile = replace(measured_costs, memory=self._memory())
+        shape = Shape.of(self._trainer.config.parallel)
+        places = [(at.pp, at.dp, at.tp) for at in map(shape.coordinates, range(shape.world_size))]
+        profile = replace(
+            measured_costs,
+            memory=self._memory(),
+            steps=step_seconds(plan, steps),
+            ranks=ranks_of(steps, places, self._metered),
+        )
         # Choose the step of median length, and its pipeline that computes longest.
         drawn = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         ends = [computed_until(pipeline) for pipeline in drawn.pipelines]
@@ -145,11 +158,14 @@ class Profiler:
             for rank, of_rank in enumerate(gather_bytes(encoded))
         ]
 
-    def _gather_held(self) -> list[tuple[int, int]]:
-        """Return by rank, on rank 0, the bytes of its arenas and the most that it has held; collective."""
+    def _gather_figures(self) -> None:
+        """Gather on rank 0 what each rank has for exchanging and has held at most, and what it metered; collective."""
         trainer = self._trainer
-        mine = trainer.comms.arena_bytes(trainer.mailbox), peak_memory_bytes(trainer.device)
-        return [tuple(json.loads(of_rank)) for of_rank in gather_bytes(json.dumps(mine).encode())]
+        held = trainer.comms.arena_bytes(trainer.mailbox), peak_memory_bytes(trainer.device)
+        mine = json.dumps({"held": held, "metered": self._meter.figures()})
+        everyone = [json.loads(of_rank) for of_rank in gather_bytes(mine.encode())]
+        self._held = [tuple(of_rank["held"]) for of_rank in everyone]
+        self._metered = [of_rank["metered"] for of_rank in everyone]
 
     def _memory(self) -> tuple[StageMemory, ...]:
         """Return what each stage holds: by the plan, and of its ranks the most."""

@@ -23,6 +23,7 @@ from tpengine.simulate.profiles.file import (
     StageMemory,
     read_profile,
 )
+from tpengine.simulate.profiles.ranks import ActionProfile, RankProfile, StepSeconds
 
 CountMutations = Callable[[str, int, int], None]
 BOUNDARY = TensorSpec((64, 32), "float32")
@@ -120,6 +121,15 @@ def test_a_fit_by_hand(chunks: list[tuple[int, float]], fit: tuple[float, float,
     assert (found.layer, found.first, found.last) == pytest.approx(fit)
 
 
+def rank_of(stage: int, forward: float, exchange: float) -> RankProfile:
+    """What a rank did that is the only one of its stage."""
+    actions = {
+        (kind, stage): ActionProfile(seconds, seconds, exchange)
+        for kind, seconds in {Kind.F: forward, Kind.B: 2 * forward}.items()
+    }
+    return RankProfile(stage, 0, 0, actions, 0.05, 0)
+
+
 def example(**changes: Any) -> CostProfile:
     fields: dict[str, Any] = {
         "schedule": "1f1b",
@@ -145,6 +155,8 @@ def example(**changes: Any) -> CostProfile:
             StageMemory({"weights": 10, "receive slots": 4}, 12, "0B3", 3, 40, "resident set of the process"),
             StageMemory({"weights": 11}, 11, "1F0", 3, 39, "resident set of the process"),
         ),
+        "steps": (StepSeconds(3, 3.2, 3.0), StepSeconds(4, 3.1, 3.1)),
+        "ranks": (rank_of(0, 0.1, 0.0), rank_of(1, 0.11, 0.01)),
     }
     return CostProfile(**{**fields, **changes})
 
@@ -212,18 +224,47 @@ def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
         example(),
         profiled("zbv", 2, 4),
         example(buckets={1: sharded}, residency=Residency.USE),
+        example(steps=(), ranks=()),
     ):
         (tmp_path / "profile.json").write_bytes(profile.to_json())
         assert read_profile(tmp_path / "profile.json") == profile
 
 
-def test_a_file_of_before_there_was_memory_or_zero_is_read(tmp_path: Path) -> None:
+def test_a_file_of_before_there_was_memory_or_zero_or_ranks_is_read(tmp_path: Path) -> None:
     content = json.loads(example().to_json())
-    del content["memory"], content["residency"]
+    del content["memory"], content["residency"], content["steps"], content["ranks"]
     for bucket in content["buckets"]:
         del bucket["gather_seconds"], bucket["weights"], bucket["reduced"]
     (tmp_path / "profile.json").write_text(json.dumps(content))
-    assert read_profile(tmp_path / "profile.json") == example(memory=())
+    assert read_profile(tmp_path / "profile.json") == example(memory=(), steps=(), ranks=())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda ranks: ranks.pop(), "not those of a mesh with 2 stages"),
+        (lambda ranks: ranks[1].update(pp=0), "not those of a mesh with 2 stages"),
+        (lambda ranks: ranks[1].update(tp=1), "not those of a mesh with 2 stages"),
+        (lambda ranks: ranks[1]["actions"].pop(), "pp 1, dp 0, tp 0 has not the actions of its stage"),
+        (lambda ranks: ranks[1]["actions"][0].update(chunk=0), "pp 1, dp 0, tp 0 has not the actions of its stage"),
+        (lambda ranks: ranks[0]["actions"][0].update(kind="STEP"), "are F, B, I and W: got 'STEP'"),
+        (lambda ranks: ranks[0]["actions"][0].update(exchange_seconds=0.2), "its exchange no longer than the host"),
+    ],
+)
+def test_ranks_that_are_those_of_no_run_are_refused(
+    tmp_path: Path, change: Callable[[list[Any]], None], reason: str
+) -> None:
+    content = json.loads(example().to_json())
+    change(content["ranks"])
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    assert reason in message_of(tmp_path / "profile.json")
+
+
+def test_a_step_is_no_shorter_than_its_plan(tmp_path: Path) -> None:
+    content = json.loads(example().to_json())
+    content["steps"][1]["plan_seconds"] = 3.2
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    assert "a step takes at least as long as its plan: got 3.1 s and 3.2 s" in message_of(tmp_path / "profile.json")
 
 
 def message_of(path: Path) -> str:
@@ -293,6 +334,7 @@ def test_every_damage_to_a_file_is_noticed(tmp_path: Path, count_mutations: Coun
             survivors.append((place, value))
     # Legal others: any name of a schedule or an action, no bucket, no boundary's dims, no memory.
     legal = [(("schedule",), "x"), (("buckets",), []), (("boundary", "shape"), []), (("memory",), [])]
+    legal += [(("steps",), []), (("ranks",), [])]
     for stage in range(2):
         legal += [(("memory", stage, name), "x") for name in ("action", "measured_as")]
         legal += [(("memory", stage, "bytes"), {})]

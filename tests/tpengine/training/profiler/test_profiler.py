@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import signal
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from tpengine.config import Config, TrainConfig, profiled_steps, validate
 from tpengine.data import open_corpus
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.observe.records import RankRecord, decode_record, encode_record, measured_timeline
-from tpengine.pipeline.executor import Trace
+from tpengine.pipeline.executor import Handler, Trace
 from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.simulate.modelled.memory import memory_of
@@ -220,6 +221,47 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
         assert (held.kinds, held.peak, held.action) == (said_first.kinds(), said_first.peak, said_first.action)
         assert held.measured_as == "resident set of the process"
         assert held.measured_peak > held.peak and held.measured_peak > held.arenas > 0
+    # Every rank says what it did; only the stages at the model's ends read.
+    assert [step.step for step in profile.steps] == [1, 2]
+    assert [(rank.pp, rank.dp, rank.tp) for rank in profile.ranks] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    for rank in profile.ranks:
+        assert rank.actions.keys() == {(kind, chunk) for chunk in plan.chunks_of(rank.pp) for kind in "FIW"}
+        # The host's time lies within that of the trace, and without tp nothing is exchanged.
+        assert all(0.0 < act.issue <= act.seconds and act.exchange == 0.0 for act in rank.actions.values())
+        assert (rank.read > 0.0) == (rank.pp == 0) and rank.allocator_retries == 0
+
+
+def ranks_with_a_late_one(config: Config, run_dir: str) -> None:
+    """Profile a run in which rank 1 comes late to every action."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        trainer.executor.handlers = {kind: late(handler) for kind, handler in trainer.executor.handlers.items()}
+    profiler = Profiler(trainer, Path(run_dir) if rank == 0 else None, say=lambda _: None)
+    for step in range(2):
+        profiler.begin(step)
+        trainer.train_step(step)
+        profiler.end(step, 1.0)
+
+
+def late(handler: Handler) -> Handler:
+    def handle(action: Action) -> None:
+        time.sleep(0.02)
+        handler(action)
+
+    return handle
+
+
+def test_a_rank_says_how_long_it_waited_for_its_tp_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """One rank comes late: the other has waited for as long, and itself it has computed as before."""
+    config = config_of(1, 2, 1, tied=False, kv_heads=2)
+    config = replace(config, train=replace(config.train, profile_steps="1:2"))
+    ranks.run(ranks_with_a_late_one, 2, config, str(tmp_path))
+    waiting, late_one = read_profile(tmp_path / "profile.json").ranks
+    for kind in (Kind.F, Kind.B):
+        waits, comes_late = waiting.actions[kind, 0], late_one.actions[kind, 0]
+        assert waits.exchange >= 0.019 and waits.issue >= waits.exchange
+        assert comes_late.issue - comes_late.exchange >= 0.019 > 0.0
 
 
 def test_ranks_that_share_cores_are_said_to() -> None:

@@ -1,0 +1,133 @@
+"""What each rank did in the recorded steps, and how long each step took: a profile's evidence of why a run is slow.
+
+The medians over all ranks (file.py) predict other plans. They cannot tell that one replica is slower than the others,
+that a step waits for its text, or which part of an action is an exchange between tensor-parallel ranks; this can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpengine.plan.actions import COMPUTE, Kind
+from tpengine.simulate.profiles.fields import WrongProfile, count_of, each, name_of, number_of, shown
+
+
+@dataclass(frozen=True)
+class ActionProfile:
+    """One kind of action of one chunk on one rank, in seconds: medians over steps and micro-batches.
+
+    Args:
+        seconds: from its beginning to its end; on a GPU between the events before and behind its kernels.
+        issue: how long the host was in it. On a CPU that is the same.
+        exchange: how long the host was blocked in it until other tensor-parallel ranks wrote their part into shared
+            memory. What collectives and a GPU's kernels wait is not known, and 0.
+    """
+
+    seconds: float
+    issue: float
+    exchange: float
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What one rank did in the recorded steps.
+
+    Args:
+        pp, dp, tp: its place.
+        actions: by kind and chunk, all that it computed.
+        read: seconds to read its micro-batches of a step, the median over steps; 0 on a stage that reads none.
+        allocator_retries: how often a GPU's allocator had to give back its memory and ask again, in all steps.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    actions: Mapping[tuple[Kind, int], ActionProfile]
+    read: float
+    allocator_retries: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `parse_rank` reads."""
+        return {
+            "pp": self.pp,
+            "dp": self.dp,
+            "tp": self.tp,
+            "read_seconds": self.read,
+            "allocator_retries": self.allocator_retries,
+            "actions": [
+                {
+                    "kind": kind,
+                    "chunk": chunk,
+                    "seconds": action.seconds,
+                    "issue_seconds": action.issue,
+                    "exchange_seconds": action.exchange,
+                }
+                for (kind, chunk), action in self.actions.items()
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A recorded step: its number, its time in seconds, and that of the plan within it."""
+
+    step: int
+    seconds: float
+    plan: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `parse_step` reads."""
+        return {"step": self.step, "seconds": self.seconds, "plan_seconds": self.plan}
+
+
+def parse_step(item: Any) -> StepSeconds:
+    """Return a step from its JSON.
+
+    Raises: WrongProfile: it is not one.
+    """
+    step = StepSeconds(count_of(item, "step"), number_of(item, "seconds"), number_of(item, "plan_seconds"))
+    if not 0.0 < step.plan <= step.seconds:
+        raise WrongProfile(f"a step takes at least as long as its plan: got {step.seconds} s and {step.plan} s")
+    return step
+
+
+def parse_rank(item: Any) -> RankProfile:
+    """Return a rank's profile from its JSON.
+
+    Raises: WrongProfile: it is not one.
+    """
+    return RankProfile(
+        pp=count_of(item, "pp"),
+        dp=count_of(item, "dp"),
+        tp=count_of(item, "tp"),
+        actions=dict(each(item, "actions", _action)),
+        read=number_of(item, "read_seconds"),
+        allocator_retries=count_of(item, "allocator_retries"),
+    )
+
+
+def _action(item: Any) -> tuple[tuple[Kind, int], ActionProfile]:
+    kinds, name = {kind.value: kind for kind in COMPUTE}, name_of(item, "kind")
+    if name not in kinds:
+        raise WrongProfile(f"a rank's actions are F, B, I and W: got {shown(name)}")
+    seconds, issue, exchange = (number_of(item, f"{part}seconds") for part in ("", "issue_", "exchange_"))
+    if not seconds > 0.0 or exchange > issue:
+        raise WrongProfile(f"an action takes more than 0 s, its exchange no longer than the host: got {shown(item)}")
+    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange)
+
+
+def check_ranks(ranks: Sequence[RankProfile], actions_by_stage: Sequence[frozenset[tuple[Kind, int]]]) -> None:
+    """Check that ranks are those of a mesh, each with the actions of its stage.
+
+    Args: actions_by_stage: the kinds and chunks that a stage's ranks compute.
+    Raises: WrongProfile: a place is missing or taken twice, or a rank lacks an action of its stage.
+    """
+    sizes = [max(getattr(rank, axis) for rank in ranks) + 1 for axis in ("pp", "dp", "tp")]
+    places = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
+    if sizes[0] != len(actions_by_stage) or not len(ranks) == len(places) == sizes[0] * sizes[1] * sizes[2]:
+        raise WrongProfile(f"its ranks are not those of a mesh with {len(actions_by_stage)} stages, each once")
+    for rank in ranks:
+        if rank.actions.keys() != actions_by_stage[rank.pp]:
+            raise WrongProfile(f"rank pp {rank.pp}, dp {rank.dp}, tp {rank.tp} has not the actions of its stage")

@@ -1,0 +1,85 @@
+"""What a rank's host sees of the recorded steps, beside the trace: what only the rank itself knows.
+
+A trace says when an action began and ended. It does not say how much of the action was an exchange with other
+tensor-parallel ranks; on a GPU, whose moments are those of its stream, how long the host took to issue it; how long the
+rank read its text; and that a GPU's allocator had to ask again. An action costs two more readings of the host's clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpengine.observe.record_costs import metered_name
+from tpengine.pipeline.executor import Handler
+from tpengine.plan import Action, Kind
+from tpengine.plan.actions import COMPUTE
+from tpengine.training.trainer import Trainer
+
+
+class Meter:
+    """Measures this rank while it runs recorded steps.
+
+    Args:
+        trainer: runs the steps.
+
+    `begin` and `end` enclose a step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._handlers: Mapping[Kind, Handler] | None = None
+        self._issue: defaultdict[str, list[float]] = defaultdict(list)
+        self._exchange: defaultdict[str, list[float]] = defaultdict(list)
+        self._read: list[float] = []
+        self._retries, self._retries_at_begin = 0, 0
+
+    def begin(self) -> None:
+        """Measure what the executor computes, from now on."""
+        executor = self._trainer.executor
+        self._handlers = executor.handlers
+        executor.handlers = {
+            kind: self._around(handler) if kind in COMPUTE else handler for kind, handler in executor.handlers.items()
+        }
+        self._retries_at_begin = _allocator_retries(self._trainer.device)
+
+    def end(self) -> None:
+        """Measure nothing any more, and note what belongs to the whole step."""
+        assert self._handlers is not None, "a meter ends a step that it has begun"
+        self._trainer.executor.handlers, self._handlers = self._handlers, None
+        self._read.append(self._trainer.reader.seconds)
+        self._retries += _allocator_retries(self._trainer.device) - self._retries_at_begin
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `record_costs.ranks_of` reads, of all steps so far."""
+        return {
+            "actions": {
+                name: [statistics.median(self._issue[name]), statistics.median(self._exchange[name])]
+                for name in self._issue
+            },
+            "read": statistics.median(self._read),
+            "retries": self._retries,
+        }
+
+    def _around(self, handler: Handler) -> Callable[[Action], None]:
+        def handle(action: Action) -> None:
+            waited, begin = self._waited_ns(), time.perf_counter()
+            handler(action)
+            name = metered_name(action.kind, action.piece[0])
+            self._issue[name].append(time.perf_counter() - begin)
+            self._exchange[name].append((self._waited_ns() - waited) * 1e-9)
+
+        return handle
+
+    def _waited_ns(self) -> int:
+        arena = self._trainer.comms.tp.arena
+        return 0 if arena is None else arena.signals.waited_ns
+
+
+def _allocator_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
