@@ -4,6 +4,9 @@ A checkpoint's state holds everything that determines the numbers of later steps
 batch. A resumed run must keep these, and may change everything else: layout, number of steps, learning rate. The
 position in the data and all random numbers are functions of the step (tpkernels.random), so they need no state of their
 own; they are written all the same, and compared.
+
+A checkpoint of step 0 is what `tpengine import` writes: weights alone, since at step 0 every moment is zero. Nothing
+has been trained, so that a run that begins there must keep the model and nothing else.
 """
 
 from __future__ import annotations
@@ -56,8 +59,10 @@ def saved_config(run_dir: str) -> Config:
             "with --preset or --config beside --resume"
         )
     saved = load_toml(path, Config())
-    # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run.
-    saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
+    if checkpoints_of(run_dir).steps() != [0]:
+        # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run. A run that
+        # was imported and has not begun leaves it open.
+        saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
     # Use the run's copies of the files of a schedule and an architecture, wherever the run directory is now.
     own = path.with_name(Path(saved.model.architecture).name)
     if own.suffix == ".py" and own.is_file():
@@ -69,8 +74,8 @@ def saved_config(run_dir: str) -> Config:
 
 
 def has_begun(run_dir: str) -> bool:
-    """Return whether a directory holds a run that must be continued: one that has saved a checkpoint."""
-    return bool(checkpoints_of(run_dir).steps()) and (Path(run_dir) / "config.toml").is_file()
+    """Return whether a directory holds a run that must be continued: one that has trained and saved a checkpoint."""
+    return any(checkpoints_of(run_dir).steps()) and (Path(run_dir) / "config.toml").is_file()
 
 
 def without_layout(base: Config) -> Config:
@@ -267,7 +272,8 @@ def find_checkpoint(
         The checkpoint, with every damaged one that was passed over; None if the run ended before its first checkpoint.
 
     Raises:
-        CheckpointError: none is whole, or the newest whole one has another model, dtype, seed, text or batch.
+        CheckpointError: none is whole, or the newest whole one has another model or, after the first step, another
+            dtype, seed, text or batch.
     """
     checkpoints = checkpoints_of(config.run_dir)
     passed = dict(damaged or {})
@@ -352,14 +358,17 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     # Where the run began does not matter any more, nor where an architecture's file lies.
     del model["path"]
     model["architecture"] = Path(model["architecture"]).name
-    dropped = any(model[name] for name in ("residual_dropout", "attention_dropout", "mlp_dropout"))
+    rates = "residual_dropout", "attention_dropout", "mlp_dropout"
+    if step == 0:
+        return {f"model.{name}": value for name, value in model.items() if name not in rates}
+    dropped = any(model[name] for name in rates)
     return {
         **{f"model.{name}": value for name, value in model.items()},
         **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
         # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
-        "samples per step": state["data"]["next_sample"] / step if step else None,
+        "samples per step": state["data"]["next_sample"] / step,
         "the text": state["data"]["fingerprint"],
         "the seed of its random numbers": state["random"]["seed"],
     }

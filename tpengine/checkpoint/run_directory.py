@@ -1,4 +1,4 @@
-"""The directory of a run: created or found, and locked by one run at a time. No torch."""
+"""The directory of a run: created or found, locked by one run at a time, and its config.toml. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import fcntl
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
+from tpengine.config.toml import dump_toml
+from tpengine.files import keep_copy_aside, written_beside
+from tpengine.plan import SCHEDULES
 
 
 def open_run_dir(config: Config) -> tuple[Path, IO[str]]:
@@ -60,8 +65,57 @@ def _check_checkpoints(path: Path, config: Config) -> None:
             f"checkpoints must go to a directory: {place} is not a directory: remove it or use another --run-dir"
         )
     newest = checkpoints_of(path).newest()
+    if newest == checkpoints_of(path).of_step(0) and _begins_with(path, config):
+        return
     if newest is not None and not config.resume:
         raise ValueError(
             f"a new run must not hide the checkpoints of another: {path} has {newest.name}: continue it with --resume, "
             "or use another --run-dir"
         )
+
+
+def _begins_with(path: Path, config: Config) -> bool:
+    """Return whether model.path is the run of this directory: what was imported into it is then not hidden."""
+    source = run_of(config.model.path) if config.model.path else None
+    return source is not None and source[0].resolve() == path.resolve()
+
+
+def write_config(config: Config, directory: Path, *, keeps_equal: bool) -> None:
+    """Write config.toml, and beside it copies of the user's own files that it names: a schedule, an architecture.
+
+    Earlier files are kept aside.
+
+    Args:
+        config: config.run_dir is what the directory is called, or will be once it is complete.
+        directory: to write to.
+        keeps_equal: leave an earlier config.toml that is equal.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    schedule, architecture = config.parallel.schedule, config.model.architecture
+    place = Path(config.run_dir)
+    if schedule not in SCHEDULES:
+        kept = f"{Path(schedule).stem}.txt"
+        _write_once(directory / kept, Path(schedule).read_bytes(), keeps_equal=True)
+        schedule = str(place / kept)
+    if architecture.endswith(".py"):
+        kept = Path(architecture).name
+        _write_once(directory / kept, Path(architecture).read_bytes(), keeps_equal=True)
+        architecture = str(place / kept)
+    config = replace(
+        config,
+        model=replace(config.model, architecture=architecture),
+        parallel=replace(config.parallel, schedule=schedule),
+    )
+    _write_once(directory / "config.toml", dump_toml(config).encode(), keeps_equal=keeps_equal)
+
+
+def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
+    """Write a file of the run; keep an earlier one aside, or with `keeps_equal` leave it if it is equal."""
+    # A link is replaced by a copy: the file that it leads to may change.
+    if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
+        return
+    with written_beside(path) as beside:
+        beside.write_bytes(content)
+        keep_copy_aside(path)

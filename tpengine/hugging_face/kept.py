@@ -28,7 +28,9 @@ def keep_source(directory: ModelDirectory, run_dir: Path) -> None:
 
 
 def hand_on(run: Path, run_dir: Path) -> None:
-    """Copy what a run has kept into the directory of a run that begins from it."""
+    """Copy what a run has kept into the directory of a run that begins from it, which may be the same."""
+    if run.resolve() == run_dir.resolve():
+        return
     copy_companions(run, run_dir)
     for name in (CONFIG, TENSORS):
         if (run / name).is_file():

@@ -51,6 +51,11 @@ class ParameterSpec:
     init: float = 1.0
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that checkpoints and files have: without padding."""
+        return self.shape if self.valid_rows is None else (self.valid_rows, *self.shape[1:])
+
+    @property
     def reduce_over(self) -> ReduceOver:
         """The axes over which each rank's gradient is only a partial sum.
 

@@ -16,21 +16,20 @@ import torch
 from rich.console import Console
 
 from tpengine.checkpoint.resume import Checkpoint, changes_since
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
-from tpengine.config.toml import dump_toml
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
-from tpengine.files import keep_copy_aside, written_beside
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
-from tpengine.plan import SCHEDULES, Residency
+from tpengine.plan import Residency
 from tpengine.training.evaluate import held_out_loss, read_prompt, sample
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
@@ -328,16 +327,10 @@ def _say_where_learning_ends(console: Console, config: Config) -> None:
 
 def _write_config(trainer: Trainer, run_dir: Path) -> None:
     """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
-    config, parallel = trainer.config, trainer.config.parallel
     resolved = replace(
-        config,
-        model=replace(config.model, architecture=_keep_architecture(config.model.architecture, run_dir)),
-        parallel=replace(parallel, schedule=_keep_schedule(parallel.schedule, run_dir)),
-        run_dir=str(run_dir),
-        device="cuda" if trainer.device.type == "cuda" else "cpu",
-        resume=False,
+        trainer.config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu", resume=False
     )
-    _write_once(run_dir / "config.toml", dump_toml(resolved).encode(), keeps_equal=config.resume)
+    write_config(resolved, run_dir, keeps_equal=trainer.config.resume)
 
 
 def _keep_beginning(job: Job) -> None:
@@ -349,34 +342,6 @@ def _keep_beginning(job: Job) -> None:
     else:
         # A checkpoint lies two folders below its run.
         hand_on(job.beginning[0].parent.parent, job.run_dir)
-
-
-def _keep_schedule(name: str, run_dir: Path) -> str:
-    """Copy the file of a user's schedule into the run's directory; return the name or path to store in config.toml."""
-    if name in SCHEDULES:
-        return name
-    kept = run_dir / f"{Path(name).stem}.txt"
-    _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
-    return str(kept)
-
-
-def _keep_architecture(name: str, run_dir: Path) -> str:
-    """Copy the file of a user's architecture into the run's directory; return the name or path for config.toml."""
-    if not name.endswith(".py"):
-        return name
-    kept = run_dir / Path(name).name
-    _write_once(kept, Path(name).read_bytes(), keeps_equal=True)
-    return str(kept)
-
-
-def _write_once(path: Path, content: bytes, *, keeps_equal: bool) -> None:
-    """Write a file of the run; keep an earlier one aside, or with `keeps_equal` leave it if it is equal."""
-    # A link is replaced by a copy: the file that it leads to may change.
-    if keeps_equal and path.is_file() and not path.is_symlink() and path.read_bytes() == content:
-        return
-    with written_beside(path) as beside:
-        beside.write_bytes(content)
-        keep_copy_aside(path)
 
 
 def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:

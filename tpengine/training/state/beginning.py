@@ -13,9 +13,7 @@ import torch
 from tpkernels.launch import accumulation_dtype
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.block import Block, Blocks
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import ModelConfig
 from tpengine.distributed.messages import all_gather_json
@@ -24,7 +22,7 @@ from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted
 from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line
-from tpengine.training.state.training_state import MASTER, blocks_of
+from tpengine.training.state.training_state import load_weights
 from tpengine.training.trainer import RunError, Trainer
 
 Beginning = ModelDirectory | tuple[Path, Index]
@@ -76,7 +74,7 @@ def begin_from(trainer: Trainer, found: Beginning) -> None:
         _on_all_ranks(lambda: _fill_from_files(trainer, found))
         return
     try:
-        _fill_from_run(trainer, *found)
+        load_weights(trainer, *found)
     except CheckpointError as error:
         raise RunError(str(error)) from None
 
@@ -91,18 +89,6 @@ def _fill_from_files(trainer: Trainer, directory: ModelDirectory) -> None:
         for name, piece in trainer.model.pieces.items():
             _, stored = places[piece.spec.name]
             trainer.store(name, reader.read(stored, *piece.block, wide).to(trainer.device))
-
-
-def _fill_from_run(trainer: Trainer, directory: Path, index: Index) -> None:
-    """Load weights: the wider copies of a run of 16 bits, where it has them, into ours and into ours' wider ones."""
-    held = blocks_of(trainer)
-    masters = {name.removeprefix(MASTER): block for name, block in held.items() if name.startswith(MASTER)}
-    weights = {name: block for name, block in held.items() if not name.startswith("optimizer.")}
-    for of_weights in (weights, masters):
-        sources: dict[str, Block | Blocks] = {
-            MASTER + name if MASTER + name in index.tensors else name: block for name, block in of_weights.items()
-        }
-        load(directory, index, sources, converts=True)
 
 
 def _on_all_ranks(fill: Callable[[], None]) -> None:

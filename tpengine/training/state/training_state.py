@@ -5,6 +5,8 @@
     optimizer.exp_avg_sq.model.layers.0...
     optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
 
+A checkpoint of step 0 has weights alone, in any dtype: `tpengine import` writes it.
+
 No name or shape depends on the layout, so that any layout can read what any other has written.
 """
 
@@ -12,10 +14,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block, Blocks
+from tpengine.checkpoint.block import Block, Blocks, parts_of
+from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
@@ -49,11 +53,37 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
         DamagedCheckpoint: on all ranks alike: a file is damaged; the trainer must then load another checkpoint.
         CheckpointError: on all ranks alike: the checkpoint is of another model.
     """
-    load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
+    if checkpoint.index.step == 0:
+        load_weights(trainer, checkpoint.directory, checkpoint.index)
+        # A damaged checkpoint may have filled them before.
+        for name in trainer.weights:
+            for kind, tensor in trainer.optimizer.state_of(name).items():
+                if kind != "master":
+                    tensor.zero_()
+    else:
+        load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
     # An old checkpoint has no number of updates: its version could not skip steps.
     trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
     trainer.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
     return checkpoint.index.step
+
+
+def load_weights(trainer: Trainer, directory: Path, index: Index) -> None:
+    """Load the weights of a checkpoint, of any dtype; moments stay as they are; collective.
+
+    Where the checkpoint has wider copies (a run of 16 bits), these are read, into our weights and our wider copies.
+
+    Raises:
+        DamagedCheckpoint: on all ranks alike: a file is damaged.
+        CheckpointError: on all ranks alike: the checkpoint is of another model.
+    """
+    wanted: dict[str, tuple[Block, ...]] = defaultdict(tuple)
+    for name, entry in blocks_of(trainer).items():
+        weight = name.removeprefix(MASTER)
+        if not weight.startswith("optimizer."):
+            wanted[MASTER + weight if MASTER + weight in index.tensors else weight] += parts_of(entry)
+    # One call, since every call hashes every file.
+    load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)
 
 
 def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
@@ -88,7 +118,7 @@ def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) 
     # Where all rows are padding the block is empty.
     num_rows = min(max(spec.valid_rows - offset[0], 0), tensor.shape[0])
     offset = (min(offset[0], spec.valid_rows), *offset[1:])
-    return Block(tensor[:num_rows], offset, (spec.valid_rows, *spec.shape[1:]), stored and num_rows > 0)
+    return Block(tensor[:num_rows], offset, spec.stored_shape, stored and num_rows > 0)
 
 
 def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
