@@ -1,7 +1,7 @@
 """The `tpengine` command: training, and what can be asked and prepared without a GPU.
 
-Torch-free, but for `train`, which is tpengine/train.py. Each other subcommand is a parser and a function of its
-arguments; mistakes end in one line, exit code 2.
+Torch-free, but for `train`, which is tpengine/train.py, and for `import` and `export`, which load it late. Each other
+subcommand is a parser and a function of its arguments; mistakes end in one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        args = _parser().parse_args(arguments)
+        parser = _parser()
+        args, settings = parser.parse_known_args(arguments)
+        if args.run is run_import:
+            args.settings = settings
+        elif settings:
+            parser.error(f"unrecognized arguments: {' '.join(settings)}")
         code: int = args.run(args) or 0
     except SystemExit:  # help, the version
         sys.stdout.flush()
@@ -98,12 +103,26 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def run_import(args: argparse.Namespace) -> None:
+    """Write a run's directory that begins with the weights of a directory, or of another run."""
+    from tpengine.commands.arguments import parse_imported
+
+    config = parse_imported(args.source, str(args.out), args.settings)
+    # torch takes longer to import than the other subcommands to run.
+    from tpengine.commands.import_weights import import_weights
+
+    with _stoppable():
+        names = import_weights(config, args.out)
+    print(f"{args.out}: {len(names)} tensors, step 0; train with --config {args.out / 'config.toml'}")
+
+
 def run_export(args: argparse.Namespace) -> None:
     """Write a checkpoint as a directory that transformers loads."""
     # torch takes longer to import than the other subcommands to run.
     from tpengine.commands.export import export
 
-    names = export(args.run_dir, args.step, args.out, args.dtype)
+    with _stoppable():
+        names = export(args.run_dir, args.step, args.out, args.dtype)
     print(f"{args.out}: {len(names)} tensors; load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
 
 
@@ -181,6 +200,16 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--begin", metavar="ID", help="number to begin each document with (default none)")
     data.add_argument("--end", metavar="ID", help="number to end each document with (default none)")
     data.set_defaults(run=run_data)
+
+    imported = commands.add_parser(
+        "import",
+        help="write a run's directory that begins with the weights of a directory, or of another run",
+        description="Write a run's directory: config.toml, a checkpoint of step 0 that any layout begins from, and "
+        "what goes with the weights. All other flags, after DIR, are settings of the run, as --train.steps 200.",
+    )
+    imported.add_argument("source", metavar="DIR", help="a directory that transformers loads, or RUN or RUN@STEP")
+    imported.add_argument("--out", type=Path, required=True, metavar="RUN", help="directory to write, new or empty")
+    imported.set_defaults(run=run_import)
 
     export = commands.add_parser("export", help="write a checkpoint of a run as a directory that transformers loads")
     export.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")

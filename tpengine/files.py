@@ -1,6 +1,6 @@
-"""Replace files whole, and keep those aside that would be overwritten. No torch.
+"""Replace files whole, make directories whole, and keep those aside that would be overwritten. No torch.
 
-A new file is written beside its place and renamed, so that a reader finds the old file or the new one, never a part.
+What is new is written beside its place and renamed, so that a reader finds the old or the new, never a part.
 
 What is deliberately elsewhere: checkpoints, which are directories of many files (checkpoint/directory.py).
 """
@@ -83,6 +83,39 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_directory(path: str | Path, what: str) -> Iterator[Path]:
+    """Give a new directory to write to; it takes the place of `path` when the block ends, and is removed if it fails.
+
+    Args:
+        path: of a directory that is not there yet, or is empty.
+        what: it is, with its article, for errors: "an export directory".
+
+    Raises:
+        ValueError: it is a file, or not empty.
+        OSError: it cannot be made.
+    """
+    place = Path(path).resolve()
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{what} must be a directory: {path} is a file: choose another")
+    if place.is_dir() and (held := sorted(entry.name for entry in place.iterdir())):
+        raise ValueError(
+            f"{what} must be empty: {path} has {held[0]}"
+            f"{f' and {len(held) - 1} more' if len(held) > 1 else ''}: empty it, or choose another"
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_name(f".{place.name}.{os.urandom(4).hex()}")
+    beside.mkdir()
+    try:
+        yield beside
+        sync_directory(beside)
+        # An empty directory is replaced; one that was filled meanwhile is an error of the system's.
+        os.rename(beside, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    sync_directory(place.parent)
 
 
 @contextlib.contextmanager

@@ -69,9 +69,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     """
     try:
         preset, path, flags = _take_base(argv)
-        base = preset_config(preset or "tiny")
-        if path is not None:
-            base = load_toml(path, base)
+        base = _base_config(preset, path)
         config = _override(base, flags)
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
@@ -88,6 +86,47 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
     except ValueError as error:
         raise ConfigError(one_line(str(error))) from None
+
+
+def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
+    """Build the configuration of a run that is imported, and begins later on any number of processes.
+
+    Args:
+        source: the directory that is imported, as model.path.
+        out: the run's directory.
+        argv: settings of the run: as for parse_config, without where it begins and where it is.
+
+    Returns:
+        preset (default tiny), then --config file, then flags; what is left out of the layout and optim.decay_steps stay
+        open. It is legal on the smallest number of processes that the given sizes make.
+
+    Raises:
+        ConfigError: any mistake, one line.
+    """
+    try:
+        preset, path, flags = _take_base(argv)
+        for flag in flags:
+            name = flag.partition("=")[0].replace("_", "-")
+            if name in ("--model.path", "--run-dir", "--resume"):
+                raise ValueError(
+                    f"an import says where a run begins by tpengine import DIR --out RUN: got {name}: leave it out"
+                )
+        config = _override(_base_config(preset, path), flags)
+        model = model_at(replace(config.model, path=source), _given_of_model(flags))
+        config = replace(config, model=model, run_dir=out, resume=False)
+        check_architecture(model)
+        parallel = config.parallel
+        validate(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
+    except HelpRequested:
+        raise ConfigError("the settings of a run have a help of their own: see tpengine train --help") from None
+    except ValueError as error:
+        raise ConfigError(one_line(str(error))) from None
+    return config
+
+
+def _base_config(preset: str | None, path: str | None) -> Config:
+    base = preset_config(preset or "tiny")
+    return base if path is None else load_toml(path, base)
 
 
 def _given_of_model(flags: Sequence[str]) -> list[str]:

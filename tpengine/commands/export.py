@@ -24,12 +24,14 @@ from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import Index, check_file
 from tpengine.checkpoint.resume import saved_config
 from tpengine.checkpoint.storage import fill
+from tpengine.commands.progress import shown
 from tpengine.config import Config, ModelConfig
+from tpengine.files import new_directory
 from tpengine.hugging_face.companions import copy_companions
 from tpengine.hugging_face.directory import CONFIG, FLOATS
 from tpengine.hugging_face.kept import kept_dtypes
 from tpengine.hugging_face.names import name_of, stored_of
-from tpengine.hugging_face.write import export_directory, tensors_to_write, write_weights
+from tpengine.hugging_face.write import tensors_to_write, write_weights
 from tpengine.layout.parameters import EMBEDDING, HEAD
 from tpengine.training.state.beginning import checkpoint_of
 from tpengine.training.state.training_state import MASTER, hf_name
@@ -59,9 +61,10 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None) -> 
     values = config_json(config, run)
     for name, entry in sorted(index.files.items()):
         check_file(directory, name, entry)
-    with export_directory(out) as beside:
+    with new_directory(out, "an export directory") as beside:
         tensors = tensors_to_write(_parts(config.model, directory, index, run), _dtypes(config, run, dtype))
-        write_weights(beside, tensors)
+        with shown(tensors, f"writing {out}") as counted:
+            write_weights(beside, counted)
         most = Counter[str]()
         for tensor in tensors:
             most[tensor.dtype] += tensor.num_bytes
@@ -76,20 +79,30 @@ def _parts(model: ModelConfig, directory: Path, index: Index, run: Path) -> Any:
     """Yield as what each parameter is stored, and how a box of it is read; a tied head if its source had one."""
     stored = stored_of(model)
     for name, (spec, place) in stored.items():
-        rows = spec.shape[0] if spec.valid_rows is None else spec.valid_rows
-        yield place, partial(_read, directory, index, hf_name(name), (rows, *spec.shape[1:]))
+        yield place, partial(read_weight, directory, index, hf_name(name), spec.stored_shape)
     head = name_of(model, HEAD)
     if model.tie_embeddings and head in (kept_dtypes(run) or {}):
         spec, place = stored[EMBEDDING]
-        assert spec.valid_rows is not None
-        shape = (spec.valid_rows, *spec.shape[1:])
-        yield replace(place, name=head), partial(_read, directory, index, hf_name(EMBEDDING), shape)
+        read = partial(read_weight, directory, index, hf_name(EMBEDDING), spec.stored_shape)
+        yield replace(place, name=head), read
 
 
-def _read(
+def read_weight(
     directory: Path, index: Index, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
 ) -> Tensor:
-    """Return a box of a tensor of the checkpoint, of its wider copy where there is one."""
+    """Return a box of a weight of a checkpoint, of its wider copy where there is one; float32, or float64 if it is.
+
+    Args:
+        directory: of the checkpoint.
+        index: the checkpoint's; its files have been checked.
+        name: the weight's, as checkpoints have it.
+        shape: of the whole weight, without padding.
+        offset: of the box.
+        size: of the box.
+
+    Raises:
+        DamagedCheckpoint: a file cannot be read, or does not hold what the index says.
+    """
     name = MASTER + name if MASTER + name in index.tensors else name
     values = torch.empty(size, dtype=torch.float64 if index.tensors[name].dtype == "F64" else torch.float32)
     fill(directory, index, {name: Block(values, offset, shape, False)})

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpengine.files import sync_directory
 from tpengine.hugging_face.directory import INDEX, WEIGHTS
 from tpengine.hugging_face.header import DTYPE_BITS, LENGTH_BYTES
 from tpengine.hugging_face.read import TORCH_DTYPES
@@ -58,38 +55,6 @@ class TensorToWrite:
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-@contextmanager
-def export_directory(path: str | Path) -> Iterator[Path]:
-    """Give a new directory to write to; it takes the place of `path` when the block ends, and is removed if it fails.
-
-    Args:
-        path: of a directory that is not there yet, or is empty.
-
-    Raises:
-        ValueError: it is a file, or not empty.
-        OSError: it cannot be made.
-    """
-    place = Path(path).resolve()
-    if place.exists() and not place.is_dir():
-        raise ValueError(f"an export directory must be a directory: {path} is a file: choose another")
-    if place.is_dir() and (held := sorted(entry.name for entry in place.iterdir())):
-        raise ValueError(
-            f"an export directory must be empty: {path} has {held[0]}"
-            f"{f' and {len(held) - 1} more' if len(held) > 1 else ''}: empty it, or choose another"
-        )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_name(f".{place.name}.{os.urandom(4).hex()}")
-    beside.mkdir()
-    try:
-        yield beside
-        sync_directory(beside)
-        # An empty directory is replaced; one that was filled meanwhile is an error of the system's.
-        os.rename(beside, place)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    sync_directory(place.parent)
-
-
 def write_weights(
     directory: Path, tensors: Sequence[TensorToWrite], largest_file_bytes: int = LARGEST_FILE_BYTES
 ) -> None:
@@ -110,14 +75,14 @@ def write_weights(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"a tensor must be written once: {twice} is named twice: correct the architecture's table")
-    files = _plan(tensors, largest_file_bytes)
+    files = plan_files(tensors, largest_file_bytes)
     if len(files) == 1:
-        _write_file(directory / WEIGHTS, files[0])
+        write_file(directory / WEIGHTS, files[0])
         return
     weight_map = {}
     for number, held in enumerate(files, start=1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        _write_file(directory / file, held)
+        write_file(directory / file, held)
         weight_map.update({tensor.name: file for tensor in held})
     total = sum(tensor.num_bytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -127,8 +92,11 @@ def write_weights(
         os.fsync(text.fileno())
 
 
-def _plan(tensors: Sequence[TensorToWrite], largest_file_bytes: int) -> list[list[TensorToWrite]]:
-    """Return the tensors of each file: a file is closed before the tensor that would make it too large."""
+def plan_files(tensors: Sequence[TensorToWrite], largest_file_bytes: int) -> list[list[TensorToWrite]]:
+    """Return the tensors of each file: a file is closed before the tensor that would make it too large.
+
+    Args: see write_weights.
+    """
     files: list[list[TensorToWrite]] = [[]]
     # A tensor's part of a header, its offsets as long as they can be, is the same in any file.
     empty = held = len(_header([])) + LENGTH_BYTES
@@ -161,7 +129,16 @@ def _header(tensors: Sequence[TensorToWrite]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
+def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
+    """Write one safetensors file, and have it on disk.
+
+    Args:
+        path: of the file.
+        tensors: in the order in which they lie in it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with path.open("wb") as file:
         file.write(_header(tensors))
         for tensor in tensors:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import tpengine.hugging_face.write as write
 from benchmarks.harness.resident_memory import forget_peak, peak_bytes, resident_bytes
+from tpengine.files import new_directory
 from tpengine.hugging_face.directory import INDEX, WEIGHTS, ModelDirectory, open_directory
 from tpengine.hugging_face.read import TORCH_DTYPES, BoxReader
 from tpengine.hugging_face.write import (
     ReadParameter,
     TensorToWrite,
-    export_directory,
     tensors_to_write,
     write_weights,
 )
@@ -63,7 +63,7 @@ def read_from(reader: BoxReader, stored: Stored, dtype: torch.dtype) -> ReadPara
 def written_again(directory: ModelDirectory, out: Path, largest_file_bytes: int) -> None:
     """Read parameters, of a vocabulary padded to 40, and write them in the dtypes of their files."""
     dtypes = {name: tensor.dtype for name, tensor in directory.tensors.items()}
-    with BoxReader(directory) as reader, export_directory(out) as beside:
+    with BoxReader(directory) as reader, new_directory(out, "an export directory") as beside:
         parts = [
             (stored, read_from(reader, stored, TORCH_DTYPES[dtypes[stored.name]]))
             for stored in reversed(STORED.values())
@@ -154,10 +154,10 @@ def test_an_export_takes_its_place_whole_or_not_at_all(tmp_path: Path) -> None:
         yield torch.zeros(1)
         raise OSError("the source is gone")
 
-    with pytest.raises(OSError, match="the source is gone"), export_directory(out) as beside:
+    with pytest.raises(OSError, match="the source is gone"), new_directory(out, "an export directory") as beside:
         write_weights(beside, [TensorToWrite("a", "F32", (2,), failing)])
     assert list(tmp_path.iterdir()) == [out] and list(out.iterdir()) == []
-    with export_directory(out) as beside:
+    with new_directory(out, "an export directory") as beside:
         write_weights(beside, [whole("a", torch.zeros(2))])
         assert list(out.iterdir()) == []
     assert [path.name for path in out.iterdir()] == [WEIGHTS] and list(tmp_path.iterdir()) == [out]
@@ -179,7 +179,7 @@ def test_a_place_that_is_taken_is_refused(names: tuple[str, ...], message: str, 
         out.touch()
     for name in names:
         (out / name).touch()
-    with pytest.raises(ValueError) as refused, export_directory(out):
+    with pytest.raises(ValueError) as refused, new_directory(out, "an export directory"):
         pytest.fail("a place that is taken was given")
     assert str(refused.value) == message.format(out)
     assert list(tmp_path.iterdir()) == [out]
@@ -237,7 +237,7 @@ def test_transformers_loads_what_was_written(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "source")
     directory = open_directory(tmp_path / "source")
-    with BoxReader(directory) as reader, export_directory(tmp_path / "out") as beside:
+    with BoxReader(directory) as reader, new_directory(tmp_path / "out", "an export directory") as beside:
         parts = [
             (stored, read_from(reader, stored, torch.float32))
             for stored in (Stored(name, tensor.shape) for name, tensor in directory.tensors.items())
