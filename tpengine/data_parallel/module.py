@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tpengine.data_parallel.any_module.forwards import StageModules
 from tpengine.data_parallel.any_module.sliced_replicas import SlicedReplicas
 from tpengine.data_parallel.any_module.units import choose_units
 from tpengine.data_parallel.any_module.whole_gradients import WholeGradients
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated.modules import check_beside_parallel_layers
+from tpengine.layers.replicated.clip import clip_grad_norm_
+from tpengine.layers.replicated.modules import check_beside_parallel_layers, num_parallel
 from tpengine.model.meta_modules import is_on_meta
 
 _STAGES = (0, 1, 2, 3)
@@ -193,14 +194,36 @@ class DataParallel:
         """
         return self.stage.whole() if isinstance(self.stage, SlicedReplicas) else nullcontext()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, tp: Communicator | None = None, pp: Communicator | None = None
+    ) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before; collective.
 
         torch.nn.utils.clip_grad_norm_ sees this replica's slices only, from zero 1 on. Call it after `finish`.
+
+        Args:
+            max_norm: the largest norm that is left as it is; above zero.
+            tp: the tensor-parallel ranks of a model that has some. What all of them hold counts once.
+            pp: the ranks of a pipeline, of whose stages the model is one.
+
+        Raises:
+            ValueError: the model is cut over tp, or is a stage of several, and these ranks are not given: each rank
+                would scale by a norm of its own. `max_norm` is not above zero.
         """
+        given = 1 if tp is None else tp.size
+        if (size := num_parallel(self._model)) != given and size > 1:
+            raise ValueError(
+                f"a norm is taken over all ranks that hold a part of the model: it is over {size} tensor-parallel "
+                f"ranks, got {given}: call clip_grad_norm_(max_norm, tp)"
+            )
+        if isinstance(self._model, StageModules) and self._model.num_ranks > 1 and pp is None:
+            raise ValueError(
+                f"a norm is taken over all ranks that hold a part of the model: it is one of {self._model.num_ranks} "
+                "stages, got no pp: call clip_grad_norm_(max_norm, tp, pp)"
+            )
         if isinstance(self.stage, SlicedReplicas):
-            return self.stage.clip_grad_norm_(max_norm)
-        return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm)
+            return self.stage.clip_grad_norm_(max_norm, [axis for axis in (tp, pp) if axis is not None])
+        return clip_grad_norm_(self._model, max_norm, tp or Communicator(None), pp)
 
     def remove(self) -> None:
         """Take the hooks off the model; gradients keep their values and are summed no more.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from tpengine.data_parallel.any_module.forwards import StageModules
 from tpengine.distributed.agreement import broadcast_model
 from tpengine.distributed.messages import broadcast_json
 from tpengine.layers.collectives import Communicator
@@ -191,11 +192,11 @@ class Pipeline:
         self._held = self.plan.chunks_of(self._comm.rank)
         children = children_of(model)
         mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
-        self.stage = nn.Sequential(OrderedDict(mine))
+        chunks = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
+        self.stage = StageModules(OrderedDict(mine), chunks, self._comm.size)
         self.stage.training = model.training
         if init is not None:
             self._fill_stage(model, init)
-        self._modules = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
         # A chunk that works in place gets a copy of its input: the received tensor is the leaf that gets the gradient.
         self._copies_input = {
             chunk: chunk > 0 and any(module.in_place for module in profiles[slice(*self.layers[chunk])])
@@ -221,7 +222,7 @@ class Pipeline:
         With several pipelines, wrap `stage` in a DataParallel over the ranks that hold the same stage. Its mean over
         the replicas is then the gradient of the whole batch:
 
-            with replicas.no_sync():  # micro-batches add up here
+            with replicas.no_sync():  # micro-batches add up here, at zero 0 and 1
                 loss = pipe.step(inputs, targets)
             replicas.finish()
 
@@ -303,9 +304,7 @@ class Pipeline:
         }
 
     def _compute(self, x: Tensor, chunk: int) -> Tensor:
-        y = x.clone() if self._copies_input[chunk] else x
-        for module in self._modules[chunk]:
-            y = module(y)
+        y: Tensor = self.stage(x.clone() if self._copies_input[chunk] else x, chunk)
         return y
 
     def apart(self, tensor: Tensor) -> Tensor:

@@ -42,17 +42,17 @@ class GatherOrder:
         self._under_way: list[int] = []
         self._whole: list[int] = []
 
-    def begin(self, *, backward: bool, is_wanted: Callable[[int], bool]) -> None:
+    def begin(self, units: Sequence[int], *, backward: bool, is_wanted: Callable[[int], bool]) -> None:
         """Begin a pass: gather what belongs to the model itself, unless the forward before has kept it.
 
         Args:
+            units: those of the pass, in the order of forward, without the model itself.
             backward: the order of backward.
             is_wanted: whether a unit that has been passed must stay whole.
         """
         assert not self._order, "the last pass has not ended"
         if not backward:
             self.free_kept()
-        units = range(self._model)
         self._passed = set()
         self._kept = frozenset() if backward else frozenset((self._model, *units[-_NUM_WHOLE:]))
         self._order = [self._model, *(reversed(units) if backward else units)]

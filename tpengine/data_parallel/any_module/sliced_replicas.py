@@ -16,10 +16,9 @@ outside of `whole`, an optimizer made of the model's own parameters.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tpkernels.exchange.arena import NUM_GENERATIONS
 
+from tpengine.data_parallel.any_module.forwards import Forward, StageModules, parts_of, tensors_in
 from tpengine.data_parallel.any_module.gather_order import GatherOrder
 from tpengine.data_parallel.any_module.passes import Pass, Passes
 from tpengine.data_parallel.any_module.unit_gradients import UnitGradients
@@ -39,6 +39,8 @@ from tpengine.data_parallel.any_module.unit_weights import UnitWeights
 from tpengine.data_parallel.any_module.units import check_unchanged, lay_out
 from tpengine.distributed.agreement import broadcast_model, device_of
 from tpengine.layers.collectives import Communicator
+from tpengine.layers.replicated.clip import clip_together_
+from tpengine.layers.replicated.modules import mark_sliced, ranks_that_hold
 
 _MANY = "each backward outside no_sync() must be followed by finish(): this one began while the last one's gradients "
 _REENTRANT = "a backward ran inside another one: checkpoint activations with use_reentrant=False"
@@ -83,20 +85,21 @@ class SlicedReplicas:
         self._gathers = GatherOrder(
             self.weights, [(*unit.trained, *unit.frozen) for unit in self.units], [unit.name for unit in self.units]
         )
-        self._passes = Passes(comm, device_of(model), self._serve)
-        self.order = [index for unit in reversed(self.units[:-1]) for index in reversed(unit.trained)]
-        self.order += self.units[-1].trained
+        self._parts = parts_of(model, self.units)
+        self._passes = Passes(comm, device_of(model), len(self._parts), self._serve)
+        self.order = self._order_of(-1)
         # What has happened since the last finish.
         self._used: set[str] = set()
         self.is_late = self._is_stale = False
         self.is_cleared = True
-        self._expected = [0] * len(self.units)
+        self._forward = self._together = Forward(len(self._parts) - 1, [0] * len(self.units))
         # Where this rank is.
         self._backward: int | None = None
         self._in_forward = 0
         self._active: set[int] = set()
         self._in_whole = False
         self._synchronises = True
+        mark_sliced(self._names, sliced=True)
         self._remove = contextlib.ExitStack()
         self._hook()
         if zero == 1:
@@ -115,9 +118,14 @@ class SlicedReplicas:
         self._check_last_backward()
         self.refresh()
         self._clear_old()
+        # What a schedule that splits backward has computed behind the hooks.
+        left = [parameter for parameter in self._names if parameter.grad is not None]
         if self.zero == 1:
+            for parameter in left:
+                self.add(parameter)
             self.gradients.drain()
         else:
+            self.is_late = self.is_late or bool(left)
             while self.is_late:
                 self._reduce_late()
             self._passes.begin(Pass.FINISH)
@@ -130,7 +138,7 @@ class SlicedReplicas:
         for name, anyone in zip(names, used.tolist(), strict=True):
             self.weights.masters[name].grad = self._slice_of(name) if anyone else None
         self._used, self._backward, self.is_cleared = set(), None, False
-        self._expected = [0] * len(self.units)
+        self._forward = self._together = Forward(len(self._parts) - 1, [0] * len(self.units))
         self.weights.begin_writing()
         self._is_stale = True
         if self.zero == 1:
@@ -190,16 +198,12 @@ class SlicedReplicas:
                 self.weights.free(index)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """See DataParallel."""
-        gradients = [master.grad for master in self.weights.masters.values() if master.grad is not None]
-        squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
-        total = torch.zeros((), dtype=torch.float64, device=device_of(self._model))
-        norm = self.comm.all_reduce_(sum(squares, total)).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
-        return norm
+    def clip_grad_norm_(self, max_norm: float, axes: Sequence[Communicator]) -> Tensor:
+        """See DataParallel; axes: those beside the replicas."""
+        holders = {self._names[p]: num for p, num in ranks_that_hold(self._model).items() if p in self._names}
+        masters = self.weights.masters
+        counted = [(m.grad, holders.get(name, 1)) for name, m in masters.items() if m.grad is not None]
+        return clip_together_(counted, max_norm, [self.comm, *axes], device_of(self._model))
 
     def remove(self) -> None:
         """See DataParallel."""
@@ -210,6 +214,7 @@ class SlicedReplicas:
                 self.weights.gather(index)
                 self.weights.wait(index)
         self.weights.take_out()
+        mark_sliced(self._names, sliced=False)
         self._remove.close()
 
     # Hooks.
@@ -251,6 +256,8 @@ class SlicedReplicas:
             return None
         self._check_last_backward()
         self.refresh()
+        if is_model and not self._in_forward:
+            self._forward = self._of_chunk(*args, **kwargs) if isinstance(module, StageModules) else self._together
         if self._sliced and not self._in_whole:
             self._enter_forward(unit)
         self._active.add(unit)
@@ -261,7 +268,8 @@ class SlicedReplicas:
         alias = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in flat]
         entered = [new for new, old in zip(alias, flat, strict=True) if new is not old]
         if entered:
-            register_multi_grad_hook(entered, lambda _: self._after_backward(unit))
+            forward = self._forward
+            register_multi_grad_hook(entered, lambda _: self._after_backward(unit, forward))
         result: tuple[Any, Any] = tree_unflatten(alias, spec)
         return result
 
@@ -274,8 +282,9 @@ class SlicedReplicas:
                 )
             self._gathers.need(unit)
         elif not self._in_forward:
-            self._passes.begin(Pass.FORWARD)
-            self._gathers.begin(backward=False, is_wanted=self._active.__contains__)
+            self._passes.begin(Pass.FORWARD, self._forward.part)
+            units = self._parts[self._forward.part]
+            self._gathers.begin(units, backward=False, is_wanted=self._active.__contains__)
 
     def _after_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Put a hook on what a unit returns: its backward begins there."""
@@ -285,30 +294,31 @@ class SlicedReplicas:
         is_model = unit == len(self.units) - 1
         self._in_forward -= is_model
         if torch.is_grad_enabled() and output is not None:
-            returned = [x for x in _tensors_in(output) if x.requires_grad]
+            returned = [x for x in tensors_in(output) if x.requires_grad]
+            forward = self._forward
             for x in returned:
-                x.register_hook(lambda _: self._before_backward(unit))
-            self._expected[unit] += bool(returned)
+                x.register_hook(lambda _: self._before_backward(unit, forward))
+            forward.expected[unit] += bool(returned)
         if is_model and self._sliced and not self._in_whole and self._in_forward == 0:
             self._gathers.end()
 
-    def _before_backward(self, unit: int) -> None:
-        self.enter_backward()
+    def _before_backward(self, unit: int, forward: Forward) -> None:
+        self.enter_backward(forward)
         if self._sliced and not self._in_whole and unit < len(self.units) - 1:
             self._gathers.need(unit)
 
-    def _after_backward(self, unit: int) -> None:
+    def _after_backward(self, unit: int, forward: Forward) -> None:
         """Hear that a unit's inputs have their gradients: so have its weights."""
-        self._expected[unit] -= 1
-        if self._expected[unit] > 0:
+        forward.expected[unit] -= 1
+        if forward.expected[unit] > 0:
             return
         for index in self.units[unit].trained:
             self.gradients.complete(index)
         if self._sliced and not self._in_whole:
             self._gathers.release(unit)
 
-    def enter_backward(self) -> None:
-        """Begin a backward pass with its first hook, of an output or of a parameter."""
+    def enter_backward(self, forward: Forward | None = None) -> None:
+        """Begin a backward pass with its first hook, of an output of a forward or of a parameter."""
         backward: int = torch._C._current_graph_task_id()
         if self._backward == backward:
             return
@@ -318,20 +328,21 @@ class SlicedReplicas:
         if self.zero == 1:
             self._backward = backward if self._synchronises else None
             return
-        self._passes.begin(Pass.BACKWARD)
+        forward = forward or self._forward
+        self._passes.begin(Pass.BACKWARD, forward.part)
         self._backward = backward
-        self.begin_backward(is_wanted=lambda unit: self._expected[unit] > 0)
-        for unit, expected in zip(self.units[:-1], self._expected, strict=False):
-            for index in () if expected else unit.trained:
+        self.begin_backward(is_wanted=lambda unit: forward.expected[unit] > 0, part=forward.part)
+        for unit in self._parts[forward.part]:
+            for index in () if forward.expected[unit] else self.units[unit].trained:
                 self.gradients.complete(index)
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def begin_backward(self, is_wanted: Any) -> None:
+    def begin_backward(self, is_wanted: Callable[[int], bool], part: int) -> None:
         """Make ready for a backward pass, of this rank or of others."""
         self._clear_old()
-        self.gradients.arm(self.order)
+        self.gradients.arm(self._order_of(part))
         if self._sliced and not self._in_whole:
-            self._gathers.begin(backward=True, is_wanted=is_wanted)
+            self._gathers.begin(self._parts[part], backward=True, is_wanted=is_wanted)
 
     def _end_backward(self) -> None:
         with torch.no_grad():
@@ -348,6 +359,8 @@ class SlicedReplicas:
         if self._names.get(parameter) is None:
             return
         self.enter_backward()
+        if parameter.grad is None:
+            return  # a weight half comes later: the next backward takes it, or finish
         index = self.gradients.place(self._names[parameter])[1]
         if self.gradients.is_started(index):
             self.is_late = True  # `.grad` keeps it for a sum of its own
@@ -379,20 +392,21 @@ class SlicedReplicas:
 
     # Taking part in what others do.
 
-    def _serve(self, what: Pass) -> None:
+    def _serve(self, what: Pass, part: int) -> None:
         """Take part in a pass of others: gather and sum with them, compute nothing."""
         if what is Pass.FORWARD:
-            self._gathers.begin(backward=False, is_wanted=lambda unit: False)
+            self._gathers.begin(self._parts[part], backward=False, is_wanted=lambda unit: False)
             self._gathers.end()
             return
         with torch.no_grad():
-            self.begin_backward(is_wanted=lambda unit: False)
+            self.begin_backward(is_wanted=lambda unit: False, part=part)
             self._end_backward()
 
     def _reduce_late(self) -> None:
         """Sum gradients that came after their buckets' sums had begun, in a pass of their own."""
-        self._passes.begin(Pass.BACKWARD)
-        self.begin_backward(is_wanted=lambda unit: False)
+        everything = len(self._parts) - 1
+        self._passes.begin(Pass.BACKWARD, everything)
+        self.begin_backward(is_wanted=lambda unit: False, part=everything)
         for parameter in self._names:
             if parameter.grad is not None:
                 self.add(parameter)
@@ -405,6 +419,20 @@ class SlicedReplicas:
                 "a backward pass must end before the next call: the last one failed, and this replica's sums are not "
                 "those of the others: make the model and DataParallel anew, from a checkpoint"
             )
+
+    # Parts of the model, which a pipeline runs one at a time.
+
+    def _of_chunk(self, x: object, chunk: int | None = None) -> Forward:
+        """Return what a forward of a stage runs: see StageModules.forward."""
+        if chunk is None:
+            return self._together
+        assert isinstance(self._model, StageModules), type(self._model)
+        return Forward(list(self._model.chunks).index(chunk), [0] * len(self.units))
+
+    def _order_of(self, part: int) -> list[int]:
+        """Return the buckets of a part in the order of their sums."""
+        order = [index for unit in reversed(self._parts[part]) for index in reversed(self.units[unit].trained)]
+        return [*order, *self.units[-1].trained]
 
     # Values.
 
@@ -445,26 +473,6 @@ def _beside(comm: Communicator) -> Communicator:
         arena_bytes = NUM_GENERATIONS * comm.arena.generation_bytes if comm.arena is not None else 0
         _BESIDE[comm] = Communicator(group, arena_bytes=arena_bytes)
     return _BESIDE[comm]
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors that a module returns, also in dataclasses.
-
-    Raises:
-        ValueError: there is something else that may hold tensors.
-    """
-    tensors = []
-    for leaf in tree_flatten(output)[0]:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf):
-            tensors += _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        elif not isinstance(leaf, str | bytes | int | float | complex | bool | torch.Size | torch.dtype | None):
-            raise ValueError(
-                f"backward begins at tensors that a module returns: got a {type(leaf).__name__}: return tensors, or "
-                "tuples, lists, dicts or dataclasses of them"
-            )
-    return tensors
 
 
 def _refuse_state(me: weakref.ref[SlicedReplicas], *_: Any) -> None:

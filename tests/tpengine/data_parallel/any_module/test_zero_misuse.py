@@ -9,7 +9,9 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 
 from tpengine.data_parallel import DataParallel
+from tpengine.layers import clip_grad_norm_, sharded
 from tpengine.layers.collectives import Communicator
+from tpengine.pipeline import Pipeline
 
 
 class Twice(nn.Module):
@@ -34,6 +36,14 @@ class Hidden:
 class Hides(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return Hidden(super().forward(x))  # type: ignore[return-value]
+
+
+class Two(Communicator):
+    """Two ranks that nothing is exchanged with."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.size = 2
 
 
 def refused(case: str) -> str:
@@ -75,6 +85,14 @@ def refused(case: str) -> str:
                 hides = nn.Sequential(Hides(3, 3), nn.Identity())
                 DataParallel(hides, comm, zero=3)
                 hides(x)
+            case "clip the model":
+                DataParallel(model, comm, zero=2)
+                clip_grad_norm_(model, 1.0, Communicator(None))
+            case "clip without tp":
+                DataParallel(sharded(model, Two()), comm, zero=1).clip_grad_norm_(1.0)
+            case "clip without pp":
+                pipe = Pipeline(model, x, lambda y, _: y.sum(), num_micro_batches=1)
+                DataParallel(pipe.stage, Communicator(None)).clip_grad_norm_(1.0)
             case "two backwards":
                 DataParallel(model, comm, zero=1)
                 model(x).sum().backward()
@@ -101,6 +119,9 @@ WANTED = {
     "unit alone": "RuntimeError: zero 3 gathers weights inside the model's forward: unit '1' was called alone:",
     "used again": "RuntimeError: zero 3 gathers each unit once in a pass, and in one order: 'first' is used after",
     "hidden output": "ValueError: backward begins at tensors that a module returns: got a Hidden:",
+    "clip the model": "ValueError: from zero 1 on a DataParallel holds slices of the gradients: 0.weight has none",
+    "clip without tp": "ValueError: a norm is taken over all ranks that hold a part of the model: it is over 2",
+    "clip without pp": "ValueError: a norm is taken over all ranks that hold a part of the model: it is one of 2",
     "two backwards": "RuntimeError: each backward outside no_sync() must be followed by finish():",
     "thawed": "RuntimeError: frozen parameters lie in no bucket: ['0.weight', '0.bias'] have been thawed since:",
 }
