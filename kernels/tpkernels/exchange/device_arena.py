@@ -26,8 +26,9 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
-from tpkernels.launch import INTERPRETED, Launches, signed
+from tpkernels.launch import Launches, signed
 from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
+from tpkernels.symmetric.device_clock import NS_PER_SECOND
 from tpkernels.symmetric.memory import (
     ALIGNMENT_BYTES,
     HostMemory,
@@ -45,11 +46,12 @@ from tpkernels.symmetric.signals_kernel import (
     FETCHED,
     GENERATION,
     HELLO,
-    LIMIT,
+    LIMIT_NS,
     LINE_WORDS,
     MAX_SPLITS,
     MAX_WORLD,
     MISMATCH,
+    NO_AND_YES,
     NUM_LINES,
     POISON,
     PUBLISHED,
@@ -57,7 +59,6 @@ from tpkernels.symmetric.signals_kernel import (
     REFUSED,
     STATE,
     TABLE,
-    TICKS_PER_SECOND,
     VERDICT_WORDS,
     WORLD,
 )
@@ -65,17 +66,14 @@ from tpkernels.work import RATES, Rates, rates_of
 
 NUM_GENERATIONS = 2
 CONTROL_BYTES = 4 * LINE_WORDS * NUM_LINES
-# A poll is three loads from the GPU's own memory, one after the other, and six barriers: about 2.9 us, estimated from
-# the code for sm_90. Limits count polls, not time: the threads of a program would read different times, and so diverge
-# when one gives up. Interpreted, limits are in ticks of the host's clock.
-_POLLS_PER_SECOND = TICKS_PER_SECOND if INTERPRETED else 350_000
 # Smaller copies would not reach the speed of the links.
 _SPLIT_BYTES = 8 << 20
 # A gather by copy engines costs the host a launch and two copies per peer, a gather by a kernel one launch: what hides
 # that at 8 ranks is shards of about this size. Not measured on a GPU yet.
 _ENGINE_BYTES = 8 << 20
 _MOST_CALLS = 4096
-_MOST_POLLS = 2**31 - 1
+# 36 years. A wait for a copy takes MAX_WORLD times as long, which int64 still holds.
+_MOST_NS = 2**63 // MAX_WORLD - 1
 _WORD_BYTES = 4
 
 
@@ -89,7 +87,7 @@ class DeviceArena:
         generation_bytes: size of a generation of data.
         name: the group's name, for messages.
         members: global ranks of the group's members, for messages.
-        timeout_seconds: about how long a kernel waits for a peer, at most about 6,000; eight times as long for a copy.
+        timeout_seconds: how long a kernel waits for a peer, by the GPU's clock; eight times as long for a copy.
         rates: the GPU's rates, by which strategies are chosen; the same on every rank, default the H100's. None if they
             are not known: "auto" then uses collectives.
         first_epoch: the epoch before that of the first call.
@@ -172,7 +170,7 @@ class DeviceArena:
             group: the ranks, at most 8, all of one host or with peer access.
             num_bytes: memory for data per rank; each of two generations gets half.
             device: where the exchanged tensors live; the CPU if kernels are interpreted.
-            timeout_seconds: about how long a kernel waits for a peer.
+            timeout_seconds: how long a kernel waits for a peer.
             first_epoch: for tests near the largest epoch.
 
         Raises:
@@ -366,7 +364,9 @@ class DeviceArena:
         words[EPOCH], words[GENERATION] = signed(first_epoch & 0xFFFFFFFF, 32), self.generation
         words[RANK], words[WORLD] = self.rank, self.world
         words[EPOCH_OF : EPOCH_OF + NUM_GENERATIONS] = words[EPOCH]
-        words[LIMIT] = min(max(int(self.timeout_seconds * _POLLS_PER_SECOND), 1), _MOST_POLLS)
+        words[NO_AND_YES + 1] = 1
+        limit_ns = min(self.timeout_seconds * NS_PER_SECOND, _MOST_NS)
+        words[LIMIT_NS : LIMIT_NS + 2].view(torch.int64)[0] = int(limit_ns)
         self.control[STATE * LINE_WORDS : (STATE + 1) * LINE_WORDS].copy_(words)
         self.control[: POISON * LINE_WORDS : LINE_WORDS].fill_(int(words[EPOCH]))
         table = self.memory.block(self.rank, TABLE * LINE_WORDS * _WORD_BYTES, (MAX_WORLD + 1,), torch.int64)

@@ -9,8 +9,8 @@ and limits there. Its lines, of 16 int32 words each:
     PUBLISHED + s       flag: rank s lets this rank read its block
     HELLO + s           flag: rank s has begun a call, and so has ended those before
     POISON              reason, waiter, awaited, line waited at, epoch expected, epoch seen, call, lock
-    STATE               epoch of the newest call, its generation, rank, world, most polls of a wait (interpreted: most
-                        ticks of a clock); then for each generation the epoch of its newest call
+    STATE               epoch of the newest call, its generation, rank, world; for each generation the epoch of its
+                        newest call; int64: how many ns a wait may take; the numbers 0 and 1
     CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
     TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
 
@@ -29,8 +29,9 @@ is one of these patterns:
  4. Claims. Programs draw numbers of tiles from a counter until there are none. The program that draws the very last
     number, when all others have drawn theirs, resets the counters and advances the epoch: `is_last_claim`. A program
     that draws before it has ended its tile saves time, but then the last one must not rely on the others' tiles.
- 5. Give up together. A wait with too many polls writes what it waited for into every rank's poison line, and all waits
+ 5. Give up together. A wait that takes too long writes what it waited for into every rank's poison line, and all waits
     end. A program that sees poison copies it to the record, from which the host raises. Kernels then end with garbage.
+    Each thread reads another time, so one decides for all: it reads a word that says yes or no (`_is_late`).
  6. Progress. A program waits for other ranks, or for programs that have drawn a lower number; those have started. So
     one resident program per rank suffices, whatever else runs on the device.
 
@@ -46,6 +47,7 @@ import time
 from typing import Any
 
 from tpkernels.launch import INTERPRETED, jit, tl
+from tpkernels.symmetric.device_clock import now_ns
 
 MAX_WORLD = 8
 MAX_SPLITS = 8
@@ -67,7 +69,12 @@ NUM_LINES = TABLE + -(-2 * (MAX_WORLD + 1) // LINE_WORDS)
 VERDICT_WORDS = 7
 TIMED_OUT, MISMATCH, REFUSED = 1, 2, 3
 # Words of STATE.
-EPOCH, GENERATION, RANK, WORLD, LIMIT, EPOCH_OF = range(6)
+EPOCH, GENERATION, RANK, WORLD, EPOCH_OF = range(5)
+LIMIT_NS, NO_AND_YES = 6, 8
+# A poll is three loads from the GPU's own memory, one after the other, and six barriers: about 2.9 us, estimated from
+# the code for sm_90. A look at the clock costs about one load more. So waits look seldom, and end at most 0.2 ms late.
+# The interpreter's polls take as long as the host is busy: there each one looks.
+POLLS_PER_LOOK = 1 if INTERPRETED else 64
 
 if tl is not None:
     _LINE, _MAX_WORLD, _MAX_SPLITS = tl.constexpr(LINE_WORDS), tl.constexpr(MAX_WORLD), tl.constexpr(MAX_SPLITS)
@@ -80,7 +87,9 @@ if tl is not None:
     _EPOCH_OF_WORD = tl.constexpr(STATE * LINE_WORDS + EPOCH_OF)
     _RANK_WORD = tl.constexpr(STATE * LINE_WORDS + RANK)
     _WORLD_WORD = tl.constexpr(STATE * LINE_WORDS + WORLD)
-    _LIMIT_WORD = tl.constexpr(STATE * LINE_WORDS + LIMIT)
+    _LIMIT_WORD = tl.constexpr(STATE * LINE_WORDS + LIMIT_NS)
+    _NO_AND_YES_WORD = tl.constexpr(STATE * LINE_WORDS + NO_AND_YES)
+    _POLLS_PER_LOOK = tl.constexpr(POLLS_PER_LOOK)
     _LOCK = tl.constexpr(POISON * LINE_WORDS + VERDICT_WORDS)
     _VERDICT_WORDS = tl.constexpr(VERDICT_WORDS)
 
@@ -96,40 +105,19 @@ def _yield_core() -> None:
 
 
 _rest: Any = _yield_core if INTERPRETED else _nothing
+# A name of this module, which a test may give another clock.
+_now_ns: Any = now_ns
 
 
-# In the interpreter a poll takes longer on a busy machine, so there a limit counts ticks of the host's clock.
-TICKS_PER_SECOND = 20_000
+@jit
+def _is_late(p_control: tl.tensor, start: tl.tensor, limit_ns: tl.tensor) -> tl.tensor:
+    """Return whether a wait that began at `start` has taken limit_ns or longer; the same for all threads.
 
-
-def _ticks() -> int:
-    """Return the host's clock in ticks, for interpreted waits.
-
-    The result never fits into 32 bits. The interpreter keeps the integer type of the first value of a wait, and 32 bits
-    would overflow after a day and a quarter.
+    Each thread chooses one of two words by its own clock. But a scalar is read by one thread, which tells the others.
     """
-    return 2**40 + time.monotonic_ns() * TICKS_PER_SECOND // 10**9
-
-
-@jit
-def _no_ticks() -> int:
-    """Return 0: waits on a GPU count polls instead of ticks."""
-    return 0
-
-
-def _ticks_since(polls: int, start: int) -> int:
-    """Return the ticks since a wait began."""
-    return _now() - start
-
-
-@jit
-def _one_more(polls: tl.tensor, start: tl.constexpr) -> tl.tensor:
-    """Return the number of polls, including this one."""
-    return polls + 1
-
-
-_now: Any = _ticks if INTERPRETED else _no_ticks
-_counted: Any = _ticks_since if INTERPRETED else _one_more
+    is_over = _now_ns() - start >= limit_ns
+    p_answer = p_control + _NO_AND_YES_WORD + is_over.to(tl.int32)
+    return tl.atomic_add(p_answer, 0, sem="acquire", scope="sys") == 1
 
 
 @jit
@@ -169,6 +157,12 @@ def epoch_of(p_control: tl.tensor, generation: tl.tensor) -> tl.tensor:
     The group's newest call may be of the other generation, because a gather may run beside one other call.
     """
     return tl.load(p_control + _EPOCH_OF_WORD + generation)
+
+
+@jit
+def limit_of(p_control: tl.tensor) -> tl.tensor:
+    """Return how many nanoseconds a wait for a peer may take, int64."""
+    return tl.load((p_control + _LIMIT_WORD).to(tl.pointer_type(tl.int64)))
 
 
 @jit
@@ -220,8 +214,8 @@ def notify(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.ten
 def wait(p_control: tl.tensor, peer: tl.tensor, line: tl.tensor, epoch: tl.tensor, call: tl.tensor) -> None:
     """Wait until `peer` has raised this rank's flag at `line` to `epoch` or later, or until the group is poisoned.
 
-    The wait ends after a limited number of polls (in the interpreter, a limited time), and then poisons the group. It
-    also poisons the group if the peer's call of this epoch has another number.
+    The wait ends after a limited time, and then poisons the group. It also poisons the group if the peer's call of this
+    epoch has another number.
     """
     seen = wait_for_epoch(p_control, peer, line, epoch, call)
     # A peer may be one call ahead, so each parity of the epoch has a number of its own.
@@ -249,21 +243,24 @@ def wait_for_epoch(
         # in this epoch, the peer's call is a different one.
         other_line = peer + _PUBLISHED if line < _FETCHED else peer * _MAX_SPLITS + _ARRIVED
         is_exchange = (line < _FETCHED) | ((line >= _PUBLISHED) & (line < _HELLO))
-        limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
+        limit_ns = limit_of(p_control)
         # The copy engine waits for peers one after another, so a wait for its flag gets a longer limit. The wait for
         # the peer itself then gives up first, and names the right peer.
-        limit = limit * _MAX_WORLD if (line >= _FETCHED) & (line < _PUBLISHED) else limit
-        polls = limit - limit
-        start = _now()
+        limit_ns = limit_ns * _MAX_WORLD if (line >= _FETCHED) & (line < _PUBLISHED) else limit_ns
+        start = _now_ns()
+        polls = 0
         poison = 0
         differs = False
-        while (seen - epoch < 0) & (polls < limit) & (poison == 0) & (not differs):
+        is_late = False
+        while (seen - epoch < 0) & (poison == 0) & (not differs) & (not is_late):
             _rest()
             seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
             other = tl.atomic_add(p_control + other_line * _LINE, 0, sem="acquire", scope="sys")
             differs = is_exchange & (other == epoch) & (seen - epoch < 0)
             poison = tl.atomic_add(p_control + _POISON * _LINE, 0, sem="acquire", scope="sys")
-            polls = _counted(polls, start)
+            polls = polls + 1
+            if polls % _POLLS_PER_LOOK == 0:
+                is_late = _is_late(p_control, start, limit_ns)
         if poison != 0:
             # Report only. This wait's own words could reach a rank before those of the wait that gave up first.
             report(p_control)
@@ -301,12 +298,15 @@ def give_up(
     # Another rank may hold this rank's lock. Wait until it has written its words. It may also have died while it held
     # the lock: after the limit write the reason alone, because the host must learn of the poison in any case.
     p_own = p_control + _POISON * _LINE
-    limit = tl.load(p_control + _LIMIT_WORD).to(tl.int64)
-    polls = limit - limit
-    start = _now()
-    while (tl.atomic_add(p_own, 0, sem="acquire", scope="sys") == 0) & (polls < limit):
+    limit_ns = limit_of(p_control)
+    start = _now_ns()
+    polls = 0
+    is_late = False
+    while (tl.atomic_add(p_own, 0, sem="acquire", scope="sys") == 0) & (not is_late):
         _rest()
-        polls = _counted(polls, start)
+        polls = polls + 1
+        if polls % _POLLS_PER_LOOK == 0:
+            is_late = _is_late(p_control, start, limit_ns)
     tl.atomic_cas(p_own, 0, reason, sem="acq_rel", scope="sys")
     report(p_control)
 

@@ -15,7 +15,7 @@ import torch
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS
 from tpkernels.launch import Target, observed, run
-from tpkernels.symmetric.signals_kernel import LIMIT, LINE_WORDS, MAX_WORLD, RANK, STATE, TABLE, WORLD
+from tpkernels.symmetric.signals_kernel import LIMIT_NS, LINE_WORDS, MAX_WORLD, RANK, STATE, TABLE, WORLD
 
 from benchmarks.harness.shapes import MODELS, Model
 from benchmarks.overlap import ranks as overlap_ranks
@@ -37,7 +37,7 @@ def test_arenas_of_virtual_ranks_know_each_other(world: int) -> None:
     assert len(set(addresses)) == world
     for rank, arena in enumerate(arenas):
         state = arena.control[STATE * LINE_WORDS :].tolist()
-        assert (state[RANK], state[WORLD]) == (rank, world) and state[LIMIT] > 0
+        assert (state[RANK], state[WORLD]) == (rank, world) and state[LIMIT_NS : LIMIT_NS + 2] != [0, 0]
         assert arena.processors == max(4 // world, 1), "interpreted, there are four"
         table = arena.memory.block(rank, 4 * TABLE * LINE_WORDS, (MAX_WORLD,), torch.int64).tolist()
         assert table == addresses + [0] * (MAX_WORLD - world)

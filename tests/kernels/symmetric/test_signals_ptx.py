@@ -21,14 +21,16 @@ from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from tpkernels.symmetric import signals_kernel
+from tpkernels.symmetric import device_clock, signals_kernel
 
 from benchmarks.compile import TARGETS
+
+SOURCES = (device_clock, signals_kernel)
 
 # In modules of their own, whose signals may be broken.
 KERNELS = '''\
 from tpkernels.launch import jit, tl
-from {signals} import *
+from {signals_kernel} import *
 
 @jit
 def exchange_kernel(
@@ -114,14 +116,16 @@ class Mutation(NamedTuple):
 
     Attributes:
         kernel: the kernel that must show it.
-        old, new: what stands there, once in the signals' source and the kernels' together, and what replaces it.
+        old, new: what stands there, once in SOURCES and the kernels together, and what replaces it.
         rule: how the message begins that notices it.
+        unseen: the targets whose code does not show it.
     """
 
     kernel: str
     old: str
     new: str
     rule: str
+    unseen: tuple[str, ...] = ()
 
 
 FLAG = 'tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")'
@@ -135,7 +139,11 @@ COUNT = 'tl.atomic_add(p_done, 1, sem="acq_rel", scope="sys")'
 CLAIM = 'tl.atomic_add(p_control + _CLAIMS * _LINE, 1, sem="acq_rel", scope="gpu")'
 COMPARED = 'tl.atomic_add(p_number, 0, sem="acquire", scope="sys")'
 BARRIER = "tl.debug_barrier()"
+LOOK = "_is_late(p_control, start, limit_ns)\n        if"
+ANSWER = 'tl.atomic_add(p_answer, 0, sem="acquire", scope="sys") == 1'
+PURE, AMD_PURE = ('"=l", [], dtype=tl.int64, is_pure=False', '"=s", [], dtype=tl.int64, is_pure=False')
 LATE, RELAXED, SCOPE = "releases what other threads", "is relaxed", "is not at scope sys"
+PARTS, ENDLESS = "may part the threads", "may poll for ever"
 
 MUTATIONS = {
     "no barrier before a flag": Mutation("push", f"{BARRIER}\n    {FLAG}", FLAG, LATE),
@@ -147,10 +155,10 @@ MUTATIONS = {
     "a poll that is relaxed": Mutation("meet", POLL, POLL.replace("acquire", "relaxed"), RELAXED),
     "a poll of this GPU": Mutation("meet", POLL, POLL.replace("sys", "gpu"), SCOPE),
     "a poll that is a load": Mutation(
-        "meet", POLL, "_rest()\n            seen = tl.load(p_flag, volatile=True)", "waits without acquire"
+        "meet", POLL, "_rest()\n            seen = tl.load(p_flag, volatile=True)", "waits without acquire", ("gfx942",)
     ),
     "a number that each thread loads": Mutation(
-        "meet", COMPARED, "tl.load(p_number, volatile=True)", "may part the threads"
+        "meet", COMPARED, "tl.load(p_number, volatile=True)", PARTS, ("gfx942",)
     ),
     "a number that is relaxed": Mutation("meet", COMPARED, COMPARED.replace("acquire", "relaxed"), RELAXED),
     "no barrier before a count": Mutation("count", f"{BARRIER}\n    is_last = {COUNT}", f"is_last = {COUNT}", LATE),
@@ -167,9 +175,15 @@ MUTATIONS = {
     "poison that is read relaxed": Mutation("meet", REASON, REASON.replace("acquire", "relaxed"), RELAXED),
     "no barrier before the record": Mutation("meet", f"{BARRIER}\n        {RECORD}", RECORD, LATE),
     "a record that this GPU sees": Mutation("meet", RECORD, RECORD.replace("sys", "gpu"), SCOPE),
+    "a clock that is read once": Mutation("meet", PURE, PURE.replace("False", "True"), ENDLESS, ("gfx942",)),
+    "AMD's clock that is read once": Mutation("meet", AMD_PURE, AMD_PURE.replace("False", "True"), ENDLESS, ("sm_90",)),
+    "a clock that is never read again": Mutation("meet", LOOK, "False\n        if", ENDLESS),
+    "a clock by which each thread ends for itself": Mutation("meet", ANSWER, "is_over", PARTS, ("gfx942",)),
+    "an answer that each thread reads": Mutation(
+        "meet", ANSWER, "tl.load(p_answer, volatile=True) == 1", PARTS, ("gfx942",)
+    ),
 }
-BY_DEFAULT = ("a relaxed flag", "no barrier before a count")
-NOT_SEEN_ON_GFX942 = ("a poll that is a load", "a number that each thread loads")
+BY_DEFAULT = ("a relaxed flag", "no barrier before a count", "a clock by which each thread ends for itself")
 
 
 class Wanted(NamedTuple):
@@ -195,7 +209,11 @@ def compile_kernels(compilers: RankPool, every: list[Wanted]) -> list[list[str]]
 
 def _compile(wanted: Wanted) -> list[str]:
     pretend(wanted.target)
-    sources = {"signals": Path(signals_kernel.__file__).read_text(), "kernels": KERNELS}
+    sources = {module.__name__.rpartition(".")[2]: Path(str(module.__file__)).read_text() for module in SOURCES}
+    sources["signals_kernel"] = sources["signals_kernel"].replace(
+        f"{device_clock.__name__} import", "{device_clock} import"
+    )
+    sources["kernels"] = KERNELS
     old, new = wanted.old, wanted.new
     assert not old or sum(source.count(old) for source in sources.values()) == 1, f"not once in the sources: {old}"
     kernels = modules_of({name: source.replace(old, new) for name, source in sources.items()})["kernels"]
@@ -283,10 +301,7 @@ def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: in
 def test_broken_signals_are_noticed(
     compilers: RankPool, count_mutations: CountMutations, target: str, names: tuple[str, ...]
 ) -> None:
-    mutations = {name: MUTATIONS[name] for name in names}
-    if target == "gfx942":
-        for name in NOT_SEEN_ON_GFX942:
-            del mutations[name]
+    mutations = {name: MUTATIONS[name] for name in names if target not in MUTATIONS[name].unseen}
     survivors = []
     every = [Wanted(target, (mutation.kernel,), {}, mutation.old, mutation.new) for mutation in mutations.values()]
     for (name, mutation), (broken,) in zip(mutations.items(), compile_kernels(compilers, every), strict=True):

@@ -14,8 +14,9 @@ is looked at:
     access of global memory.
  4. Peers are told and heard at scope sys. Scope gpu is for claims: an atomic add that both acquires and releases.
  5. No store that runs on its own (TMA, bulk copies, st.async) comes before a release at scope sys.
- 6. Threads go one way: no branch asks for a value that each of them read for itself where peers write (`volatile`):
-    they would meet different barriers.
+ 6. Threads go one way: no branch asks for a value that each of them read for itself where peers write (`volatile`), or
+    from a clock: they would meet different barriers.
+ 7. No wait is endless: a loop that polls, which loads with acquire at scope sys, reads a clock in each round or some.
 
 Code is taken apart into instructions and what may come after each; a path is any way through, whatever the conditions.
 That asks for more than is needed where conditions rule a path out, and never for less. Of gfx942's code the rules about
@@ -47,7 +48,7 @@ class Instruction:
         guard: the register that decides whether it is done; empty if it always is.
         writes, reads: registers.
         kind: "load", "store" or "atomic" of global memory, "asynchronous" store, "barrier" of all threads, "branch",
-            "" of anything else.
+            "clock" that is read, "" of anything else.
     """
 
     text: str
@@ -78,12 +79,13 @@ def faults(ptx: str) -> list[str]:
         ValueError: it is not one kernel, or jumps where cannot be seen.
     """
     every = instructions_of(ptx)
-    return _order_faults(every) + _condition_faults(every)
+    return _order_faults(every) + _condition_faults(every) + _endless(every)
 
 
 def faults_amd(assembly: str) -> list[str]:
     """What breaks the rules in a kernel's code for gfx942, as far as they are checked there."""
-    return _order_faults(amd_instructions_of(assembly))
+    every = amd_instructions_of(assembly)
+    return _order_faults(every) + _endless(every)
 
 
 def instructions_of(ptx: str) -> list[Instruction]:
@@ -163,6 +165,8 @@ def _instruction(text: str) -> Instruction:
 
 def _kind(words: list[str], operands: str) -> str:
     name, spaces = words[0], [word.split("::")[0] for word in words]
+    if "%globaltimer" in operands:
+        return "clock"
     if name in ("bar", "barrier"):
         # Others are of some warps only, or do not wait.
         return "barrier" if words[1:] in (["sync"], ["sync", "aligned"]) and operands == "0" else ""
@@ -220,6 +224,8 @@ def _amd_instruction(text: str) -> Instruction:
     name = text.split()[0]
     if name == "s_barrier":
         return Instruction(text, frozenset(), kind="barrier")
+    if name == "s_memrealtime":
+        return Instruction(text, frozenset(), kind="clock")
     found = re.match(r"(?:global|flat|buffer)_(load|store|atomic)_(\w+)", name)
     if not found:
         return Instruction(text, frozenset())
@@ -280,14 +286,24 @@ def _condition_faults(every: list[Instruction]) -> list[str]:
         if one.kind != "branch" or not one.guard:
             continue
         for load in _origins(every, writers, one.guard, range(len(every))):
-            if "volatile" in load.words:
+            if "volatile" in load.words or load.kind == "clock":
                 found.append(f"may part the threads: {one.text}: {load.text}")
         for loop in loops:
             if i in loop and not loop.issuperset(one.next):
                 for load in _origins(every, writers, one.guard, loop):
-                    if not load.acquires:
+                    if load.kind != "clock" and not load.acquires:
                         found.append(f"waits without acquire: {one.text}: {load.text}")
     return list(dict.fromkeys(found))
+
+
+def _endless(every: list[Instruction]) -> list[str]:
+    """Breaches of rule 7; an outer loop reads the clocks that its inner loops read."""
+    found = []
+    for loop in _loops(every):
+        polls = [i for i in sorted(loop) if every[i].acquires and not every[i].releases and "sys" in every[i].words]
+        if polls and not any(every[i].kind == "clock" for i in loop):
+            found.append(f"may poll for ever: {every[polls[0]].text}")
+    return found
 
 
 def _ways(every: list[Instruction]) -> tuple[list[list[int]], list[list[int]]]:
@@ -320,13 +336,13 @@ def _met(every: list[Instruction], start: int, ways: list[list[int]], kinds: tup
 def _origins(
     every: list[Instruction], writers: dict[str, list[int]], register: str, within: Container[int]
 ) -> list[Instruction]:
-    """The loads and atomics among `within` that a register's value is made of. Values are not followed through shared
-    memory, where triton puts those of atomics for all threads.
+    """The loads, atomics and clocks among `within` that a register's value is made of. Values are not followed through
+    shared memory, where triton puts those of atomics for all threads.
     """
     found, seen, waiting = [], {register}, [register]
     while waiting:
         for one in (every[i] for i in writers.get(waiting.pop(), ()) if i in within):
-            if one.kind in ("load", "atomic"):
+            if one.kind in ("load", "atomic", "clock"):
                 found.append(one)
             else:
                 waiting += one.reads - seen

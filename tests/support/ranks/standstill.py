@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from tpkernels.exchange.arena import Arena
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.symmetric import signals_kernel
+from tpkernels.symmetric.device_clock import NS_PER_SECOND
 from tpkernels.symmetric.memory import HostMemory
 from tpkernels.symmetric.signals import control_bytes
-from tpkernels.symmetric.signals_kernel import TICKS_PER_SECOND
 
 # More than any bound of a test.
 JUMP_SECONDS = 1e6
@@ -66,10 +66,10 @@ class Standstill:
             self._before: Any = arena.signals.clock
             arena.signals.clock = self._clock_of(_RANK)
         else:
-            self._before = signals_kernel._now, arena.clock
+            self._before = signals_kernel._now_ns, arena.clock
             of_kernels = self._clock_of(_RANK)
             # From the first one on numbers of 64 bits: the interpreter keeps the type of a wait's first look.
-            signals_kernel._now = lambda: 2**40 + int(of_kernels() * TICKS_PER_SECOND)
+            signals_kernel._now_ns = lambda: 2**40 + int(of_kernels() * NS_PER_SECOND)
             arena.clock = self._clock_of(_COPIES)
             start = arena.copies.start
             arena.copies.start = lambda *args: self._start(start, *args)  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ class Standstill:
         if isinstance(arena, Arena):
             arena.signals.clock = self._before
         else:
-            signals_kernel._now, arena.clock = self._before
+            signals_kernel._now_ns, arena.clock = self._before
             del arena.copies.start, arena.copies.join
         self.leave()
 
