@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
+from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec, stage_specs
 from tpengine.layout.stored import Stored
 
@@ -41,6 +43,20 @@ def name_of(model: ModelConfig, parameter: str) -> str:
     # The output head stands beside the model, not inside it.
     prefix = "" if parameter == HEAD else architecture_of(model).prefix
     return f"{prefix}{rule_of(model, module).name}.{kind}"
+
+
+def with_prefix(directory: ModelDirectory, model: ModelConfig) -> ModelDirectory:
+    """Return a directory with the names of the whole model, where its files hold the body alone.
+
+    GPT-2 was published so, and so is what `save_pretrained` of a model without a head writes: names begin with `h.`,
+    not `transformer.h.`.
+    """
+    prefix, table = architecture_of(model).prefix, name_of(model, EMBEDDING)
+    if not prefix or table in directory.tensors or table.removeprefix(prefix) not in directory.tensors:
+        return directory
+    head = name_of(model, HEAD)
+    tensors = {name if name == head else f"{prefix}{name}": tensor for name, tensor in directory.tensors.items()}
+    return replace(directory, tensors=tensors)
 
 
 def _stored(model: ModelConfig, specs: dict[str, ParameterSpec], spec: ParameterSpec) -> Stored:

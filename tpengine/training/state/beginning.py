@@ -19,7 +19,7 @@ from tpengine.config import ModelConfig
 from tpengine.distributed.messages import all_gather_json
 from tpengine.hugging_face.check import check_tensors, check_tied
 from tpengine.hugging_face.directory import ModelDirectory, open_directory
-from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted
+from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line
 from tpengine.training.state.training_state import load_weights
@@ -36,7 +36,7 @@ def check_beginning(model: ModelConfig) -> Beginning:
     """
     if (run := run_of(model.path)) is not None:
         return checkpoint_of(*run)
-    directory = open_directory(model.path)
+    directory = with_prefix(open_directory(model.path), model)
     check_tensors(directory, wanted(model), ignorable(model))
     return directory
 

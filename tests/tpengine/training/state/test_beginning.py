@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from support.architectures.drawn import CONFIGS
 from support.architectures.parity import transformers_losses
 from support.architectures.runs import CPU, Pieces, beginning, begun, pieces_of, saved, trained_run
 from support.architectures.transformers_models import tensor_of
 from support.ranks.rank_pool import RankPool
 
+from tpengine.architectures.model_path import model_at
+from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.names import stored_of
+from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.training.state.beginning import begin_from, check_beginning
 from tpengine.training.trainer import RunError, Trainer
@@ -58,6 +65,35 @@ def test_each_rank_has_its_part_of_every_tensor(
 def specs_of(config: Config) -> dict[str, ParameterSpec]:
     assert config.parallel.tp
     return {spec.name: spec for spec in stage_specs(config.model, config.parallel.tp, 0, config.model.num_layers)}
+
+
+def save_body(architecture: str, source: Path, directory: Path) -> None:
+    """Save the files of a directory again, in one, as the body of the model alone was published."""
+    tensors = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    prefix = BUILT_IN[architecture].prefix
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if architecture == "gpt2":
+        # Buffers of masks, as old versions wrote them.
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4).tril()
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    directory.mkdir()
+    save_file(tensors, str(directory / "model.safetensors"), {"format": "pt"})
+    shutil.copy(source / "config.json", directory)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_may_lack_the_prefix(tmp_path: Path, architecture: str, tied: bool) -> None:
+    saved(architecture, tmp_path / "theirs", tie_word_embeddings=tied)
+    save_body(architecture, tmp_path / "theirs", tmp_path / "body")
+    found = [check_beginning(model_at(ModelConfig(path=str(tmp_path / name)))) for name in ("theirs", "body")]
+    whole, body = (directory for directory in found if isinstance(directory, ModelDirectory))
+    assert body.tensors.keys() >= whole.tensors.keys()
+    model = model_at(ModelConfig(path=str(tmp_path / "body")))
+    with BoxReader(whole) as first, BoxReader(body) as second:
+        for spec, stored in stored_of(model).values():
+            box = (stored, (0,) * len(spec.shape), spec.shape, torch.float64)
+            assert torch.equal(first.read(*box), second.read(*box)), spec.name
 
 
 EVERY = 10
