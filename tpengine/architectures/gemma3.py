@@ -45,12 +45,13 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
 
 
 def numbers(config: ConfigJson) -> ModelConfig:
-    """Return the sizes; layers with a window have their own base of the frequencies."""
+    """Return the sizes; layers with a window have a base of their own, which rope_theta and rope_scaling do not say."""
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
     config.must_be("use_bidirectional_attention", False)
-    theta, rope = config.rope("full_attention")
-    local, _ = config.rope("sliding_attention")
-    model = llama_sizes(config.without("rope_parameters", "rope_theta", "rope_scaling", "hidden_act"), ties=True)
+    config.must_be("final_logit_softcapping", None)
+    theta, rope = config.rope("full_attention", 1e6)
+    local, _ = config.without("rope_theta", "rope_scaling").rope("sliding_attention")
+    model = llama_sizes(config.without("rope_parameters", "hidden_act"), ties=True, kv_heads=4)
     every = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
     is_local = [bool((i + 1) % every) for i in range(model.num_layers)]
     details = ModelDetails(

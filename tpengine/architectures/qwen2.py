@@ -23,7 +23,7 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
 
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes, with the windows of the layers that have one."""
-    model = llama_sizes(config)
+    model = llama_sizes(config, kv_heads=32)
     return replace(model, details=replace(model.details, windows=windows_of(config, model.num_layers)))
 
 

@@ -36,7 +36,7 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
 
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes; a head has 128 elements where config.json does not say."""
-    model = llama_sizes(config)
+    model = llama_sizes(config, kv_heads=32)
     return replace(
         model,
         details=replace(

@@ -90,15 +90,15 @@ class ConfigJson:
                 f"{' or '.join(map(repr, allowed))}: write an architecture of your own (--model.architecture FILE.py)"
             )
 
-    def windows(self, num_layers: int, is_local: Sequence[bool], default: int = 0) -> tuple[int, ...]:
+    def windows(self, num_layers: int, is_local: Sequence[bool], default: int) -> tuple[int, ...]:
         """Return the window of each layer by `sliding_window` and, where it is there, `layer_types`.
 
         Args:
             num_layers: of the model.
             is_local: which layers have a window where `layer_types` does not say.
-            default: the window where there is no `sliding_window`.
+            default: the window where there is no `sliding_window`; null is none.
         """
-        window = self.integer("sliding_window", default)
+        window = self.integer("sliding_window", 0 if "sliding_window" in self.values else default)
         types = self.values.get("layer_types")
         if types is not None:
             known = ("full_attention", "sliding_attention")
@@ -111,9 +111,9 @@ class ConfigJson:
         windows = tuple(window if local else 0 for local in is_local)
         return windows if any(windows) else ()
 
-    def rope(self, section: str | None = None) -> tuple[float, RopeScaling]:
+    def rope(self, section: str | None = None, default: float = 10000.0) -> tuple[float, RopeScaling]:
         """Return the base of the rotary frequencies and their scaling: see read_rope."""
-        return read_rope(self.values, self.path, section)
+        return read_rope(self.values, self.path, section, default)
 
     def _typed(self, name: str, default: Any, types: tuple[type, ...], what: str) -> Any:
         value = self.values.get(name)

@@ -24,13 +24,16 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {"yarn": ("beta_fast", "beta_slow", "
 _NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
-def read_rope(values: Mapping[str, Any], path: str, section: str | None = None) -> tuple[float, RopeScaling]:
+def read_rope(
+    values: Mapping[str, Any], path: str, section: str | None = None, default: float = _THETA
+) -> tuple[float, RopeScaling]:
     """Return the base of the rotary frequencies and their scaling.
 
     Args:
         values: config.json.
         path: of it, for errors.
         section: the kind of layers, where `rope_parameters` has an entry for each.
+        default: the base where the file has none.
 
     Raises:
         ValueError: a kind that is not there, a missing number, or two spellings that differ.
@@ -38,7 +41,7 @@ def read_rope(values: Mapping[str, Any], path: str, section: str | None = None) 
     old, new = (_object(values, name, path) for name in ("rope_scaling", "rope_parameters"))
     if section is not None and section in new:
         new = _object(new, section, path)
-    theta = values.get("rope_theta", new.get("rope_theta", _THETA))
+    theta = values.get("rope_theta", new.get("rope_theta", default))
     if not isinstance(theta, int | float) or theta <= 0:
         raise ValueError(f"{path}: rope_theta must be a number above 0: got {theta!r}: correct it")
     if new.get("rope_theta", theta) != theta:

@@ -7,21 +7,23 @@ from tpengine.config import ModelConfig
 from tpengine.config.details import ModelDetails
 
 
-def llama_sizes(config: ConfigJson, *, ties: bool = False) -> ModelConfig:
+def llama_sizes(config: ConfigJson, *, ties: bool = False, kv_heads: int | None = None) -> ModelConfig:
     """Return the sizes of config.json.
 
     Args:
         config: the file.
         ties: whether the ends are tied where it does not say.
+        kv_heads: how many there are where it has no entry; None, and where it has null, as many as query heads.
     """
     config.must_be("hidden_act", "silu")
     theta, rope = config.rope()
     num_heads = config.integer("num_attention_heads")
+    is_silent = kv_heads is not None and "num_key_value_heads" not in config.values
     return ModelConfig(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        num_kv_heads=config.integer("num_key_value_heads", kv_heads if is_silent else num_heads),
         ffn_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
         tie_embeddings=config.flag("tie_word_embeddings", ties),
