@@ -77,7 +77,10 @@ def run_data(args: argparse.Namespace) -> None:
     from tpengine.commands.data import Options, write_data
 
     with _stoppable():
-        write_data(Options(args.sources, args.pattern, args.field, args.begin, args.end, args.out))
+        asked = Options(
+            args.sources, args.pattern, args.field, args.tokenizer, begin=args.begin, end=args.end, out=args.out
+        )
+        write_data(asked)
 
 
 class _Stopped(KeyboardInterrupt):
@@ -197,8 +200,20 @@ def _parser() -> argparse.ArgumentParser:
         "--pattern", default="**/*", metavar="GLOB", help="which files of a directory (default '**/*', all)"
     )
     data.add_argument("--field", default="text", metavar="NAME", help="of a line of JSONL, has the text (default text)")
-    data.add_argument("--begin", metavar="ID", help="number to begin each document with (default none)")
-    data.add_argument("--end", metavar="ID", help="number to end each document with (default none)")
+    data.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="DIR",
+        help="directory with a tokenizer.json, of a model or a run; or bytes (the default), as tokens",
+    )
+    for name in ("begin", "end"):
+        data.add_argument(
+            f"--{name}",
+            nargs="?",
+            const="",
+            metavar="TOKEN",
+            help=f"{name} each document with this token or id; without one, with the tokenizer's own",
+        )
     data.set_defaults(run=run_data)
 
     imported = commands.add_parser(

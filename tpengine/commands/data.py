@@ -5,7 +5,7 @@ The file is written beside its place and renamed when it is whole; an interrupte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.data import write_tokens
 from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import BYTE_VOCAB_SIZE, bytes_of
+from tpengine.data.text.encode import BYTE_VOCAB_SIZE, bytes_of, tokens_of
 from tpengine.data.text.sources import find_files
+from tpengine.data.text.tokenizer import TextTokenizer
+
+BYTES = "bytes"
 
 # Where the output is no terminal.
 _PLAIN_LINES = 20
@@ -31,13 +34,16 @@ class Options:
         sources: files, and directories to look in.
         pattern: which files of a directory.
         field: of a line of JSONL, has the text.
-        begin, end: the number that each document begins or ends with; None for none.
+        tokenizer: the directory of a tokenizer, or "bytes".
+        begin, end: what each document begins or ends with: an id, a token as it is written, or empty for the one that
+            the tokenizer declares; None for nothing.
         out: the token file.
     """
 
     sources: Sequence[Path]
     pattern: str
     field: str
+    tokenizer: str
     begin: str | None
     end: str | None
     out: Path
@@ -50,23 +56,50 @@ def write_data(options: Options) -> None:
         ValueError: a mistake of the user, in one line.
     """
     paths = find_files(options.sources, options.pattern, options.out)
-    begin, end = (_byte(name, asked) for name, asked in (("begin", options.begin), ("end", options.end)))
+    marks = {name: asked for name, asked in (("begin", options.begin), ("end", options.end)) if asked is not None}
     documents = Documents(paths, options.field)
+    if options.tokenizer == BYTES:
+        ids = {name: _byte(name, asked) for name, asked in marks.items()}
+        vocab_size, arrays = BYTE_VOCAB_SIZE, bytes_of(documents, ids.get("begin"), ids.get("end"))
+        model = ""
+    else:
+        tokenizer = TextTokenizer(Path(options.tokenizer))
+        ids = {name: tokenizer.mark(name, asked) for name, asked in marks.items()}
+        vocab_size = tokenizer.vocab_size
+        arrays = tokens_of(documents, tokenizer, ids.get("begin"), ids.get("end"))
+        model = f" --model.vocab-size {vocab_size}"
+        if (of_model := tokenizer.model_vocab_size()) is not None:
+            vocab_size, model = min(vocab_size, of_model), f" --model.path {options.tokenizer}"
+            arrays = _below(of_model, arrays, tokenizer)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     with Reading(console, documents) as reading:
-        arrays = reading.shown(bytes_of(documents, begin, end))
-        num_tokens = write_tokens(options.out, arrays, BYTE_VOCAB_SIZE, replaces=False)
-    empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
+        num_tokens = write_tokens(options.out, reading.shown(arrays), vocab_size, replaces=False)
+    empty = f" ({documents.num_empty:,} empty left out)" if documents.num_empty else ""
+    marked = "".join(f", each {name}s with {number}" for name, number in ids.items())
     console.print(
-        f"{options.out}: {num_tokens:,} tokens of {documents.num_documents:,} documents{empty}, vocabulary "
-        f"{BYTE_VOCAB_SIZE}; train on it with --data.path {options.out}"
+        f"{options.out}: {num_tokens:,} tokens of {documents.num_documents:,} documents{empty}{marked}, vocabulary "
+        f"{vocab_size}; train on it with --data.path {options.out}{model}"
     )
 
 
-def _byte(name: str, asked: str | None) -> int | None:
+def _below(of_model: int, arrays: Iterable[NDArray[Any]], tokenizer: TextTokenizer) -> Iterator[NDArray[Any]]:
+    """Yield the arrays; refuse an id that the model beside the tokenizer does not have.
+
+    A tokenizer may have such ids and never give them for a text, as that of Gemma 3 1B has one for pictures.
+    """
+    for array in arrays:
+        largest = int(array.max(initial=0))
+        if largest >= of_model:
+            raise ValueError(
+                f"a tokenizer's ids must be below the vocabulary of its model: {tokenizer.directory} gives "
+                f"{tokenizer.decode([largest])!r} the id {largest}, and its config.json has vocab_size {of_model}: "
+                "copy the tokenizer of this model, or leave out such texts and marks"
+            )
+        yield array
+
+
+def _byte(name: str, asked: str) -> int:
     """Return the byte that --begin or --end asks for."""
-    if asked is None:
-        return None
     if not asked.isdecimal() or int(asked) >= BYTE_VOCAB_SIZE:
         raise ValueError(
             f"--{name} must be a byte where tokens are bytes: got {asked or 'nothing'!r}: use a number below "
@@ -104,7 +137,7 @@ class Reading:
             yield array
             self._num_tokens += array.size
             share = documents.num_read_bytes / documents.num_bytes
-            figures = f"{documents.num_read_bytes / 1e6:,.0f} of {documents.num_bytes / 1e6:,.0f} MB"
+            figures = f"{documents.num_read_bytes / 1e6:,.1f} of {documents.num_bytes / 1e6:,.1f} MB"
             figures += f", {self._num_tokens:,} tokens"
             self._progress.update(self._task, completed=documents.num_read_bytes, figures=figures)
             if not self._console.is_terminal and share < 1 and int(share * _PLAIN_LINES) > self._num_lines:

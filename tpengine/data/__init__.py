@@ -1,10 +1,4 @@
-"""Text as tokens: token files, where text comes from, and the order of samples. No torch.
-
-token_file.py stored_tokens.py     token files, and tokens that are read only when they are needed
-text/                              text files become ids: documents, bytes, tokenizers
-samples.py order.py                the windows of a text, and the order in which they are read
-content_hash.py content_check.py   the hash of a text, and its check while training goes on
-"""
+"""Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
 from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
 from tpengine.data.order import permute

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from support.architectures.trained_tokenizers import END, hard_text, saved_tokenizer
+from tokenizers import Tokenizer
 
 from tpengine.cli import main
 from tpengine.data import open_tokens
+from tpengine.data.text.tokenizer import TextTokenizer
 
 
 def test_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +41,55 @@ def test_files_json_lines_and_marks(tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ["--from", str(tmp_path / "b.txt"), str(tmp_path / "a.jsonl"), "--field", "body", "--out", str(out)]
     assert main(["data", *argv, "--begin", "0", "--end", "10"]) == 0
     assert open_tokens(out).tokens[:].tobytes() == b"\0b\n\0one\n\0two\n"
-    assert f"{out}: 13 tokens of 3 documents (1 empty ones left out), vocabulary 256" in capsys.readouterr().out
+    said = f"{out}: 13 tokens of 3 documents (1 empty left out), each begins with 0, each ends with 10, vocabulary 256;"
+    assert said in capsys.readouterr().out
+
+
+def test_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text of several windows and lines of JSONL become what the library gives, round trip."""
+    directory = saved_tokenizer(tmp_path / "model")
+    rng, out = random.Random(1), tmp_path / "out"
+    texts = [hard_text(rng, 400_000), hard_text(rng, 300), hard_text(rng, 3)]
+    (tmp_path / "a.txt").write_bytes(texts[0].encode())
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
+    sources = [str(tmp_path / name) for name in ("a.txt", "b.jsonl")]
+    argv = ["data", "--from", *sources, "--tokenizer", str(directory), "--end", "--out", str(out)]
+    assert main(argv) == 0
+    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    library.no_truncation()
+    library.no_padding()
+    end, num_ids = library.token_to_id(END), library.get_vocab_size()
+    ids = [[*library.encode(text, add_special_tokens=False).ids, end] for text in texts]
+    file = open_tokens(out)
+    assert file.tokens[:].tolist() == list(chain(*ids)) and file.vocab_size == num_ids
+    assert library.decode(file.tokens[:].tolist(), skip_special_tokens=False) == "".join(text + END for text in texts)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == (
+        f"{out}: {len(file.tokens):,} tokens of 3 documents, each ends with {end}, vocabulary {num_ids}; train on it "
+        f"with --data.path {out} --model.vocab-size {num_ids}"
+    )
+
+
+def test_ids_are_below_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer may have an id too many, as long as no text has it."""
+    directory, out = saved_tokenizer(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "a.txt").write_text("one two")
+    argv = ["data", "--from", str(tmp_path / "a.txt"), "--tokenizer", str(directory), "--out", str(out)]
+    num_ids = TextTokenizer(directory).vocab_size
+    for of_model, of_file in ((num_ids - 1, num_ids - 1), (num_ids + 7, num_ids)):
+        (directory / "config.json").write_text(json.dumps({"vocab_size": of_model}))
+        assert main(argv) == 0
+        assert open_tokens(out).vocab_size == of_file
+        assert f"train on it with --data.path {out} --model.path {directory}\n" in capsys.readouterr().out
+        out.unlink()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": num_ids - 1}))
+    assert main([*argv, "--end"]) == 2
+    assert capsys.readouterr().err == (
+        f"tpengine: error: a tokenizer's ids must be below the vocabulary of its model: {directory} gives {END!r} the "
+        f"id {num_ids - 1}, and its config.json has vocab_size {num_ids - 1}: copy the tokenizer of this model, or "
+        "leave out such texts and marks\n"
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -46,6 +100,8 @@ def test_files_json_lines_and_marks(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--from", ".", "--pattern", "*.none", "--out", "x"], ["not empty", "'*.none'"]),
         (["--from", ".", "--end", "256", "--out", "x"], ["--end must be a byte", "'256'", "--end 10"]),
         (["--from", ".", "--begin", "<s>", "--out", "x"], ["--begin must be a byte", "'<s>'", "--begin 10"]),
+        (["--from", ".", "--end", "--out", "x"], ["--end must be a byte", "'nothing'"]),
+        (["--from", ".", "--tokenizer", "no", "--out", "x"], ["must have a tokenizer.json: no has none", "AutoTok"]),
         (["--from", "a.txt", "--out", "no/x"], ["directory must exist", "no: create it first"]),
         (["--from", "a.txt", "--out", "old"], ["a token file must be new: old is there", "remove it first"]),
         (["--from", "bad.jsonl", "--out", "x"], ["a line of JSONL must be an object", "bad.jsonl, line 1 is int"]),
