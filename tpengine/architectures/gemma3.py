@@ -50,7 +50,7 @@ def numbers(config: ConfigJson) -> ModelConfig:
     config.must_be("use_bidirectional_attention", False)
     config.must_be("final_logit_softcapping", None)
     theta, rope = config.rope("full_attention", 1e6)
-    local, _ = config.without("rope_theta", "rope_scaling").rope("sliding_attention")
+    local = config.section_theta("sliding_attention")
     model = llama_sizes(config.without("rope_parameters", "hidden_act"), ties=True, kv_heads=4)
     every = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
     is_local = [bool((i + 1) % every) for i in range(model.num_layers)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,11 +134,28 @@ def config_json(config: Config, run: Path) -> dict[str, Any]:
             f"{model.architecture}: put one into {run}"
         )
     attentions = [part for part in architecture_of(model).block(model, 0).values() if isinstance(part, Attention)]
-    if attentions[0].rotates and not model.details.local_rope_theta:
+    if attentions[0].rotates:
+        local = model.details.local_rope_theta
+        written = written_rope(model.rope_theta, model.details.rope, local)
         # Entries of the source that are not read here, such as yarn's, stay.
-        written = written_rope(model.rope_theta, model.details.rope)
         values |= written | {"rope_parameters": {**written["rope_parameters"], **(values.get("rope_parameters") or {})}}
+        if local and (every := _full_every(model.details.windows, model.num_layers)):
+            # What transformers reads before 4.53, which has layer_types.
+            values["sliding_window_pattern"] = every
     return values | {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_embeddings}
+
+
+def _full_every(windows: Sequence[int], num_layers: int) -> int:
+    """Return the number n if every n-th layer, and no other, has no window; 0 if there is none."""
+    return next(
+        (
+            every
+            for every in range(1, num_layers + 2)
+            if [bool(window) for window in windows or [0] * num_layers]
+            == [bool((layer + 1) % every) for layer in range(num_layers)]
+        ),
+        0,
+    )
 
 
 def _llama(config: Config) -> dict[str, Any]:

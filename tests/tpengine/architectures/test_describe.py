@@ -117,6 +117,24 @@ def test_both_spellings_of_rotary_positions_are_written_equal(scaling: RopeScali
     assert read_rope(new, "config.json") == read_rope(old, "config.json") == (500000.0, scaling)
 
 
+def test_gemmas_two_bases_are_read_in_either_spelling_and_in_neither() -> None:
+    """Defaults are Gemma's own: 1,000,000, and 10,000 of layers with a window."""
+    values = values_of(drawn_config("gemma3", 0))
+    old = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    written = {**values, **written_rope(500000.0, SCALINGS[1], 100.0)}
+    without_old = {name: value for name, value in written.items() if name not in old}
+    without_new = {name: value for name, value in written.items() if name != "rope_parameters"}
+    for spelling in (written, without_old, without_new):
+        model = model_of(ConfigJson(spelling))
+        assert (model.rope_theta, model.details.local_rope_theta) == (500000.0, 100.0)
+        assert model.details.rope == SCALINGS[1]
+    sections = {**written["rope_parameters"], "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(ValueError, match="rope_type of sliding_attention must be default: got 'linear'"):
+        model_of(ConfigJson({**without_old, "rope_parameters": sections}))
+    neither = model_of(ConfigJson({name: value for name, value in without_old.items() if name != "rope_parameters"}))
+    assert (neither.rope_theta, neither.details.local_rope_theta) == (1e6, 1e4)
+
+
 @pytest.mark.parametrize("scaling", SCALINGS[1:])
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_scaling"])
 def test_spellings_that_differ_are_refused(scaling: RopeScaling, spelling: str) -> None:

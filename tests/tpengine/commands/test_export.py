@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures.drawn import CONFIGS
+from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.parity import assert_exported
 from support.architectures.runs import Pieces, beginning, saved, trained_pieces, trained_run
 from support.architectures.transformers_models import Widened, ours
+from support.architectures.transformers_models import config_json as config_json_of
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
@@ -22,9 +23,11 @@ from torch import Tensor
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.registry import model_of
 from tpengine.cli import main
-from tpengine.commands.export import export
+from tpengine.commands.export import config_json, export
 from tpengine.config import Config
 
+# What transformers 4 alone reads.
+OF_4 = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
 LAYOUTS = {"gpt2": (1, 2, 2), "qwen3": (2, 2, 1)}
 
 
@@ -79,6 +82,28 @@ def test_transformers_loads_what_was_trained(ranks: RankPool, tmp_path: Path, ar
     assert (got - want).abs().max() <= (1e-6 if architecture == "gemma3" else 1e-10) * want.abs().max()
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
     assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_config_json_says_the_same_to_either_version(tmp_path: Path, architecture: str, seed: int) -> None:
+    """What transformers 4 reads is there, equals what 5 reads, and is read here as what the run began from."""
+    # Version 4 knows a pattern of windows, version 5 a list.
+    kinds = ["full_attention", "sliding_attention"]
+    types = [kinds[bool((layer + 1) % (seed + 1))] for layer in range(4)]
+    given = {"num_hidden_layers": 4, "layer_types": types} if architecture == "gemma3" else {}
+    source = config_json_of(drawn_config(architecture, seed, **given)).values
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    model = model_of(ConfigJson(source))
+    config = config_of(1, 1, 1, tied=True, kv_heads=2)
+    written = config_json(replace(config, model=model), tmp_path)
+    # Each version alone.
+    of_4 = {name: value for name, value in written.items() if name not in ("rope_parameters", "layer_types")}
+    of_5 = {name: value for name, value in written.items() if name not in OF_4}
+    assert model_of(ConfigJson(written)) == model_of(ConfigJson(of_5)) == model
+    assert model_of(ConfigJson(of_4)) == model
+    if architecture != "gpt2":
+        assert written["rope_theta"] == model.rope_theta
 
 
 def test_a_run_from_drawn_weights_is_a_llama(ranks: RankPool, tmp_path: Path) -> None:

@@ -115,6 +115,20 @@ class ConfigJson:
         """Return the base of the rotary frequencies and their scaling: see read_rope."""
         return read_rope(self.values, self.path, section, default)
 
+    def section_theta(self, section: str) -> float:
+        """Return the base of a kind of layers whose frequencies are not scaled; only `rope_parameters` has it.
+
+        Raises:
+            ValueError: they are scaled.
+        """
+        theta, scaling = self.without("rope_theta", "rope_scaling").rope(section)
+        if scaling.rope_type != "default":
+            raise ValueError(
+                f"{self.path}: rope_type of {section} must be default: got {scaling.rope_type!r}: use a model whose "
+                "layers of this kind are not scaled"
+            )
+        return theta
+
     def _typed(self, name: str, default: Any, types: tuple[type, ...], what: str) -> Any:
         value = self.values.get(name)
         if value is None:

@@ -57,16 +57,28 @@ def read_rope(
     return float(theta), read[-1] if read else RopeScaling()
 
 
-def written_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """Return the entries of config.json, in both spellings."""
+def written_rope(theta: float, scaling: RopeScaling, local_theta: float = 0.0) -> dict[str, Any]:
+    """Return the entries of config.json, in both spellings.
+
+    Args:
+        theta: base of the frequencies.
+        scaling: of them.
+        local_theta: base of the layers that have a window, where they have their own; 0 where they have not.
+    """
     kind = scaling.rope_type
     names = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     numbers = {name: getattr(scaling, name) for name in names if name != "attention_factor" or scaling.attention_factor}
-    return {
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, **numbers}
+    written = {
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **numbers},
-        "rope_parameters": {"rope_type": kind, "rope_theta": theta, **numbers},
+        "rope_parameters": parameters,
     }
+    if local_theta:
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        sections = {"full_attention": parameters, "sliding_attention": local}
+        written |= {"rope_local_base_freq": local_theta, "rope_parameters": sections}
+    return written
 
 
 def _scaling(values: Mapping[str, Any], path: str) -> RopeScaling:
