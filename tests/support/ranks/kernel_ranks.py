@@ -40,6 +40,11 @@ class HostileDeviceArena(DeviceArena):
         self.used = generation, kind != "pulls"
         return generation, call
 
+    def reset(self, group: ProcessGroup) -> None:
+        # The first call after a reset may use the generation of the one given up, and peers may write to it at once.
+        self.used = None
+        super().reset(group)
+
 
 def kernel_communicator(
     group: ProcessGroup,
