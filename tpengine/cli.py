@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine import train
+from tpengine.commands import diagnose
 from tpengine.commands.schedule import add_arguments, print_schedule
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -186,6 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     schedule = commands.add_parser("schedule", help="print or draw a pipeline schedule, its bubble and its memory")
     add_arguments(schedule, _count)
     schedule.set_defaults(run=print_schedule)
+
+    why = commands.add_parser("diagnose", help="say why the steps of a run take as long as they do, and what helps")
+    diagnose.add_arguments(why)
+    why.set_defaults(run=diagnose.print_diagnosis)
 
     data = commands.add_parser(
         "data",

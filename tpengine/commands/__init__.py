@@ -5,6 +5,7 @@ arguments.py                    the command line of a training run
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
 data.py                         `tpengine data`: text files become a token file
 import_weights.py               `tpengine import`: a directory, or a run's checkpoint, as a run that has not begun
+diagnose.py                     `tpengine diagnose`: why the steps of a run take as long as they do
 export.py                       `tpengine export`: a checkpoint as a directory that transformers loads
 progress.py                     how far a command has come that writes many bytes
 certify/                        `tpengine certify`: compare what the ranks computed in two layouts

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpengine.plan.actions import BUCKET, TRANSFERS, Action, Kind
 from tpengine.plan.plan import Plan
@@ -33,6 +33,7 @@ class RankFigures:
     Attributes:
         computing, exposed, bubble, idle: parts of the makespan, as the module docstring defines them.
         peak_bytes: the most bytes held at once; 0 where bytes are not known.
+        waited_in: exposed and bubble together, by the kind of action that ended the wait: RECV_B in w[1RECV_B3].
     """
 
     computing: float
@@ -40,6 +41,7 @@ class RankFigures:
     bubble: float
     idle: float
     peak_bytes: float
+    waited_in: Mapping[Kind, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class StepFigures:
         ranks = []
         for rank, lanes in enumerate(timeline.ranks):
             exposed, bubble = 0.0, 0.0
+            waited_in: defaultdict[Kind, float] = defaultdict(float)
             transfers = {span.action: span for lane in (lanes.sends, lanes.receives) for span in lane}
             spans: defaultdict[Action, list[Span]] = defaultdict(list)
             for lane in (lanes.sends, lanes.receives, lanes.reductions, lanes.gathers):
@@ -81,12 +84,13 @@ class StepFigures:
                 hidden = wait.duration if last.kind in BUCKET else _overlap(wait, transfers.get(last))
                 exposed += hidden
                 bubble += wait.duration - hidden
+                waited_in[last.kind] += wait.duration
                 peer = plan.peer(last) if last.kind in TRANSFERS else last_members.get(last, rank)
                 if peer != rank:
                     waited[rank, peer] += wait.duration
             computing = sum(span.duration for span in lanes.compute)
             idle = max(0.0, timeline.makespan - computing - exposed - bubble)
-            ranks.append(RankFigures(computing, exposed, bubble, idle, lanes.peak_bytes))
+            ranks.append(RankFigures(computing, exposed, bubble, idle, lanes.peak_bytes, dict(waited_in)))
         whole = len(ranks) * timeline.makespan
         share = sum(figures.exposed for figures in ranks) / whole if whole else 0.0
         return cls(timeline.makespan, timeline.bubble, share, tuple(ranks), dict(waited))

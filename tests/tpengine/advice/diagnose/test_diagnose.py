@@ -1,0 +1,314 @@
+"""Rung: pure. Verdicts on runs that the simulator made, where the fault, its size and the change's worth are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.plans.synthetic_runs import Truth, seconds_of, write_run
+
+from tpengine.advice.diagnose import Diagnosis, Fault, diagnose
+from tpengine.advice.diagnose.changes import changed
+from tpengine.cli import main
+from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
+from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.plan import Residency
+from tpengine.simulate.modelled.memory import memory_of
+
+SHARES = (0.2, 0.4)
+
+
+def config_of(pp: int = 2, dp: int = 1, tp: int = 1, m: int = 16, micro_batch_size: int = 4, **parallel: Any) -> Config:
+    """A model whose layers outweigh its head."""
+    config = Config(
+        model=ModelConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=2048, vocab_size=256),
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, **parallel),
+        train=TrainConfig(seq_len=256, micro_batch_size=micro_batch_size, num_micro_batches=m, steps=30),
+        device="cpu",
+    )
+    return validate(config, pp * dp * tp)
+
+
+def diagnosed(tmp_path: Path, config: Config, truth: Truth, residency: Residency | None = None) -> Diagnosis:
+    return diagnose(write_run(tmp_path / "run", config, truth, residency))
+
+
+def check(found: Diagnosis, fault: Fault, brings: float) -> None:
+    """The first verdict is this fault, and what its removal brings is true to a tenth."""
+    assert found.fault is fault, found.lines()
+    assert found.findings[0].seconds == pytest.approx(brings, rel=0.1), found.lines()
+
+
+def grown(share: float, of: Callable[[float], float]) -> float:
+    """The size of a fault that makes up `share` of the step, found by halving; `of` gives the step's seconds."""
+    low, high = 0.0, 1.0
+    whole = of(0.0)
+    while 1.0 - whole / of(high) < share:
+        high *= 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 1.0 - whole / of(middle) < share else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("pp", "dp", "m"), [(2, 1, 16), (4, 1, 32), (1, 2, 4), (2, 2, 16)])
+def test_a_slow_rank(tmp_path: Path, pp: int, dp: int, m: int, share: float) -> None:
+    config = config_of(pp, dp, m=m)
+    place = (pp - 1, dp - 1, 0) if dp > 1 else (0, 0, 0)
+
+    def slowed(factor: float) -> Truth:
+        return Truth(slower={place: 1.0 + factor})
+
+    factor = grown(share, lambda factor: seconds_of(config, slowed(factor)))
+    found = diagnosed(tmp_path, config, slowed(factor))
+    check(found, Fault.SLOW_RANK, seconds_of(config, slowed(factor)) - seconds_of(config, Truth()))
+    assert f"rank {place[0] * dp + place[1]} " in found.findings[0].evidence
+    assert f"{factor:.0%} longer".replace("%", " %") in found.findings[0].evidence
+
+
+def test_a_slow_tensor_parallel_rank_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
+    config = config_of(pp=1, tp=4, m=4)
+    found = diagnosed(tmp_path, config, Truth(slower={(0, 0, 2): 1.5}))
+    check(found, Fault.SLOW_RANK, seconds_of(config, Truth(slower={(0, 0, 2): 1.5})) - seconds_of(config, Truth()))
+    assert found.findings[0].evidence.startswith("rank 2 (tp 2) computes 50 % longer than others of its stage")
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (4, 1), (1, 2)])
+def test_a_slow_reader(tmp_path: Path, pp: int, tp: int, share: float) -> None:
+    config = config_of(pp, tp=tp, m=32)
+    read = seconds_of(config, Truth()) * share / (1.0 - share)
+    found = diagnosed(tmp_path, config, Truth(read={pp - 1: read}))
+    check(found, Fault.SLOW_INPUT, read)
+    assert f"rank {(pp - 1) * tp} reads" in found.findings[0].evidence
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (4, "1f1b"), (4, "gpipe"), (4, "interleaved")])
+def test_as_many_micro_batches_as_stages(tmp_path: Path, pp: int, schedule: str) -> None:
+    """The change is a run's: the truth of the changed run is what the diagnosis says."""
+    config = config_of(pp, m=pp, schedule=schedule, micro_batch_size=8)
+    found = diagnosed(tmp_path, config, Truth())
+    assert found.fault is Fault.FEW_MICRO_BATCHES, found.lines()
+    check_change(found, config, Truth())
+
+
+def check_change(found: Diagnosis, config: Config, truth: Truth, residency: Residency | None = None) -> None:
+    """What the verdict's change brings is what a run with it takes less, to a tenth."""
+    first = found.findings[0]
+    words = first.change.split(" (")[0].split()
+    settings = {
+        flag.partition(".")[2].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    typed = {name: int(value) if value.isdecimal() else value for name, value in settings.items()}
+    after = validate(changed(config, **typed), (config.parallel.pp or 1) * (config.parallel.dp or 1))
+    brought = seconds_of(config, truth, residency) - seconds_of(after, truth)
+    assert first.brings == pytest.approx(brought, rel=0.1), (found.lines(), brought)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_reduction_that_nothing_hides(tmp_path: Path, share: float) -> None:
+    """The buckets are as small as they can be: it takes less of a larger batch."""
+    config = config_of(1, 2, m=1)
+    slow = grown(share, lambda factor: seconds_of(config, Truth(seconds_per_byte=factor * 1e-9))) * 1e-9
+    truth = Truth(seconds_per_byte=slow)
+    found = diagnosed(tmp_path, config, truth)
+    check(found, Fault.EXPOSED_DP, seconds_of(config, truth) - seconds_of(config, Truth()))
+    first = found.findings[0]
+    assert "w[r]" in first.evidence and first.change.startswith("--train.num-micro-batches 2")
+    both = 2 * seconds_of(config, truth) - seconds_of(changed(config, num_micro_batches=2), truth)
+    assert first.brings == pytest.approx(both / 2, rel=0.1)
+
+
+def test_a_pipeline_without_sequences_to_split_takes_a_larger_batch(tmp_path: Path) -> None:
+    """A schedule that fills better would be offered first; no other does than zbv."""
+    config = config_of(4, m=4, micro_batch_size=1, schedule="zbv")
+    found = diagnosed(tmp_path, config, Truth())
+    assert found.fault is Fault.FEW_MICRO_BATCHES, found.lines()
+    assert found.findings[0].change.startswith("--train.num-micro-batches 8, a batch 2 times as large"), found.lines()
+    both = 2 * seconds_of(config, Truth()) - seconds_of(changed(config, num_micro_batches=8), Truth())
+    assert found.findings[0].brings == pytest.approx(both / 2, rel=0.1)
+
+
+def test_gradients_that_are_reduced_for_each_micro_batch(tmp_path: Path) -> None:
+    config = config_of(1, 2, m=8, zero=2)
+    truth = Truth(seconds_per_byte=2e-8)
+    found = diagnosed(tmp_path, config, truth)
+    assert found.fault is Fault.EXPOSED_DP and "--parallel.zero 0 (" in found.findings[0].change, found.lines()
+    check_change(found, config, truth)
+
+
+@pytest.mark.parametrize("recompute", ["block", "full"])
+def test_recomputation(tmp_path: Path, recompute: str) -> None:
+    config = config_of(2, recompute=recompute)
+    truth = Truth()
+    without = changed(config, recompute="none")
+    found = diagnosed(tmp_path, config, truth)
+    check(found, Fault.MEMORY, seconds_of(config, truth) - seconds_of(without, truth))
+    assert found.findings[0].change.startswith("--parallel.recompute none (") and "MB more" in found.findings[0].change
+    check_change(found, config, truth)
+
+
+def test_a_memory_limit_that_only_recomputation_keeps(tmp_path: Path) -> None:
+    """Replicas can shard instead: the change fits; one replica cannot, and is told which limit it needs."""
+    found = diagnosed(
+        tmp_path, limited(config_of(1, 2, m=2, micro_batch_size=1, recompute="block"), extra=1_000_000), Truth()
+    )
+    assert found.fault is Fault.MEMORY and "--parallel.zero" in found.findings[0].change, found.lines()
+    found = diagnosed(tmp_path, limited(config_of(2, 1, recompute="full"), extra=1_000_000), Truth())
+    assert found.fault is Fault.MEMORY, found.lines()
+    assert "--parallel.recompute none --parallel.memory-limit" in found.findings[0].change
+
+
+def limited(config: Config, extra: int) -> Config:
+    """The configuration with the memory that it needs, and some more."""
+    layout = layout_of(config)
+    needed = max(rank.peak for rank in memory_of(config, layout, training_plan(config, layout)))
+    return changed(config, memory_limit=needed + extra)
+
+
+def test_weights_that_are_gathered_for_each_use(tmp_path: Path) -> None:
+    config = config_of(1, 2, m=8, zero=3)
+    truth = Truth(seconds_per_byte=2e-9)
+    found = diagnosed(tmp_path, config, truth, Residency.USE)
+    brings = seconds_of(config, truth, Residency.USE) - seconds_of(config, truth, Residency.STEP)
+    memory = next(finding for finding in found.findings if finding.fault is Fault.MEMORY)
+    assert memory.seconds == pytest.approx(brings, rel=0.1) and "--parallel.residency step" in memory.change
+
+
+def test_an_allocator_that_asks_again(tmp_path: Path) -> None:
+    config = config_of(1, m=4)
+    stall = 0.3 * seconds_of(config, Truth())
+    found = diagnosed(tmp_path, config, Truth(stall=stall))
+    check(found, Fault.MEMORY, stall)
+    assert "ask again 5 times" in found.findings[0].evidence
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_exchanges_of_tensor_parallel_ranks(tmp_path: Path, share: float) -> None:
+    config = config_of(1, 1, tp=2, m=8)
+    found = diagnosed(tmp_path, config, Truth(exchange=share))
+    check(found, Fault.EXPOSED_TP, seconds_of(config, Truth(exchange=share)) - seconds_of(config, Truth()))
+    plain = diagnosed(tmp_path, changed(config, tp_comm="plain"), Truth(exchange=share))
+    assert plain.findings[0].change.startswith("--parallel.tp-comm fused"), plain.lines()
+
+
+def test_stages_of_unequal_work(tmp_path: Path) -> None:
+    """Three layers on two stages: the model knows it, so no rank is slow."""
+    config = config_of(2)
+    config = validate(replace(config, model=replace(config.model, num_layers=3)), 2)
+    found = diagnosed(tmp_path, config, Truth())
+    assert found.fault is Fault.UNEVEN_STAGES, found.lines()
+    assert "longer than the others, who wait" in found.findings[0].evidence
+
+
+def test_a_gpu_that_waits_for_its_host(tmp_path: Path) -> None:
+    config = replace(config_of(1, m=8), device="cuda")
+    run = write_run(tmp_path / "run", config, Truth(issue=0.99))
+    found = diagnose(run)
+    assert found.fault is Fault.HOST and "--train.num-micro-batches 4" in found.findings[0].change, found.lines()
+    assert diagnose(write_run(tmp_path / "run", config, Truth(issue=0.6))).fault is Fault.NONE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(1, m=4),
+        config_of(1, 2, m=4),
+        config_of(2, m=16),
+        config_of(2, 2, m=16),
+        config_of(4, m=32),
+        config_of(4, m=16, schedule="zbv"),
+        config_of(4, m=24, schedule="interleaved"),
+        config_of(1, tp=2, m=4),
+        config_of(2, 2, m=16, zero=1),
+        config_of(1, 2, m=4, zero=3),
+    ],
+    ids=lambda config: "-".join(str(getattr(config.parallel, name)) for name in ("tp", "pp", "dp", "schedule", "zero")),
+)
+def test_a_healthy_run(tmp_path: Path, config: Config) -> None:
+    """Also with a slow rank, a slow reader and exchanges that are each 2 % of the step."""
+    for number, truth in enumerate(
+        (Truth(), Truth(slower={(0, 0, 0): 1.02}, exchange=0.02 * (config.parallel.tp != 1)))
+    ):
+        found = diagnose(write_run(tmp_path / str(number), config, truth))
+        assert found.fault is Fault.NONE, found.lines()
+        assert found.lines()[0].startswith("healthy: ") and " % compute, bubble " in found.lines()[0]
+
+
+def test_what_differs_less_than_the_steps_themselves_is_no_verdict(tmp_path: Path) -> None:
+    config = config_of(2)
+    truth = Truth(slower={(0, 0, 0): 1.15})
+    assert diagnosed(tmp_path, config, truth).fault is Fault.SLOW_RANK
+    assert diagnosed(tmp_path, config, replace(truth, jitter=30.0)).fault is Fault.NONE
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(4, m=4, micro_batch_size=8)
+    run = write_run(tmp_path / "run", config, Truth(read={0: 0.01}))
+    assert main(["diagnose", str(run)]) == 0
+    verdict, *_, basis = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("too few micro-batches, ") and " of the step: 4 micro-batches on 4 stages" in verdict
+    assert " brings " in verdict and "1f1b, tp 1, pp 4, dp 1, 4 micro-batches" in basis
+    assert main(["diagnose", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "too few micro-batches" and found["findings"][0]["brings_seconds"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (
+            lambda run: (run / "profile.json").unlink(),
+            "profile.json: No such file or directory: run with --train.profile",
+        ),
+        (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl of a run: "),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"st'), "it has no step with step_seconds"),
+        (lambda run: (run / "config.toml").unlink(), "config.toml: No such file or directory"),
+        (lambda run: with_model(run, "num_layers", 4), "its layers by chunk: "),
+        (
+            lambda run: with_model(run, "hidden_size", 256),
+            "its boundary tensors: float32[1024,512], and by config.toml",
+        ),
+        (lambda run: with_parallel(run, "schedule", "zb-h1"), "its schedule: 1f1b, and by config.toml zb-h1"),
+        (lambda run: without_ranks(run), "it has no ranks, as before there was a diagnosis"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], says: str
+) -> None:
+    run = write_run(tmp_path / "run", config_of(2), Truth())
+    damage(run)
+    assert main(["diagnose", str(run)]) == 2
+    heard = capsys.readouterr()
+    assert not heard.out and heard.err.count("\n") == 1 and says in heard.err, heard.err
+
+
+def with_model(run: Path, name: str, value: int) -> None:
+    replaced(run, name, value)
+
+
+def with_parallel(run: Path, name: str, value: str) -> None:
+    replaced(run, name, json.dumps(value))
+
+
+def replaced(run: Path, name: str, value: Any) -> None:
+    lines = (run / "config.toml").read_text().splitlines()
+    changed_lines = [f"{name} = {value}" if line.startswith(f"{name} =") else line for line in lines]
+    assert changed_lines != lines
+    (run / "config.toml").write_text("\n".join(changed_lines) + "\n")
+
+
+def without_ranks(run: Path) -> None:
+    content = json.loads((run / "profile.json").read_text())
+    del content["ranks"]
+    (run / "profile.json").write_text(json.dumps(content))
+
+
+def test_no_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(tmp_path / "absent")]) == 2
+    assert "needs the directory of a run" in capsys.readouterr().err

@@ -1,0 +1,4 @@
+"""Advice on runs, without torch: what to change, and what the simulator says that it brings.
+
+diagnose/    a run that has recorded steps: why its step takes as long as it does
+"""

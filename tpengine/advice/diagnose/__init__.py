@@ -1,0 +1,13 @@
+"""Why the steps of a run take as long as they do: one verdict, and the change that the simulator says helps most.
+
+evidence.py    what a run has left in its directory; baseline.py, the recorded step, simulated again
+changes.py     other settings of the run: the verified plan that they give, with the recorded costs
+slow_ranks.py  a rank, or a stage, that computes longer than the others; bubble.py, too few micro-batches
+exchanges.py   communication that nothing hides; memory.py, what a lack of memory costs; host.py, input and starts
+finding.py     a reason with what it is worth; verdict.py chooses
+"""
+
+from tpengine.advice.diagnose.finding import Fault, Finding
+from tpengine.advice.diagnose.verdict import Diagnosis, diagnose
+
+__all__ = ["Diagnosis", "Fault", "Finding", "diagnose"]

@@ -1,0 +1,140 @@
+"""The evidence: what a run has left in its directory, read and compared.
+
+config.toml says what was to run, profile.json what the recorded steps cost, metrics.jsonl how long every step took. The
+profile must be of the plan that config.toml describes: a directory may have been used twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpengine.config import Config, validate
+from tpengine.config.toml import load_toml
+from tpengine.layout.step_plan import Layout, layout_of, training_plan
+from tpengine.plan import Plan
+from tpengine.simulate.profiles.file import CostProfile, read_profile
+
+_MAX_METRICS_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run has left.
+
+    Attributes:
+        config: validated, its layout resolved.
+        layout, plan: of that configuration; the plan is verified.
+        profile: of that plan, with what each rank did.
+        step_seconds: of every step that metrics.jsonl has, but for the first, which loads kernels, and those that are
+            recorded.
+    """
+
+    config: Config
+    layout: Layout
+    plan: Plan
+    profile: CostProfile
+    step_seconds: tuple[float, ...]
+
+    @property
+    def step(self) -> float:
+        """Return the seconds of a recorded step, the median."""
+        return statistics.median(step.seconds for step in self.profile.steps)
+
+    @property
+    def spread(self) -> float:
+        """Return by what share of itself the run's step varies: half of them lie this close together. 0 if unknown."""
+        if len(self.step_seconds) < 3:
+            return 0.0
+        first, median, third = statistics.quantiles(self.step_seconds, n=4)
+        return (third - first) / median
+
+
+def read_evidence(run_dir: Path) -> Evidence:
+    """Read a run's directory.
+
+    Raises: ValueError: a file is missing or wrong, or the profile is that of another model or layout; one line.
+    """
+    if not run_dir.is_dir():
+        raise ValueError(f"a diagnosis needs the directory of a run: {run_dir}: it is none: give --run-dir of the run")
+    profile = read_profile(run_dir / "profile.json")
+    if not profile.ranks or not profile.steps:
+        raise ValueError(
+            f"a diagnosis needs what each rank did: {run_dir / 'profile.json'}: it has no ranks, as before there was a "
+            "diagnosis: record it again with --train.profile-steps"
+        )
+    seconds = _read_metrics(run_dir / "metrics.jsonl")
+    config = load_toml(run_dir / "config.toml", Config())
+    # The sizes of a model that the run began from stand in config.toml; its directory may be gone.
+    config = replace(config, model=replace(config.model, path=""))
+    parallel = config.parallel
+    config = validate(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
+    layout = layout_of(config, profile.residency if config.parallel.zero else None)
+    plan = training_plan(config, layout)
+    _check_same(run_dir, plan, len(profile.ranks), layout, profile)
+    recorded = {step.step for step in profile.steps}
+    return Evidence(config, layout, plan, profile, tuple(s for n, s in seconds.items() if n and n not in recorded))
+
+
+def _check_same(run_dir: Path, plan: Plan, num_ranks: int, layout: Layout, profile: CostProfile) -> None:
+    """Compare what the profile says of its plan with the plan of config.toml."""
+    compared = {
+        "schedule": (profile.schedule, plan.schedule),
+        "micro-batches": (profile.num_microbatches, plan.num_microbatches),
+        "ranks": (num_ranks, layout.pp * layout.dp * layout.tp),
+        "layers by chunk": (
+            [list(chunk.layers) for chunk in profile.chunks],
+            [list(chunk.layers) for chunk in plan.chunks],
+        ),
+        "boundary tensors": (str(profile.boundary), str(plan.chunks[0].output)),
+        "buckets": (sorted(profile.buckets), sorted(bucket.index for bucket in plan.buckets)),
+    }
+    for what, (found, wanted) in compared.items():
+        if found != wanted:
+            raise ValueError(
+                f"profile.json must be of the model and layout that config.toml describes: {run_dir}: its {what}: "
+                f"{_short(found)}, and by config.toml {_short(wanted)}: record it again with --train.profile-steps"
+            )
+
+
+def _read_metrics(path: Path) -> dict[int, float]:
+    """Return seconds by step; of a step that the run repeated, the newest."""
+    try:
+        if path.stat().st_size > _MAX_METRICS_BYTES:
+            raise ValueError(f"a diagnosis needs the metrics.jsonl of a run: {path}: it has more than 1 GB: cut it")
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give --run-dir of the run"
+        ) from None
+    found: dict[int, float] = {}
+    for line in lines:
+        # A kill may cut the last line, and a step that was left out has no time.
+        step, seconds = _step_and_seconds(line)
+        if seconds > 0.0:
+            found[step] = seconds
+    if not found:
+        raise ValueError(
+            f"a diagnosis needs the metrics.jsonl of a run: {path}: it has no step with step_seconds: let the run take "
+            "some steps"
+        )
+    return found
+
+
+def _step_and_seconds(line: str) -> tuple[int, float]:
+    try:
+        record: Any = json.loads(line)
+        step, seconds = record["step"], record["step_seconds"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0, 0.0
+    is_number = type(step) is int and type(seconds) in (int, float) and math.isfinite(seconds)
+    return (step, float(seconds)) if is_number else (0, 0.0)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

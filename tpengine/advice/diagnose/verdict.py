@@ -1,0 +1,122 @@
+"""The verdict: of all reasons why a step takes as long as it does, the one whose removal is worth most.
+
+Each reason is judged by simulating the recorded step without it. What is worth less than the floor is no reason: 5 % of
+the step, or the share by which the run's own steps differ, if that is more.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpengine.advice.diagnose.baseline import Baseline, seconds_text
+from tpengine.advice.diagnose.bubble import few_micro_batches
+from tpengine.advice.diagnose.evidence import Evidence, read_evidence
+from tpengine.advice.diagnose.exchanges import exposed_dp, exposed_tp
+from tpengine.advice.diagnose.finding import Fault, Finding, percent
+from tpengine.advice.diagnose.host import host_bound, slow_input
+from tpengine.advice.diagnose.memory import memory_pressure
+from tpengine.advice.diagnose.slow_ranks import slow_rank, uneven_stages
+
+_REASONS = (
+    slow_rank,
+    uneven_stages,
+    slow_input,
+    few_micro_batches,
+    exposed_tp,
+    exposed_dp,
+    memory_pressure,
+    host_bound,
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about a run.
+
+    Attributes:
+        baseline: the recorded step.
+        findings: the reasons that are worth more than the floor, the one that is worth most first; it is the verdict.
+    """
+
+    baseline: Baseline
+    findings: tuple[Finding, ...]
+
+    @property
+    def fault(self) -> Fault:
+        """Return the verdict's kind."""
+        return self.findings[0].fault if self.findings else Fault.NONE
+
+    def lines(self) -> list[str]:
+        """Return the verdict in one line, then what else was found, and what it is based on."""
+        step = self.baseline.step
+        found = [finding.text(step) for finding in self.findings] or [self._healthy()]
+        return [found[0], *(f"then {text}" for text in found[1:]), self._basis()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as numbers and words."""
+        return {
+            "verdict": self.fault,
+            "step_seconds": self.baseline.step,
+            "floor_seconds": self.baseline.floor * self.baseline.step,
+            "findings": [
+                {
+                    "fault": finding.fault,
+                    "seconds": finding.seconds,
+                    "evidence": finding.evidence,
+                    "change": finding.change,
+                    "brings_seconds": finding.brings,
+                }
+                for finding in self.findings
+            ],
+        }
+
+    def _healthy(self) -> str:
+        baseline, step = self.baseline, self.baseline.step
+        computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / step
+        return (
+            f"{Fault.NONE}: {percent(computing)} compute, bubble {percent(baseline.bubble)} as "
+            f"planned: no change that is known here brings {percent(baseline.floor)} of {seconds_text(step)}"
+        )
+
+    def _basis(self) -> str:
+        evidence, baseline = self.baseline.evidence, self.baseline
+        layout, profile = evidence.layout, evidence.profile
+        recorded = statistics.median(step.plan for step in profile.steps)
+        numbers = [step.step for step in profile.steps]
+        which = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+        spread = (
+            f"half of {len(evidence.step_seconds)} steps differ by less than {evidence.spread:.1%}".replace("%", " %")
+            if evidence.spread
+            else "too few steps to say how they differ"
+        )
+        return (
+            f"{evidence.plan.schedule}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {profile.num_microbatches} "
+            f"micro-batches: {seconds_text(baseline.step)} in {which}, of which the plan took {seconds_text(recorded)} "
+            f"({seconds_text(baseline.timeline.makespan)} by the simulator); {spread}"
+        )
+
+
+def diagnose(run_dir: Path) -> Diagnosis:
+    """Say why the steps of a run take as long as they do.
+
+    Args:
+        run_dir: its directory, with steps recorded by --train.profile-steps.
+
+    Raises:
+        ValueError: a file is missing or wrong, or not that of the run; one line.
+
+    Cost: some twenty simulations of the step.
+    """
+    return diagnosed(read_evidence(run_dir))
+
+
+def diagnosed(evidence: Evidence) -> Diagnosis:
+    """Return the diagnosis of a run from what it has left."""
+    baseline = Baseline(evidence)
+    found = [finding for reason in _REASONS if (finding := reason(baseline)) is not None]
+    floor = baseline.floor * baseline.step
+    worth = sorted((f for f in found if f.seconds > floor), key=lambda finding: finding.seconds, reverse=True)
+    return Diagnosis(baseline, tuple(worth))
