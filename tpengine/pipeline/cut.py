@@ -61,7 +61,7 @@ def check_cut(
                 if owner.setdefault(tensor, rank) != rank:
                     raise ValueError(
                         f"a {kind} must belong to one rank: {name} of rank {rank} is shared with rank "
-                        f"{owner[tensor]}: choose a cut that keeps both uses together"
+                        f"{owner[tensor]}: choose a cut that keeps both uses together, or untie them"
                     )
         if last < len(modules) and not profiles[last - 1].differentiable:
             raise ValueError(

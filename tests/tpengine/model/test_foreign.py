@@ -34,15 +34,15 @@ MAX_NORM = 0.3
 
 
 def model_of(name: str, kv_heads: int = 2, *, tied: bool = True) -> Any:
-    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+    from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
 
     if name == "gpt2":
         rates = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
         return built(GPT2Config(**sizes, **rates, tie_word_embeddings=tied))
-    config = LlamaConfig if name == "llama" else Qwen3Config
+    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config}
     return built(
-        config(
+        kinds[name](
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=48,
@@ -52,14 +52,28 @@ def model_of(name: str, kv_heads: int = 2, *, tied: bool = True) -> Any:
             head_dim=HEAD_SIZE,
             tie_word_embeddings=tied,
             attention_bias=True,
+            pad_token_id=None,
         )
     )
+
+
+# Queries, keys and values in one weight, of which queries are the largest part.
+PHI3 = {
+    **{name: rule for name, rule in llama.TABLE.items() if "{" not in name},
+    "layers.*.self_attn.qkv_proj": column(heads).of("{q,k,v}"),
+    "layers.*.mlp.gate_up_proj": column.of("{gate,up}"),
+}
+PHI3_DIVIDE = {"layers.*.self_attn": ["config.num_attention_heads", "num_key_value_heads"]}
 
 
 def cut(model: Any, name: str, tp: Communicator, **others: Any) -> Any:
     if name == "gpt2":
         divide = {"h.*.attn": ["split_size"]}
         parallelize(model, gpt2.TABLE, tp, prefix="transformer.", head_size=HEAD_SIZE, divide=divide, **others)
+    elif name == "phi3":
+        keys = HEAD_SIZE * model.config.num_key_value_heads
+        parts = {"layers.*.self_attn.qkv_proj": [4 * HEAD_SIZE, keys, keys]}
+        parallelize(model, PHI3, tp, prefix="model.", head_size=HEAD_SIZE, divide=PHI3_DIVIDE, parts=parts, **others)
     else:
         table = llama.TABLE if name == "llama" else qwen3.TABLE
         parallelize(model, table, tp, prefix="model.", head_size=HEAD_SIZE, **others)
@@ -125,6 +139,8 @@ def program_of_parity(name: str, kv_heads: int) -> None:
     [
         ("gpt2", 4, 2),
         ("qwen3", 2, 2),
+        ("phi3", 2, 2),
+        pytest.param("phi3", 4, 4, marks=pytest.mark.slow),
         pytest.param("gpt2", 4, 4, marks=pytest.mark.slow),
         pytest.param("qwen3", 4, 4, marks=pytest.mark.slow),
         pytest.param("llama", 2, 2, marks=pytest.mark.slow),
@@ -192,6 +208,21 @@ def program_of_all_axes(zero: int) -> list[float]:
         assert state.keys() < wanted.keys()
         assert apart(state, {name: wanted[name] for name in state}) <= GRADIENTS
     return losses
+
+
+def program_of_parted_ties() -> str:
+    with pytest.raises(ValueError, match="a parameter must belong to one rank") as error:
+        chain = chain_of(cut(model_of("gpt2"), "gpt2", Communicator(None)))
+        Pipeline(chain, batch()[0], loss_of, num_micro_batches=2)
+    return str(error.value)
+
+
+def test_ties_that_a_pipeline_would_part_are_refused(ranks: RankPool) -> None:
+    for said in ranks.run(program_of_parted_ties, 2):
+        assert said == (
+            "a parameter must belong to one rank: 4.weight of rank 1 is shared with rank 0: choose a cut that keeps "
+            "both uses together, or untie them"
+        )
 
 
 def program_of_zero(zero: int) -> list[float]:
@@ -292,6 +323,17 @@ class Seats(Communicator):
         ({}, 4, "q has 2 heads of 4, tp 4"),
         ({"head_size": None}, 2, "q has a rule .*give head_size"),
         ({"divide": {"": ["num_keys"]}}, 2, "num_keys is None, tp 2"),
+        ({"divide": {"": ["config.num_keys"]}}, 2, "config.num_keys is None, tp 2"),
+        ({"table": {**TABLE, "q": column(heads).of("{q,k}")}}, 1, r"q has \[4, 4\], o 8: give those of"),
+        ({"table": {**TABLE, "q": column(heads).of("{q,k,v}")}}, 1, "q has 8 features of 3: give parts"),
+        ({"parts": {"q": [4, 3]}}, 2, r"q has 8 features and rule column of 1, got \[4, 3\]"),
+        ({"parts": {"o": [4, 4]}}, 2, r"o has 8 features and rule row of 1, got \[4, 4\]"),
+        ({"parts": {"k": [4, 4]}}, 2, "parts names modules of the model: k fits none"),
+        (
+            {"table": {**TABLE, "q": column.of("{q,k}")}, "parts": {"q": [6, 2]}},
+            4,
+            "q has 6 features in one of 2 parts",
+        ),
         ({"divide": {"h.*": ["num_heads"]}}, 2, r"h\.\* fits none"),
     ],
 )
@@ -308,6 +350,22 @@ def _dropping(model: Tiny) -> None:
     model.drop.p = 0.1
 
 
+def _dropping_by_itself(model: Tiny) -> None:
+    model.q_norm.attention_dropout = 0.1  # type: ignore[assignment]
+
+
+def _dropping_planes(model: Tiny) -> None:
+    model.extra = nn.Dropout2d(0.2)
+
+
+def _hooked_weight(model: Tiny) -> None:
+    model.q.weight.register_hook(lambda gradient: gradient)
+
+
+def _packed(model: Tiny) -> None:
+    model.q = nn.Linear(8, 16)
+
+
 def _hooked(model: Tiny) -> None:
     model.q.register_forward_hook(lambda *_: None)
 
@@ -318,7 +376,16 @@ def _scaling(model: Tiny) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(_dropping, "drop has p 0.1"), (_hooked, "q has some"), (_scaling, "embed has one"), (nn.Module.to_empty, "meta")],
+    [
+        (_dropping, "drop has p 0.1"),
+        (_dropping_by_itself, "q_norm has attention_dropout 0.1"),
+        (_dropping_planes, "extra has p 0.2"),
+        (_hooked, "q has some"),
+        (_hooked_weight, "q has some"),
+        (_packed, r"q has \[16\], o 8: give those of each tensor in it, as parts={'q': \[8, 4, 4\]}"),
+        (_scaling, "embed has one"),
+        (nn.Module.to_empty, "meta"),
+    ],
 )
 def test_what_a_cut_layer_cannot_do_is_refused(change: Callable[..., Any], said: str) -> None:
     model = Tiny()
@@ -344,14 +411,17 @@ def test_other_values_on_a_rank_are_refused_on_all(ranks: RankPool) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(("size", "parts", "num_ranks"), [(12, 3, 2), (8, 1, 4), (10, 1, 4), (5, 1, 3)])
-def test_a_tensor_comes_back_out_of_its_parts(size: int, parts: int, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("parts", "num_ranks"), [((4, 4, 4), 2), ((8,), 4), ((10,), 4), ((5,), 3), ((8, 4, 4), 2), ((2, 12), 2)]
+)
+def test_a_tensor_comes_back_out_of_its_parts(parts: tuple[int, ...], num_ranks: int) -> None:
     for dim in (0, 1):
-        whole = torch.randn(size, size)
-        how = Cut(dim, size, parts)
+        how = Cut(dim, parts)
+        whole = torch.randn(how.size, how.size)
         shards = torch.stack([how.take(whole, rank, num_ranks) for rank in range(num_ranks)])
         assert torch.equal(how.join(shards), whole)
 
 
 def test_packed_queries_keys_and_values_are_each_cut() -> None:
-    assert Cut(0, 12, 3).take(torch.arange(12), 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
+    assert Cut(0, (4, 4, 4)).take(torch.arange(12), 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
+    assert Cut(0, (4, 2)).take(torch.arange(6), 1, 2).tolist() == [2, 3, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -13,24 +14,33 @@ class Cut:
 
     Attributes:
         dim: the dim.
-        size: its elements in the whole tensor.
-        num_parts: tensors that lie behind each other in that dim, such as queries, keys and values. Each is cut.
+        parts: elements of the tensors that lie behind each other in that dim, such as queries, keys and values. Each is
+            cut; one that does not divide, such as a vocabulary, has zeros behind its last element.
     """
 
     dim: int
-    size: int
-    num_parts: int = 1
+    parts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole tensor in that dim."""
+        return sum(self.parts)
 
     def take(self, whole: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """Return a copy of the part of a rank; where the dim does not divide, the last ranks have zeros behind."""
-        missing = -self.size % (self.num_parts * num_ranks)
-        # Only a vocabulary is padded, and it is one part: the zeros lie behind its last row.
-        behind = [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]
-        padded = nn.functional.pad(whole, behind) if missing else whole
-        parts = padded.unflatten(self.dim, (self.num_parts, num_ranks, -1))
-        return parts.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1).clone()
+        """Return a copy of the part of a rank."""
+        pieces = []
+        for part in whole.split(list(self.parts), self.dim):
+            behind = [0, 0] * (whole.dim() - 1 - self.dim) + [0, -part.shape[self.dim] % num_ranks]
+            padded = nn.functional.pad(part, behind) if behind[-1] else part
+            pieces.append(padded.chunk(num_ranks, self.dim)[rank])
+        return torch.cat(pieces, self.dim)
 
     def join(self, shards: Tensor) -> Tensor:
         """Return the whole tensor of shards[rank, ...], without what was padded."""
-        parts = shards.unflatten(self.dim + 1, (self.num_parts, -1)).movedim(0, self.dim + 1)
-        return parts.flatten(self.dim, self.dim + 2).narrow(self.dim, 0, self.size).contiguous()
+        num_ranks = len(shards)
+        per_rank = [-(-part // num_ranks) for part in self.parts]
+        pieces = []
+        for part, piece in zip(self.parts, shards.split(per_rank, self.dim + 1), strict=True):
+            behind_each_other = piece.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+            pieces.append(behind_each_other.narrow(self.dim, 0, part))
+        return torch.cat(pieces, self.dim)

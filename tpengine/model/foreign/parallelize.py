@@ -32,13 +32,15 @@ def parallelize(
     prefix: str = "",
     head_size: int | None = None,
     divide: Mapping[str, Sequence[str]] | None = None,
+    parts: Mapping[str, Sequence[int]] | None = None,
     gather_logits: bool = True,
 ) -> None:
     """Cut a model over tensor-parallel ranks as a table says, in place; collective.
 
         parallelize(model, gpt2.TABLE, tp, prefix="transformer.", head_size=64, divide={"h.*.attn": ["split_size"]})
 
-    The model's own forward runs on each rank, with all tokens and this rank's heads and features:
+    The model's own forward runs on each rank, with all tokens and this rank's heads and features. Its parameters are
+    new ones: make an optimizer afterwards.
 
         column      y[..., F/tp] = x @ w[F/tp, D].T;  dx = all_reduce_tp(dy @ w)
         row         y[..., D] = all_reduce_tp(x[..., F/tp] @ w[D, F/tp].T) + b
@@ -50,19 +52,24 @@ def parallelize(
         module: the whole model, with the same values on every rank; weights are loaded before this. State dict names
             stay, and ties do.
         table: a rule for the module of each parameter: tpengine.architectures.describe. Patterns are of the model's own
-            names, less `prefix`. `.of` is read for the number of tensors in one alone ("{q,k,v}"): equally large ones.
+            names, less `prefix`. `.of` is read for the number of tensors in one alone ("{q,k,v}").
         tp: the tensor-parallel ranks.
         prefix: taken off the names that begin with it.
         head_size: features of a head, for the rules with (heads); KV heads are cut too, so tp must divide them.
         divide: attributes, by pattern of their module's name, that count what is cut (GPT-2's `split_size`): each is
-            divided by tp. A forward that takes its number of heads from the tensor's size (-1) needs none.
+            divided by tp. A forward that takes its number of heads from the tensor's size (-1) needs none. A dot leads
+            to an object that the module holds ("config.num_attention_heads"); one that several hold is divided once,
+            and speaks of this rank's part from then on: to save a config, copy it before.
+        parts: by pattern of a module's name, the features of each tensor that lies in its weight, where they are not
+            equally large: {"layers.*.self_attn.qkv_proj": [2048, 512, 512]}.
         gather_logits: false: the head's output is z[..., ceil(V/tp)], for `layers.vocab_parallel_cross_entropy`.
 
     Raises:
         ValueError: on every rank alike, before anything is changed: ranks differ in model, values or arguments; a
             module with parameters has no rule, or two; a rule fits none; a rule is for another kind of module; heads or
-            features that tp does not divide; tied parameters that are cut differently; an attribute to divide that
-            is no such number; dropout; a norm of heads that is not replicate(heads); the meta device.
+            features that tp does not divide, in one of the tensors of a weight; tied parameters that are cut
+            differently; an attribute to divide that is no such number; dropout; a norm of heads that is not
+            replicate(heads); the meta device.
 
     Cost: per column layer an all-reduce of dx in backward, per row layer and table one of y in forward; T*V logits
         gathered. Each exchange waits for the matmul: faster are tpengine.layers, in a model written for them.
@@ -72,7 +79,7 @@ def parallelize(
         raise ValueError(
             "a model is cut with its values: parameters or buffers are on the meta device: load it first, on every rank"
         )
-    ruled = rule_all(module, table, prefix, head_size, tp.size)
+    ruled = rule_all(module, table, prefix, head_size, parts or {}, tp.size)
     numbers = divided(module, divide or {}, prefix, tp.size)
     if tp.size > 1:
         arguments = [f"prefix {prefix}", f"head_size {head_size}", f"divide {divide}", f"gather_logits {gather_logits}"]

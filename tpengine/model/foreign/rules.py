@@ -5,14 +5,23 @@ Nothing is exchanged: ranks that have the same model and arguments raise alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.modules.dropout import _DropoutNd
 
 from tpengine.architectures.describe.table import Rule, Table, check_table, find, is_named, num_packed
 from tpengine.model.foreign.cut import Cut
+
+# What a module or a parameter that is replaced would lose.
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_post_accumulate_grad_hooks"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,14 @@ class Ruled:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
-def rule_all(model: nn.Module, table: Table, prefix: str, head_size: int | None, num_ranks: int) -> list[Ruled]:
+def rule_all(
+    model: nn.Module,
+    table: Table,
+    prefix: str,
+    head_size: int | None,
+    parts: Mapping[str, Sequence[int]],
+    num_ranks: int,
+) -> list[Ruled]:
     """Return the rule of each module that has parameters; see `parallelize` for the arguments and what is raised."""
     held = {
         name: module
@@ -41,6 +57,7 @@ def rule_all(model: nn.Module, table: Table, prefix: str, head_size: int | None,
     }
     in_files = {pattern: rule.of("") for pattern, rule in table.items()}
     check_table(in_files, [name.removeprefix(prefix) for name in held])
+    _check_patterns("parts", parts, [name.removeprefix(prefix) for name in held])
     ruled = []
     for name, module in held.items():
         (found,) = find(in_files, name.removeprefix(prefix))
@@ -49,8 +66,10 @@ def rule_all(model: nn.Module, table: Table, prefix: str, head_size: int | None,
             ruled.append(Ruled(name, module, found.rule))
             continue
         _check_kind(name, module, found.rule)
-        num_parts = num_packed(pattern, table[pattern])
-        ruled.append(Ruled(name, module, found.rule, _cuts(name, module, found.rule, num_parts, head_size, num_ranks)))
+        given = [sizes for of, sizes in parts.items() if is_named(of, name.removeprefix(prefix))]
+        sizes = _sizes_of_parts(name, module, found.rule, num_packed(pattern, table[pattern]), given)
+        ruled.append(Ruled(name, module, found.rule, _cuts(name, module, found.rule, sizes, head_size, num_ranks)))
+    _check_packed_heads(ruled)
     _check_head_norms(ruled, head_size)
     _check_ties(ruled)
     _check_dropout(model)
@@ -59,23 +78,33 @@ def rule_all(model: nn.Module, table: Table, prefix: str, head_size: int | None,
 
 def divided(
     model: nn.Module, divide: Mapping[str, Sequence[str]], prefix: str, num_ranks: int
-) -> list[tuple[nn.Module, str, int]]:
-    """Return module, attribute and new value of each attribute that counts what is cut."""
-    found = []
+) -> list[tuple[Any, str, int]]:
+    """Return object, attribute and new value of each attribute that counts what is cut."""
+    _check_patterns("divide", divide, [name.removeprefix(prefix) for name, _ in model.named_modules()])
+    found: dict[tuple[int, str], tuple[Any, str, int]] = {}
     for pattern, attributes in divide.items():
-        modules = [(name, part) for name, part in model.named_modules() if is_named(pattern, name.removeprefix(prefix))]
-        if not modules:
-            raise ValueError(f"divide names modules of the model: {pattern} fits none: correct the pattern")
-        for name, part in modules:
+        for name, part in model.named_modules():
+            if not is_named(pattern, name.removeprefix(prefix)):
+                continue
             for attribute in attributes:
-                value = getattr(part, attribute, None)
+                path, _, last = attribute.rpartition(".")
+                holder = functools.reduce(lambda held, step: getattr(held, step, None), path.split("."), part)
+                holder = holder if path else part
+                value = getattr(holder, last, None)
                 if not isinstance(value, int) or isinstance(value, bool) or value % num_ranks:
                     raise ValueError(
                         f"divide names whole numbers that tp divides: {name}.{attribute} is {value!r}, tp {num_ranks}: "
                         "name another attribute, or use a tp that divides it"
                     )
-                found.append((part, attribute, value // num_ranks))
-    return found
+                # What several modules hold is divided once.
+                found[id(holder), last] = holder, last, value // num_ranks
+    return list(found.values())
+
+
+def _check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(is_named(pattern, name) for name in names):
+            raise ValueError(f"{argument} names modules of the model: {pattern} fits none: correct the pattern")
 
 
 def _check_kind(name: str, module: nn.Module, rule: Rule) -> None:
@@ -97,41 +126,81 @@ def _check_kind(name: str, module: nn.Module, rule: Rule) -> None:
         raise ValueError(
             f"a table that is cut takes neither max_norm nor scale_grad_by_freq nor sparse: {name} has one: set it off"
         )
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    kept = (module, *module.parameters(recurse=False))
+    if any(getattr(one, kind, None) for one in kept for kind in _HOOKS):
         raise ValueError(f"a module that is replaced would lose its hooks: {name} has some: remove them first")
 
 
-def _cuts(
-    name: str, module: nn.Module, rule: Rule, num_parts: int, head_size: int | None, num_ranks: int
-) -> dict[str, Cut]:
-    """Return how the parameters of a module are cut; refuse sizes that do not divide."""
+def _sizes_of_parts(
+    name: str, module: nn.Module, rule: Rule, num_parts: int, given: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the features of each tensor that lies in a weight: what was given, or equally many."""
     weight = module.weight
     assert isinstance(weight, Parameter), name
-    bias = getattr(module, "bias", None)
-    out, into = (1, 0) if rule.is_transposed else (0, 1)
-    dim = into if rule.cut == "row" else out
-    size = weight.shape[dim]
-    if rule.cut == "vocab":
-        # Padded: any number of rows will do.
-        cut = Cut(dim, size)
-    else:
+    size = weight.shape[_dim_of(rule)]
+    if given:
+        sizes = tuple(given[0])
+        if len(given) > 1 or rule.cut != "column" or sum(sizes) != size or num_parts not in (1, len(sizes)):
+            raise ValueError(
+                f"parts give the features of each tensor in a column's weight, once: {name} has {size} features and "
+                f"rule {rule.cut} of {num_parts}, got {' and '.join(str(list(one)) for one in given)}: correct parts"
+            )
+        return sizes
+    if size % num_parts:
+        raise ValueError(
+            f"tensors that lie in one must be equally large, or be given: {name} has {size} features of {num_parts}: "
+            f"give parts={{'{name}': [...]}}"
+        )
+    return (size // num_parts,) * num_parts
+
+
+def _dim_of(rule: Rule) -> int:
+    """Return the dim of a weight that a rule cuts."""
+    return int((rule.cut == "row") != rule.is_transposed)
+
+
+def _cuts(
+    name: str, module: nn.Module, rule: Rule, parts: tuple[int, ...], head_size: int | None, num_ranks: int
+) -> dict[str, Cut]:
+    """Return how the parameters of a module are cut; refuse sizes that do not divide."""
+    # A vocabulary is padded: any number of rows will do.
+    if rule.cut != "vocab":
         unit = 1
         if rule.by_heads:
             if head_size is None:
                 raise ValueError(f"a cut between heads needs their size: {name} has a rule (heads): give head_size")
             unit = head_size
-        if size % (num_parts * unit * num_ranks):
-            what = f"{size // (num_parts * unit)} heads of {unit}" if rule.by_heads else f"{size // num_parts} features"
-            of_parts = f" in each of {num_parts} parts" if num_parts > 1 else ""
+        if wrong := [size for size in parts if size % (unit * num_ranks)]:
+            what = f"{wrong[0] / unit:g} heads of {unit}" if rule.by_heads else f"{wrong[0]} features"
+            of_parts = f" in one of {len(parts)} parts" if len(parts) > 1 else ""
             raise ValueError(
                 f"tp must divide the {'heads' if rule.by_heads else 'features'}: {name} has {what}{of_parts}, tp "
                 f"{num_ranks}: use a tp that divides them"
             )
-        cut = Cut(dim, size, num_parts)
-    cuts = {"weight": cut}
-    if bias is not None and rule.cut != "row":
-        cuts["bias"] = Cut(0, size, num_parts)
+    cuts = {"weight": Cut(_dim_of(rule), parts)}
+    if getattr(module, "bias", None) is not None and rule.cut != "row":
+        cuts["bias"] = Cut(0, parts)
     return cuts
+
+
+def _check_packed_heads(ruled: Sequence[Ruled]) -> None:
+    """Refuse queries, keys and values of one weight that cannot be equally large: o_proj beside it says how many."""
+    queries = {
+        one.name.rpartition(".")[0]: (one.name, one.cuts["weight"].size)
+        for one in ruled
+        if one.rule.cut == "row" and one.rule.by_heads
+    }
+    for one in ruled:
+        parent = one.name.rpartition(".")[0]
+        if one.rule.cut != "column" or not one.rule.by_heads or parent not in queries:
+            continue
+        parts, (beside, wanted) = one.cuts["weight"].parts, queries[parent]
+        if parts[0] > wanted or (len(parts) > 1 and parts[0] != wanted):
+            keys = (sum(parts) - wanted) // 2
+            raise ValueError(
+                f"queries have as many features as the row beside them: {one.name} has {list(parts)}, {beside} "
+                f"{wanted}: give those of each tensor in it, as parts={{'{one.name}': {[wanted, keys, keys]}}}"
+            )
 
 
 def _check_head_norms(ruled: Sequence[Ruled], head_size: int | None) -> None:
@@ -159,8 +228,13 @@ def _check_ties(ruled: Sequence[Ruled]) -> None:
 
 
 def _check_dropout(model: nn.Module) -> None:
+    """Refuse modules of dropout, and rates by which a forward may drop by itself: attention_dropout, drop_prob."""
     for name, part in model.named_modules():
-        if isinstance(part, nn.Dropout) and part.p > 0:
-            raise ValueError(
-                f"dropout would differ between ranks that hold the same tokens: {name} has p {part.p}: set it to 0"
-            )
+        rates = {"p": part.p} if isinstance(part, _DropoutNd) else {}
+        rates |= {key: value for key, value in vars(part).items() if "drop" in key and isinstance(value, int | float)}
+        for key, rate in rates.items():
+            if not isinstance(rate, bool) and rate > 0:
+                raise ValueError(
+                    f"dropout would differ between ranks that hold the same tokens: {name} has {key} {rate}: set it to "
+                    "0"
+                )
