@@ -99,8 +99,11 @@ def larger_batch(baseline: Baseline, times: int = 2) -> tuple[str, float] | None
     found = evaluated(baseline, settings, settings)
     if found is None:
         return None
-    makespan = baseline.timeline.makespan
-    brings = makespan - (makespan - found.brings) / times
+    # What is outside the plan is once for a step, but for the reading.
+    profile = baseline.evidence.profile
+    fixed = max(0.0, profile.outside_seconds - max(rank.read for rank in profile.ranks))
+    step = baseline.timeline.makespan + fixed
+    brings = step - (step - found.brings) / times
     if brings <= baseline.floor * baseline.step:
         return None
     return f"{found.text()}, a batch {times} times as large, for each batch of today's size", brings
