@@ -151,9 +151,12 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
     text = _stdlib_tokens() if data.path == "stdlib" else open_tokens(data.path)
     if text.vocab_size > vocab_size:
+        remedy = f"use model.vocab_size {text.vocab_size}"
+        if config.model.path:
+            remedy = f"write the text with the model's tokenizer, tpengine data --tokenizer {config.model.path}"
         raise ValueError(
             f"the model's vocabulary must cover the text's: model.vocab_size {vocab_size}, {data.path} "
-            f"{text.vocab_size}: use model.vocab_size {text.vocab_size}"
+            f"{text.vocab_size}: {remedy}"
         )
     num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
     train_tokens, held_out_tokens = _cut(text.tokens, num_train)

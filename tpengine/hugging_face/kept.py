@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tpengine.data.text.tokenizer import TOKENIZER, TextTokenizer
 from tpengine.files import written_beside
 from tpengine.hugging_face.companions import copy_companions
 from tpengine.hugging_face.directory import CONFIG, ModelDirectory
@@ -53,3 +54,12 @@ def kept_dtypes(run_dir: Path) -> Mapping[str, str] | None:
     if not isinstance(values, dict) or not all(isinstance(dtype, str) for dtype in values.values()):
         raise ValueError(f"{TENSORS} must hold names and dtypes: {path} was altered: remove it, and use --dtype")
     return values
+
+
+def kept_tokenizer(run_dir: Path) -> TextTokenizer | None:
+    """Return the tokenizer that went with the weights which a run began from; None if none did.
+
+    Raises:
+        ValueError: it cannot be opened, for one because the library is not installed.
+    """
+    return TextTokenizer(run_dir) if (run_dir / TOKENIZER).is_file() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +150,48 @@ class ProgressLine:
             self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
 
 
-def show_result(console: Console, held_out: float | None, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
-    """Print the held-out loss, the prompt and the sampled text (token numbers if tokens are not bytes)."""
+def show_result(
+    console: Console,
+    held_out: float | None,
+    tokens: list[int],
+    num_prompt: int,
+    vocab_size: int,
+    decode: Callable[[list[int]], str] | None = None,
+) -> None:
+    """Print the held-out loss, the prompt and the sampled text.
+
+    Args:
+        console: where to.
+        held_out: the loss; None if there is none.
+        tokens: the prompt, and what was sampled after it.
+        num_prompt: length of the prompt.
+        vocab_size: of the model; if it is that of bytes, tokens are shown as such.
+        decode: gives the text of tokens; without it tokens that are no bytes are shown as numbers.
+    """
     if held_out is not None:
         console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
     if tokens:
-        prompt, text = (_readable(part, vocab_size) for part in (tokens[:num_prompt], tokens[num_prompt:]))
+        prompt, text = (_readable(part) for part in _texts(tokens, num_prompt, vocab_size, decode))
         console.print(f"sample, continuing {prompt!r}:", markup=False, highlight=False)
         console.print(text, markup=False, highlight=False)
 
 
-def _readable(tokens: list[int], vocab_size: int) -> str:
-    """Return bytes as text, without characters that control a terminal; other tokens as numbers."""
-    if vocab_size > 256:
-        return " ".join(map(str, tokens))
-    text = bytes(tokens).decode("utf-8", "replace")
+def _texts(
+    tokens: list[int], num_prompt: int, vocab_size: int, decode: Callable[[list[int]], str] | None
+) -> tuple[str, str]:
+    """Return prompt and continuation as text."""
+    first, rest = tokens[:num_prompt], tokens[num_prompt:]
+    if decode is None and vocab_size > 256:
+        return " ".join(map(str, first)), " ".join(map(str, rest))
+    if decode is None:
+        return bytes(first).decode("utf-8", "replace"), bytes(rest).decode("utf-8", "replace")
+    # Alone the continuation might lose the space that it begins with.
+    prompt, whole = decode(first), decode(tokens)
+    return prompt, whole.removeprefix(prompt) if whole.startswith(prompt) else decode(rest)
+
+
+def _readable(text: str) -> str:
+    """Return a text without characters that control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.kept import hand_on, keep_source
+from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -238,8 +238,24 @@ def _evaluate(run: _Run) -> None:
     tokens: list[int] = []
     if config.train.sample_tokens:
         tokens = sample(trainer, read_prompt(trainer, _PROMPT_TOKENS), config.train.sample_tokens)
-    show_result(run.console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size)
+    decode = _decoder(run) if tokens else None
+    show_result(run.console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size, decode)
     run.checkpoints.raise_if_the_last_is_missing()
+
+
+def _decoder(run: _Run) -> Callable[[list[int]], str] | None:
+    """Return what makes text of tokens: the tokenizer of the weights that the run began from, on rank 0.
+
+    A run that has come this far does not fail for it: without one tokens are shown as they are.
+    """
+    if run.job.run_dir is None:
+        return None
+    try:
+        tokenizer = kept_tokenizer(run.job.run_dir)
+    except ValueError as error:
+        run.console.print(f"the sample is shown as ids: {error}", markup=False, highlight=False, soft_wrap=True)
+        return None
+    return None if tokenizer is None else tokenizer.decode
 
 
 @contextlib.contextmanager

@@ -333,6 +333,19 @@ def test_no_held_out_text_is_fine_where_none_is_used(tmp_path: Path) -> None:
     assert len(corpus.train.tokens) == 200
 
 
+def test_a_text_of_another_tokenizer_is_refused_beside_a_models_directory(tmp_path: Path) -> None:
+    """Where the vocabulary is not the user's to choose, the text is."""
+    path = tmp_path / "t"
+    write_tokens(path, np.arange(200, dtype=np.uint8), 256)
+    config = config_of(path, vocab_size=255)
+    with pytest.raises(ValueError) as error:
+        open_corpus(replace(config, model=replace(config.model, path="some/model")))
+    assert str(error.value) == (
+        f"the model's vocabulary must cover the text's: model.vocab_size 255, {path} 256: write the text with the "
+        "model's tokenizer, tpengine data --tokenizer some/model"
+    )
+
+
 def test_stdlib_needs_a_vocabulary_of_its_bytes() -> None:
     with pytest.raises(ValueError, match=r"must cover the text's: model.vocab_size 100, stdlib 2\d\d"):
         open_corpus(config_of("stdlib", vocab_size=100))

@@ -85,6 +85,19 @@ def test_a_text_cut_short_under_a_run_is_one_line(tmp_path: Path) -> None:
     assert str(path) in errors and "cut short" in errors
 
 
+def test_ids_beyond_the_models_vocabulary_end_all_ranks_before_they_build(tmp_path: Path) -> None:
+    path = tmp_path / "some.tokens"
+    write_tokens(path, np.arange(90_000) % 201, 201)
+    ends = finish_all(*start_ranks(2, "tpengine.train", *arguments_for(path)))
+    assert [end.returncode for end in ends] == [2, 2] and not ends[1].stderr
+    (line,) = ends[0].stderr.splitlines()
+    assert line == (
+        f"tpengine: error: the model's vocabulary must cover the text's: model.vocab_size 200, {path} 201: use "
+        "model.vocab_size 201"
+    )
+    assert not ends[0].stdout and not (tmp_path / "out").exists()
+
+
 def test_a_bad_token_in_the_held_out_text_is_one_line(tmp_path: Path) -> None:
     """It is the same line as in training. The header's hash is right; only the vocabulary is too small."""
     path = tmp_path / "some.tokens"
