@@ -42,6 +42,8 @@ TORCH_FREE = [
     "tpengine.checkpoint.run_directory",
     "tpengine.cli",
     "tpengine.commands.data",
+    "tpengine.advice.published",
+    "tpengine.commands.plan_table",
     "tpengine.commands.schedule",
     "tpengine.commands.schedule_model",
     "tpkernels",

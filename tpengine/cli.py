@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine import train
-from tpengine.commands import diagnose
+from tpengine.commands import diagnose, plan_table
 from tpengine.commands.schedule import add_arguments, print_schedule
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -191,6 +191,10 @@ def _parser() -> argparse.ArgumentParser:
     why = commands.add_parser("diagnose", help="say why the steps of a run take as long as they do, and what helps")
     diagnose.add_arguments(why)
     why.set_defaults(run=diagnose.print_diagnosis)
+
+    plan = commands.add_parser("plan", help="predict steps and memory of published runs")
+    plan_table.add_arguments(plan)
+    plan.set_defaults(run=plan_table.print_table)
 
     data = commands.add_parser(
         "data",

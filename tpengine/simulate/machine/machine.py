@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from tpkernels.work import Work
+from tpkernels.work import Work, matmul_work
 
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
+
+# Tiles of libraries' matmuls, and their rates beside the largest one's. A smaller tile reads more from shared memory
+# per operation: 1/height + 1/width elements. The shares are assumed, none is measured.
+_TILES = MappingProxyType(
+    {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (256, 64): 0.88, (128, 64): 0.8, (64, 64): 0.6}
+)
+# Until the first operands of a tile have come from memory, and until its results have gone: a latency of half a
+# microsecond each.
+_TILE_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Machine:
         within, between: links.
         memory_bytes: of one rank; 0 where that is not limited.
         num_nodes: nodes that there are; 0 where that is not said.
+        num_processors: that compute a matmul's tiles; 0 where `matmul` says all.
+        tile_share: of the peak, that a large matmul of the largest tiles attains.
     """
 
     name: str
@@ -51,10 +64,38 @@ class Machine:
     between: Link
     memory_bytes: int = 0
     num_nodes: int = 0
+    num_processors: int = 0
+    tile_share: float = 1.0
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""
         return self._longer(work, self.peak(dtype) * self.matmul.at(max(1, work.flops)))
+
+    def product_seconds(
+        self, rows: int, columns: int, inner: int, item_bytes: int, dtype: str, *, batch: int = 1
+    ) -> float:
+        """Return the time of matmuls [rows, inner] @ [inner, columns], one kernel, by their tiles where they are known.
+
+        Each processor computes a tile at a time, in rounds; the last round takes as long as the others. Of several
+        sizes of tiles the fastest is taken, as a library's heuristics do.
+
+        Args:
+            rows, columns, inner: sizes.
+            item_bytes, dtype: of the elements.
+            batch: number of products.
+        """
+        one = matmul_work(rows, columns, inner, item_bytes)
+        work = Work(batch * one.flops, batch * one.memory_bytes)
+        if not self.num_processors:
+            return self.matmul_seconds(work, dtype)
+        rate = self.peak(dtype) * self.tile_share / self.num_processors
+        seconds = []
+        for (height, width), share in _TILES.items():
+            tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+            rounds = math.ceil(tiles / self.num_processors)
+            seconds.append(rounds * (2 * height * width * inner / (rate * share) + _TILE_S))
+        bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
+        return max(min(seconds), work.memory_bytes / bandwidth) + self.kernel_s
 
     def attention_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of attention, forward or backward."""
@@ -87,8 +128,12 @@ class Machine:
         if (num_ranks - 1) * stride < self.ranks_per_node:
             return self.within
         members = max(1, self.ranks_per_node // stride)
+        if members == 1:
+            return self.between
         ring = min(self.within.ring_bytes_per_s, members * self.between.ring_bytes_per_s)
-        return replace(self.between, ring_bytes_per_s=ring if members > 1 else self.between.ring_bytes_per_s)
+        # One of the steps past a node's members leads out of it.
+        latency = self.within.latency_s + max(0.0, self.between.latency_s - self.within.latency_s) / members
+        return replace(self.between, ring_bytes_per_s=ring, latency_s=latency)
 
     def _longer(self, work: Work, flops_per_s: float) -> float:
         bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))

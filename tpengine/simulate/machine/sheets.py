@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
@@ -32,25 +33,84 @@ _HOST_S_PER_ACTION = 50e-6
 _MEMORY = Curve(((1e5, 0.1), (1e7, 0.6), (1e8, 0.85)))
 _HOPPER = Curve(((1e8, 0.05), (1e10, 0.45), (1e11, 0.62), (1e12, 0.66)))
 _AMPERE = Curve(((1e8, 0.10), (1e10, 0.55), (1e11, 0.74), (1e12, 0.77)))
+# Of the peak, for large matmuls of normally distributed numbers, which cost more power than zeros. cuBLAS attains 257
+# of an A100's 312 TFLOP/s at 8192 x 8192 x 8192 (Horace He, "Strangely, matrix multiplications on GPUs run faster when
+# given predictable data", 2024), 716 of an H100's 989 (Pranjal Shankhdhar, "Outperforming cuBLAS on H100", 2024). Of
+# others the best shape is known (ML Engineering, "maximum achievable matmul FLOPS"), of which an H100 attains 0.9.
+_AMPERE_TILES, _HOPPER_TILES = 257 / 312, 716 / 989
+_OF_BEST = 716 / 794.5
+
+
+def _scaled(curve: Curve, share: float) -> Curve:
+    return Curve(tuple((size, share * of) for size, of in curve.points))
+
+
 # FlashAttention 2 attains 0.6 to 0.7 of an A100's peak forward, FlashAttention 3 0.65 of an H100's; backward less.
 _ATTENTION_HOPPER = Curve(((1e8, 0.03), (1e10, 0.35), (1e11, 0.5)))
 _ATTENTION_AMPERE = Curve(((1e8, 0.06), (1e10, 0.4), (1e11, 0.55)))
 
-# Bus bandwidth of all-reduce on one node of 8 A100s by payload (nccl-tests, published with vTrain and in the ML
-# Engineering book), bytes per second.
-_A100_RING = Curve(
-    (
-        (32768.0, 1.31e9),
-        (262144.0, 7.47e9),
-        (1048576.0, 18.0e9),
-        (4194304.0, 72.33e9),
-        (16777216.0, 106.16e9),
-        (67108864.0, 171.54e9),
-        (268435456.0, 194.07e9),
-        (1073741824.0, 229.04e9),
-        (17179869184.0, 234.89e9),
-    )
-)
+# Bus bandwidth of all-reduce on one node of A100s, GB/s by payload in MiB (nccl-tests): 2, 4 and 8 ranks as published
+# with vTrain (trace/a100 of its repository), the smallest and largest payloads of 8 ranks from the ML Engineering book.
+_MIB = 1 << 20
+
+
+def _ring(points: Mapping[float, float]) -> Curve:
+    return Curve(tuple((size * _MIB, rate * 1e9) for size, rate in points.items()))
+
+
+_A100_RINGS = {
+    2: _ring(
+        {
+            1: 23.72,
+            2: 39.25,
+            4: 68.55,
+            8: 96.53,
+            16: 127.16,
+            32: 145.88,
+            64: 165.81,
+            128: 175.77,
+            256: 184.39,
+            512: 189.15,
+            1024: 197.28,
+        }
+    ),
+    4: _ring(
+        {
+            1: 30.6,
+            2: 56.44,
+            4: 81.37,
+            8: 107.74,
+            16: 140.11,
+            32: 177.09,
+            64: 185.11,
+            128: 201.61,
+            256: 208.73,
+            512: 216.48,
+            1024: 221.86,
+        }
+    ),
+    8: _ring(
+        {
+            0.03125: 1.31,
+            0.0625: 2.45,
+            0.125: 4.43,
+            0.25: 7.47,
+            0.5: 11.41,
+            1: 19.78,
+            2: 39.36,
+            4: 76.62,
+            8: 109.3,
+            16: 126.33,
+            32: 163.97,
+            64: 202.52,
+            128: 202.13,
+            256: 217.25,
+            512: 224.15,
+            1024: 229.35,
+            16384: 234.89,
+        }
+    ),
+}
 
 
 def _gpu(
@@ -66,6 +126,9 @@ def _gpu(
     float32_flops_per_s: float = 67e12,
     float64_flops_per_s: float = 67e12,
     measured: Mapping[int, Curve] | None = None,
+    num_processors: int = 132,
+    tile_share: float = _HOPPER_TILES,
+    per_node: int = _NVIDIA_NODE,
 ) -> Machine:
     network = network_bits_per_s / 8 * _NETWORK_SHARE
     node = node_bytes_per_s * node_share
@@ -86,19 +149,23 @@ def _gpu(
         kernel_s=_KERNEL_S,
         host_s_per_operator=_HOST_S_PER_OPERATOR,
         host_s_per_action=_HOST_S_PER_ACTION,
-        ranks_per_node=_NVIDIA_NODE,
+        ranks_per_node=per_node,
         within=Link(node, _NODE_LATENCY_S, node, measured or {}),
         between=Link(network, _NETWORK_LATENCY_S, network),
         memory_bytes=int(memory_bytes),
+        num_processors=num_processors,
+        tile_share=tile_share,
     )
 
 
-_A100 = {
+_A100: Mapping[str, Any] = {
     "matmul": _AMPERE,
     "attention": _ATTENTION_AMPERE,
     "node_share": 0.78,
     "float32_flops_per_s": 19.5e12,
     "float64_flops_per_s": 19.5e12,
+    "num_processors": 108,
+    "tile_share": _AMPERE_TILES,
 }
 
 # Ranks of one host that have a core each. The rate of matmuls is from 1,000 tokens/s of a model of 26 million
@@ -122,33 +189,92 @@ CPU_CORE = Machine(
 )
 
 _GB = 1e9
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        "cpu": CPU_CORE,
+_OLD_TENSOR_CORES: Mapping[str, Any] = {
+    # Of a V100 no matmul is known better than an A100's share.
+    "matmul": _AMPERE,
+    "attention": _ATTENTION_AMPERE,
+    "node_share": 0.78,
+    "float32_flops_per_s": 15.7e12,
+    "float64_flops_per_s": 7.8e12,
+    "num_processors": 80,
+    "tile_share": _AMPERE_TILES,
+}
+_BLACKWELL: Mapping[str, Any] = {
+    "float32_flops_per_s": 75e12,
+    "float64_flops_per_s": 37e12,
+    "num_processors": 148,
+    "node_share": 0.758,
+}
+# Published sweeps of matmuls find half of an MI300X's peak.
+_CDNA: dict[str, Any] = {
+    "matmul": Curve(((1e8, 0.03), (1e10, 0.3), (1e11, 0.45), (1e12, 0.5))),
+    "attention": Curve(((1e8, 0.02), (1e10, 0.2), (1e11, 0.3))),
+    "float32_flops_per_s": 163e12,
+    "float64_flops_per_s": 163e12,
+    "num_processors": 304,
+}
+# A chip of less power runs at the clock that it can hold: power is about the clock cubed.
+_500_OF_700_W = (500 / 700) ** (1 / 3)
+
+
+def _machines() -> Mapping[str, Machine]:
+    found = [
+        CPU_CORE,
+        # NVIDIA V100 datasheet (SXM3, DGX-2): 125 TFLOP/s, 0.9 TB/s, NVLink 2 of 300 GB/s both ways; a node of 16 has
+        # eight cards of 100 Gbit/s.
+        _gpu("v100-32", 125e12, 0.9e12, 32 * _GB, 150e9, 50e9, per_node=16, **_OLD_TENSOR_CORES),
         # NVIDIA A100 datasheet (SXM): 312 TFLOP/s, NVLink 3 of 600 GB/s both ways; eight 200 Gbit/s cards.
-        "a100-40": _gpu("a100-40", 312e12, 1.555e12, 40 * _GB, 300e9, 200e9, measured={8: _A100_RING}, **_A100),  # type: ignore[arg-type]
-        "a100": _gpu("a100", 312e12, 2.039e12, 80 * _GB, 300e9, 200e9, measured={8: _A100_RING}, **_A100),  # type: ignore[arg-type]
+        _gpu("a100-40", 312e12, 1.555e12, 40 * _GB, 300e9, 200e9, measured=_A100_RINGS, **_A100),
+        _gpu("a100", 312e12, 2.039e12, 80 * _GB, 300e9, 200e9, measured=_A100_RINGS, **_A100),
+        # An A100 with NVLink of 400 GB/s both ways.
+        _gpu("a800", 312e12, 2.039e12, 80 * _GB, 200e9, 200e9, **_A100),
         # NVIDIA H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 4 of 900 GB/s both ways.
-        "h100": _gpu("h100", 989e12, 3.35e12, 80 * _GB, 450e9, 400e9),
+        _gpu("h100", 989e12, 3.35e12, 80 * _GB, 450e9, 400e9),
+        # Grand Teton as in torchtitan's benchmarks: 96 GB of slower memory, 500 W.
+        _gpu(
+            *("h100-500w", 989e12, 2.4e12, 96 * _GB, 450e9, 400e9),
+            matmul=_scaled(_HOPPER, _500_OF_700_W),
+            attention=_scaled(_ATTENTION_HOPPER, _500_OF_700_W),
+            tile_share=_HOPPER_TILES * _500_OF_700_W,
+        ),
         # NVIDIA H200 datasheet (SXM): as the H100, with 141 GB at 4.8 TB/s.
-        "h200": _gpu("h200", 989e12, 4.8e12, 141 * _GB, 450e9, 400e9),
+        _gpu("h200", 989e12, 4.8e12, 141 * _GB, 450e9, 400e9),
+        # NVIDIA GH200 datasheet: an H100 with 96 GB at 4 TB/s; four per node, a card of 200 Gbit/s each (Alps).
+        _gpu("gh200", 989e12, 4.0e12, 96 * _GB, 450e9, 200e9, per_node=4, tile_share=_OF_BEST * 828.6 / 989),
         # NVIDIA DGX B200 datasheet, an eighth of it: 2.25 PFLOP/s, 8 TB/s, 180 GB, NVLink 5 of 1.8 TB/s both ways.
-        "b200": _gpu(
-            "b200", 2250e12, 8e12, 180 * _GB, 900e9, 400e9, float32_flops_per_s=75e12, float64_flops_per_s=37e12
+        # Rings attain 682 of 900 GB/s (ML Engineering).
+        _gpu("b200", 2250e12, 8e12, 180 * _GB, 900e9, 400e9, tile_share=_OF_BEST * 1745 / 2250, **_BLACKWELL),
+        _gpu("b300", 2250e12, 8e12, 288 * _GB, 900e9, 800e9, tile_share=_OF_BEST * 1769 / 2250, **_BLACKWELL),
+        # NVIDIA GB200 NVL72: 72 in one domain of NVLink.
+        _gpu(
+            *("gb200", 2500e12, 8e12, 186 * _GB, 900e9, 400e9),
+            per_node=72,
+            tile_share=_OF_BEST * 1822 / 2500,
+            **_BLACKWELL,
         ),
-        # AMD Instinct MI300X datasheet: 1,307 TFLOP/s, 5.3 TB/s, 192 GB, seven links of 64 GB/s each way. Published
-        # sweeps of matmuls find half of the peak.
-        "mi300x": _gpu(
-            "mi300x",
-            1307e12,
-            5.3e12,
-            192 * _GB,
-            448e9,
-            400e9,
-            matmul=Curve(((1e8, 0.03), (1e10, 0.3), (1e11, 0.45), (1e12, 0.5))),
-            attention=Curve(((1e8, 0.02), (1e10, 0.2), (1e11, 0.3))),
-            float32_flops_per_s=163e12,
-            float64_flops_per_s=163e12,
+        _gpu(
+            *("gb300", 2500e12, 8e12, 288 * _GB, 900e9, 800e9),
+            per_node=72,
+            tile_share=_OF_BEST * 1822 / 2500,
+            **_BLACKWELL,
         ),
-    }
-)
+        # AMD Instinct MI250X datasheet, half of it, which is one device: 191.5 TFLOP/s, 1.64 TB/s, 64 GB; eight per
+        # node, four cards of 200 Gbit/s (Frontier).
+        _gpu(
+            *("mi250x", 191.5e12, 1.64e12, 64 * _GB, 175e9, 100e9),
+            tile_share=_OF_BEST * 668.4 / 1307,
+            **(_CDNA | {"num_processors": 110, "float32_flops_per_s": 47.9e12, "float64_flops_per_s": 47.9e12}),
+        ),
+        # AMD Instinct MI300X datasheet: 1,307 TFLOP/s, 5.3 TB/s, 192 GB, seven links of 64 GB/s each way.
+        _gpu("mi300x", 1307e12, 5.3e12, 192 * _GB, 448e9, 400e9, tile_share=_OF_BEST * 668.4 / 1307, **_CDNA),
+        _gpu("mi325x", 1307e12, 6.0e12, 256 * _GB, 448e9, 400e9, tile_share=_OF_BEST * 784.9 / 1307, **_CDNA),
+        _gpu(
+            *("mi355x", 2500e12, 8.0e12, 288 * _GB, 535.5e9, 400e9),
+            tile_share=_OF_BEST * 1565 / 2500,
+            **(_CDNA | {"num_processors": 256}),
+        ),
+    ]
+    return MappingProxyType({machine.name: machine for machine in found})
+
+
+MACHINES = _machines()

@@ -8,6 +8,7 @@ measured predict its own machine better. bytes.py has the bytes of activations.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from tpkernels.work import Work, adamw_work
 
@@ -15,14 +16,19 @@ from tpengine.config import Config
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
-from tpengine.plan import Plan, Reduced, Weights
+from tpengine.plan import Kind, Plan, Reduced, Weights
 from tpengine.simulate import Costs
+from tpengine.simulate.costs import spec_bytes
 from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.modelled.activations import activation_bytes
+from tpengine.simulate.modelled.engine import OURS, Engine
+from tpengine.simulate.modelled.kept import engine_activations
 from tpengine.simulate.modelled.operators import action_seconds
 
 
-def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE) -> Costs:
+def model_costs(
+    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, engine: Engine = OURS
+) -> Costs:
     """Return the costs of a configuration's plan, in seconds and bytes.
 
     Args:
@@ -31,10 +37,13 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
             simulator plays one tp rank of one replica.
         plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
+        engine: what it does differently from ours.
     """
-    per_rank = bytes_per_rank(config, layout)
+    per_rank = bytes_per_rank(config, layout) if engine.is_ours else _engine_bytes(config, layout, engine)
     numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
     item, world = dtype_bytes(config.train.dtype), layout.pp * layout.dp * layout.tp
+    seconds = action_seconds(config, layout.tp, plan, machine, engine)
+    reduced = engine.reduced_item or wide
     sizes = {
         bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp) for bucket in plan.buckets
     }
@@ -43,11 +52,13 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
     replicas, neighbours = machine.link(layout.dp, layout.tp), machine.link(2, layout.dp * layout.tp)
     ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp)
-    return Costs(
-        compute={key: seconds.total for key, seconds in action_seconds(config, layout.tp, plan, machine).items()},
+    costs = Costs(
+        compute={key: of.total for key, of in seconds.items()},
         latency=neighbours.latency_s,
         bytes_per_time=neighbours.bytes_per_s,
-        reductions={bucket.index: _reduction(config, layout, bucket.index, machine) for bucket in plan.buckets},
+        reductions={
+            bucket.index: _reduction(config, layout, bucket.index, machine, reduced) for bucket in plan.buckets
+        },
         gathers={
             bucket.index: replicas.gather_seconds(sizes[bucket.index] * item, layout.dp)
             for bucket in plan.buckets
@@ -58,11 +69,54 @@ def model_costs(config: Config, layout: Layout, plan: Plan, machine: Machine = C
         clip=machine.other_seconds(Work(memory_bytes=updated * wide), config.train.dtype)
         + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s,
         step=machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype),
-        activations=activation_bytes(config, layout.tp, plan),
+        activations=(
+            activation_bytes(config, layout.tp, plan)
+            if engine.is_ours
+            else engine_activations(config, layout.tp, plan, engine)
+        ),
         resident=tuple(float(held) for _, held in per_rank),
         weights={b.index: float(sizes[b.index] * item) for b in plan.buckets if b.weights is Weights.SLICED},
-        contributions={b.index: float(sizes[b.index] * wide) for b in plan.buckets if b.reduced is Reduced.MICROBATCH},
+        contributions={
+            b.index: float(sizes[b.index] * reduced) for b in plan.buckets if b.reduced is Reduced.MICROBATCH
+        },
     )
+    return _in_series(costs, layout, plan, machine, engine) if engine.waits_for_transfers else costs
+
+
+def _in_series(costs: Costs, layout: Layout, plan: Plan, machine: Machine, engine: Engine) -> Costs:
+    """Return costs of stages that compute nothing while they send: a transfer is part of the action before it."""
+    stride, gathers = layout.dp * layout.tp, machine.link(layout.tp, 1)
+    compute = dict(costs.compute)
+    for (kind, index), seconds in costs.compute.items():
+        chunk = plan.chunks[index]
+        spec = chunk.output if kind is Kind.F else chunk.input
+        peer = index + 1 if kind is Kind.F else index - 1
+        if kind is Kind.W or spec is None or plan.chunks[peer].rank == chunk.rank:
+            continue
+        ranks = sorted((chunk.rank, plan.chunks[peer].rank))
+        crosses = ranks[0] * stride // machine.ranks_per_node != ranks[1] * stride // machine.ranks_per_node
+        link = machine.between if crosses else machine.within
+        num_bytes = spec_bytes(spec)
+        more = link.message_seconds(num_bytes)
+        if engine.scatters_transfers:
+            more += gathers.gather_seconds(num_bytes * layout.tp, layout.tp)
+        compute[kind, index] = seconds + more
+    return replace(costs, compute=compute, latency=0.0, bytes_per_time=math.inf)
+
+
+def _engine_bytes(config: Config, layout: Layout, engine: Engine) -> list[tuple[int, int]]:
+    """Return what `bytes_per_rank` does, by the bytes per parameter that an engine keeps."""
+    found = []
+    for rank in range(layout.pp):
+        numel = num_weights(config, layout, rank)
+        sliced = -(-numel // layout.dp)
+        kept = zip(
+            (engine.weight_item, engine.gradient_item, engine.optimizer_item),
+            (layout.zero >= 3, layout.zero >= 2, layout.zero >= 1),
+            strict=True,
+        )
+        found.append((numel, sum(item * (sliced if is_cut else numel) for item, is_cut in kept)))
+    return found
 
 
 def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
@@ -70,9 +124,9 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
 
 
-def _reduction(config: Config, layout: Layout, index: int, machine: Machine) -> float:
+def _reduction(config: Config, layout: Layout, index: int, machine: Machine, item: int) -> float:
     bucket = layout.buckets[index].layout
-    num_bytes = bucket.numel * gradient_bytes(config.train.dtype)
+    num_bytes = bucket.numel * item
     if layout.zero:
         return machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
     num_ranks = num_summed(layout, bucket, config.model)

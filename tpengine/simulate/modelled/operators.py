@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpkernels.work import (
     Work,
@@ -20,17 +20,23 @@ from tpkernels.work import (
     cross_entropy_work,
     embedding_backward_work,
     embedding_work,
-    matmul_work,
     norm_backward_work,
     norm_work,
     rope_work,
     visible_pairs,
 )
 
+from tpengine.architectures.describe import Attention
+from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.bytes import BlockBytes
+from tpengine.simulate.modelled.engine import OURS, Engine
+
+# Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
+# exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
+_WIDE_LOSS_BYTES, _WIDE_LOSS_GRADIENT_BYTES = 36, 10
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class ActionSeconds:
         return self.compute + self.again + self.exchange + self.host
 
 
-def action_seconds(config: Config, tp: int, plan: Plan, machine: Machine) -> dict[tuple[Kind, int], ActionSeconds]:
+def action_seconds(
+    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS
+) -> dict[tuple[Kind, int], ActionSeconds]:
     """Return what F, B, I and W of each chunk take on one tp rank.
 
     Args:
@@ -63,12 +71,18 @@ def action_seconds(config: Config, tp: int, plan: Plan, machine: Machine) -> dic
         tp: number of tensor-parallel ranks.
         plan: its chunks, with what each recomputes and gathers again.
         machine: its rates.
+        engine: what it does differently from ours.
     """
     last = len(plan.chunks) - 1
+    known: dict[object, Mapping[Kind, ActionSeconds]] = {}
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
-        operators = _ChunkOperators(config, tp, machine, chunk, index == 0, index == last)
-        found |= {(kind, index): seconds for kind, seconds in operators.by_kind().items()}
+        # Chunks of equally many layers in the middle are alike, unless layers differ.
+        is_alike = 0 < index < last and not config.model.details.windows
+        alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
+        if alike not in known:
+            known[alike] = _ChunkOperators(config, tp, machine, chunk, index == 0, index == last, engine).by_kind()
+        found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
 
 
@@ -87,18 +101,33 @@ class _Sum:
         return _Sum(self.operators * times, self.exchanges * times, self.number * times)
 
 
+def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
+    """Return the sizes of a block of which ranks of a context hold a share of the tokens each."""
+    size, ranks = BlockBytes.of(config, tp), engine.context_ranks
+    if ranks == 1:
+        return size
+    return replace(size, tokens=size.tokens // ranks, own_tokens=max(1, size.own_tokens // ranks))
+
+
 class _ChunkOperators:
     """One chunk's actions on one tp rank."""
 
-    def __init__(self, config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+    ) -> None:
         self.machine, self.chunk, self.is_first, self.is_last = machine, chunk, is_first, is_last
-        self.size, self.batch = BlockBytes.of(config, tp), config.train.micro_batch_size
+        self.engine, self.context = engine, engine.context_ranks
+        self.size, self.batch = sizes_for(config, tp, engine), config.train.micro_batch_size
+        # Rows between products.
+        self.rows = self.size.own_tokens if engine.cuts_rows else self.size.tokens
         self.dtype, self.is_fused = config.train.dtype, config.parallel.tp_comm == "fused"
         size = self.size
         link = machine.link(tp, 1)
         exchanged = size.x * tp
         seconds = link.exchange_seconds(exchanged, tp) if self.is_fused else link.gather_seconds(exchanged, tp)
         self.exchange_seconds = seconds
+        parts = architecture_of(config.model).block(config.model, 0).values()
+        self.rotates = any(part.rotates for part in parts if isinstance(part, Attention))
         windows = config.model.details.windows or (0,) * config.model.num_layers
         # Blocks that see equally far are alike: their number by window.
         self.windows = Counter(of if 0 < of < size.seq else None for of in windows[slice(*chunk.layers)])
@@ -111,8 +140,9 @@ class _ChunkOperators:
         attention = self._each_block(self._attention)
         mlp = self._mlp() * self.num_blocks
         forward = attention + mlp + self._ends()
+        scores = self._each_block(self._scores_again) if self.engine.computes_scores_again else _Sum()
         again = {
-            Recompute.NONE: _Sum(),
+            Recompute.NONE: scores,
             Recompute.ATTENTION: attention,
             Recompute.BLOCK: attention + mlp,
             Recompute.FULL: forward,
@@ -145,8 +175,8 @@ class _ChunkOperators:
         return total
 
     def _matmul(self, rows: int, columns: int, inner: int, exchanges: int = 0) -> _Sum:
-        work = matmul_work(rows, columns, inner, self.size.item)
-        return self._with_exchanges(self.machine.matmul_seconds(work, self.dtype), exchanges)
+        seconds = self.machine.product_seconds(rows, columns, inner, self.size.item, self.dtype)
+        return self._with_exchanges(seconds, exchanges)
 
     def _with_exchanges(self, seconds: float, exchanges: int) -> _Sum:
         """Return an operator with its exchanges, which overlap with it where they are fused."""
@@ -168,22 +198,70 @@ class _ChunkOperators:
         )
 
     def _attend(self, window: int | None, *, backward: bool) -> _Sum:
-        size = self.size
+        size, copied = self.size, self._heads_copied(backward=backward)
+        if self.engine.keeps_scores:
+            return copied + self._attend_in_memory(backward=backward)
         pairs = None if window is None else self.batch * visible_pairs([size.seq], window)
+        if self.context > 1:
+            pairs = (pairs or self.batch * visible_pairs([size.seq])) // self.context
         work = (attention_backward_work if backward else attention_work)(
             self.batch, size.seq, size.heads, size.kv_heads, size.head_size, size.item, causal_half=True, pairs=pairs
         )
-        return _Sum(self.machine.attention_seconds(work, self.dtype), 0.0, 1)
+        seconds = self.machine.attention_seconds(work, self.dtype)
+        ring = self._ring(seconds, backward=backward) if self.context > 1 else 0.0
+        return copied + _Sum(seconds, ring, 1)
+
+    def _dropped(self) -> _Sum:
+        """Return what follows a row-parallel product: bias, dropout and the residual's addition in one kernel."""
+        if self.engine.joins_residuals:
+            return _Sum()
+        elements = self.rows * self.size.hidden
+        return self._others(Work(elements, elements * (3 * self.size.item + self.engine.drops)))
+
+    def _wide_loss(self, bytes_per_logit: int) -> tuple[Work, ...]:
+        logits = self.size.tokens * self.size.vocab
+        return (Work(logits, logits * bytes_per_logit),) if self.engine.wide_loss else ()
+
+    def _attend_in_memory(self, *, backward: bool) -> _Sum:
+        """Return attention of the whole square, each step a kernel: scores, softmax, dropout, values.
+
+        Backward has two products for each of forward's, and the kernels' gradients.
+        """
+        size, products = self.size, 4 if backward else 2
+        num, length = self.batch * size.heads, size.seq // self.context
+        product = self.machine.product_seconds(length, size.seq, size.head_size, size.item, self.dtype, batch=num)
+        scores = num * length * size.seq
+        # Read and written: scores into probabilities; a gradient is made of two. A mask is 1 byte.
+        softmax = Work(5 * scores, (3 if backward else 2) * scores * size.item)
+        dropout = Work(scores, scores * (2 * size.item + 1))
+        return _Sum(products * product, 0.0, products) + self._others(softmax, *[dropout] * self.engine.drops)
+
+    def _heads_copied(self, *, backward: bool) -> _Sum:
+        size = self.size
+        numel = (size.queries + 2 * size.keys + size.queries) * (1 + backward)
+        return self._others(Work(0, 2 * numel * size.item)) if self.engine.copies_heads else _Sum()
+
+    def _ring(self, seconds: float, *, backward: bool) -> float:
+        """Return what a ring's messages take longer than the attention that hides them."""
+        size, num = self.size, self.context
+        keys = 2 * size.keys * size.item * (1 + backward)
+        link = self.machine.link(num, max(1, round(size.tokens / max(1, size.own_tokens))))
+        return max(0.0, (num - 1) * link.message_seconds(keys) - seconds * (num - 1) / num)
 
     def _rope(self) -> _Sum:
         size = self.size
+        if not self.rotates:
+            return _Sum()
         return self._others(rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item))
+
+    def _scores_again(self, window: int | None) -> _Sum:
+        return self._attend(window, backward=False)
 
     def _attention(self, window: int | None) -> _Sum:
         size = self.size
         qkv, output, _, _ = self._products(1)
-        norm = self._others(norm_work(size.own_tokens, size.hidden, size.item))
-        return norm + qkv + self._rope() + self._attend(window, backward=False) + output
+        norm = self._others(norm_work(self.rows, size.hidden, size.item))
+        return norm + qkv + self._rope() + self._attend(window, backward=False) + output + self._dropped()
 
     def _mlp(self) -> _Sum:
         size = self.size
@@ -192,9 +270,10 @@ class _ChunkOperators:
             gate_up
             + down
             + self._others(
-                norm_work(size.own_tokens, size.hidden, size.item, residual=True),
+                norm_work(self.rows, size.hidden, size.item, residual=self.engine.joins_residuals),
                 activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
             )
+            + self._dropped()
         )
 
     def _input_half(self, window: int | None) -> _Sum:
@@ -203,10 +282,11 @@ class _ChunkOperators:
             self._rope()
             + self._attend(window, backward=True)
             + self._others(
-                norm_backward_work(size.own_tokens, size.hidden, size.item),
-                norm_backward_work(size.own_tokens, size.hidden, size.item, residual=True),
+                norm_backward_work(self.rows, size.hidden, size.item),
+                norm_backward_work(self.rows, size.hidden, size.item, residual=True),
                 activation_backward_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
             )
+            + self._dropped() * 2
         )
         return _total([total, *self._products(1)])
 
@@ -214,13 +294,18 @@ class _ChunkOperators:
         columns = self.columns_again
         qkv, _, gate_up, _ = self._products(columns)
         _, output, _, down = self._products(rows_again)
+        size, added = self.size, self.engine.added_item
         ends = _Sum()
-        size = self.size
         if self.is_first:
             ends += self._others(embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item))
         if self.is_last:
             ends += self._matmul(size.tokens, size.vocab, size.hidden, columns)
-        return _total([qkv, output, gate_up, down]) * self.num_blocks + ends
+        blocks = _total([qkv, output, gate_up, down])
+        if added:
+            mixed = 2 * size.heads + 2 * size.kv_heads
+            numel = size.hidden * (mixed * size.head_size + (size.num_gated + 1) * size.ffn)
+            blocks += self._others(Work(numel, added * numel))
+        return blocks * self.num_blocks + ends
 
     def _ends(self) -> _Sum:
         """Return lookup before the first block; norm, logits and loss behind the last."""
@@ -230,8 +315,9 @@ class _ChunkOperators:
             total += self._with_exchanges(seconds, 1)
         if self.is_last:
             total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
-                norm_work(size.own_tokens, size.hidden, size.item),
+                norm_work(self.rows, size.hidden, size.item),
                 cross_entropy_work(size.tokens, size.vocab, size.item),
+                *self._wide_loss(_WIDE_LOSS_BYTES),
             )
         return total
 
@@ -241,8 +327,9 @@ class _ChunkOperators:
         total = _Sum(exchanges=self.exchange_seconds * self.is_first)
         if self.is_last:
             total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
-                norm_backward_work(size.own_tokens, size.hidden, size.item),
+                norm_backward_work(self.rows, size.hidden, size.item),
                 cross_entropy_gradient_work(size.tokens, size.vocab, size.item),
+                *self._wide_loss(_WIDE_LOSS_GRADIENT_BYTES),
             )
         return total
 

@@ -1,0 +1,251 @@
+"""The plan of a row: its model as a configuration, its layout as chunks and buckets, lowered and verified as our own.
+
+Schedules are those of the plan's own room, by the names that others give them. FSDP without a pipeline is a plan too:
+each block is a chunk, whose weights are gathered while the chunk before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpengine.advice.published.engines import EngineOfRow
+from tpengine.advice.published.row import Row, Sizes
+from tpengine.advice.published.zb_2p import zb_2p
+from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from tpengine.config.details import ModelDetails
+from tpengine.layout.parameters import BucketLayout, num_parameters, stage_specs
+from tpengine.layout.step_plan import Layout, PlacedBucket
+from tpengine.plan import (
+    Bucket,
+    Chunk,
+    Gathered,
+    Plan,
+    Recompute,
+    Reduced,
+    Residency,
+    Schedule,
+    TensorSpec,
+    Tie,
+    Weights,
+    lower,
+    make_schedule,
+    verify,
+)
+from tpengine.plan.actions import Action, Kind
+
+# Words in a row's schedule, the more particular ones first, and our name. ZB-1p holds what 1F1B does, as ZB-H1.
+_SCHEDULES = {
+    "zb-v": "zbv",
+    "zbv": "zbv",
+    "zb-2p": "zb-2p",
+    "zb-h2": "zb-2p",
+    "zb-1p": "zb-h1",
+    "zb-h1": "zb-h1",
+    "1f1b-i": "interleaved",
+    "interleaved": "interleaved",
+    "gpipe": "gpipe",
+    "afab": "gpipe",
+    "1f1b": "1f1b",
+}
+_MLPS = {"swiglu": "llama", "geglu": "llama", "gelu": "gpt2", "relu": "gpt2"}
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What is the same for every number of micro-batches.
+
+    Attributes:
+        config: the model and the batch. It is no run's: rules of runs do not hold for it.
+        layout: chunks, and a bucket or some for each.
+        engine: options.
+        schedule: our name.
+        tied: whether the ends share the embedding.
+        is_asynchronous: no stage waits for the others before it steps.
+    """
+
+    config: Config
+    layout: Layout
+    engine: EngineOfRow
+    schedule: str
+    tied: bool
+    is_asynchronous: bool
+
+    def plan(self, num_micro_batches: int) -> Plan:
+        """Return the verified plan of so many micro-batches."""
+        config, layout, engine = self.config, self.layout, self.engine
+        train, last = config.train, len(layout.ranks) - 1
+        tokens = train.micro_batch_size * train.seq_len // engine.engine.context_ranks
+        # Ranks that hold all tokens send a share each, or all of them.
+        is_cut = engine.engine.cuts_rows or engine.engine.scatters_transfers
+        boundary = TensorSpec((-(-tokens // layout.tp) if is_cut else tokens, config.model.hidden_size), train.dtype)
+        chunks = tuple(
+            Chunk(
+                rank,
+                layers,
+                input=boundary if index else None,
+                output=boundary if index < last else None,
+                recompute=Recompute(config.parallel.recompute),
+                gathered=Gathered(config.parallel.gathered),
+            )
+            for index, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
+        )
+        shares_rank = layout.ends_share_a_rank
+        plan = lower(
+            _schedule(self.schedule, layout, num_micro_batches, config.parallel.chunks_per_rank),
+            chunks,
+            [_bucket(index, placed, layout.zero, engine) for index, placed in layout.buckets.items()],
+            (Tie(0, (0, last)),) if self.tied and not shares_rank else (),
+            num_microbatches=num_micro_batches,
+            num_layers=config.model.num_layers,
+            training=True,
+            residency=Residency.USE if engine.in_units and layout.pp == 1 else Residency.STEP,
+        )
+        verify(plan)
+        return plan
+
+
+def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
+    """Return the lowering of a row.
+
+    Raises:
+        ValueError: a schedule or network that is not known, or layers that are too few; one line.
+    """
+    schedule, is_asynchronous = _schedule_name(row, sizes)
+    chunks_per_rank = {"interleaved": sizes.chunks, "zbv": 2}.get(schedule, 1)
+    in_units = engine.in_units and sizes.pp == 1
+    ranks = (0,) * sizes.layers if in_units else make_or_loop(schedule, sizes.pp, chunks_per_rank)
+    layers = split_layers(sizes.layers, len(ranks))
+    model, tied = _model(row, sizes)
+    dtype = "float16" if "fp16" in row.text("precision") else "bfloat16"
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(
+            tp=sizes.tp,
+            pp=sizes.pp,
+            dp=sizes.dp * sizes.cp,
+            schedule=schedule,
+            chunks_per_rank=chunks_per_rank,
+            recompute="block" if engine.recomputes else "none",
+            gathered="again" if sizes.tp > 1 and engine.engine.cuts_rows else "keep",
+            tp_comm="plain",
+            zero=sizes.zero,  # type: ignore[arg-type]
+        ),
+        train=TrainConfig(
+            seq_len=sizes.seq,
+            micro_batch_size=sizes.micro_batch,
+            num_micro_batches=sizes.num_micro_batches,
+            dtype=dtype,  # type: ignore[arg-type]
+        ),
+    )
+    buckets = _buckets(model, sizes, layers, 1 if in_units else engine.num_buckets) if sizes.dp * sizes.cp > 1 else {}
+    layout = Layout(sizes.pp, sizes.dp * sizes.cp, sizes.tp, ranks, layers, buckets, sizes.zero)
+    return Lowering(config, layout, engine, schedule, tied, is_asynchronous)
+
+
+def split_layers(num_layers: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """Split layers as launchers do: evenly; else the first and the last chunk have one less; else the first ones more.
+
+    Raises:
+        ValueError: fewer layers than chunks.
+    """
+    if num_layers < num_chunks:
+        raise ValueError(f"every chunk must have a layer: got {num_layers} layers for {num_chunks} chunks: use fewer")
+    sizes = [num_layers // num_chunks] * num_chunks
+    left = num_layers % num_chunks
+    if num_chunks > 2 and left == num_chunks - 2:
+        sizes = [sizes[0], *[sizes[0] + 1] * (num_chunks - 2), sizes[0]]
+    else:
+        sizes = [size + (index < left) for index, size in enumerate(sizes)]
+    ends = [sum(sizes[: index + 1]) for index in range(num_chunks)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def make_or_loop(schedule: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Return the rank of each chunk."""
+    if schedule == "zb-2p":
+        return tuple(range(num_ranks))
+    return make_schedule(schedule, num_ranks, 1, num_chunks).ranks
+
+
+def _schedule_name(row: Row, sizes: Sizes) -> tuple[str, bool]:
+    text = row.text("schedule")
+    found = next((name for word, name in _SCHEDULES.items() if word in text), "")
+    if text and not found:
+        raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}: got {text!r}: use the nearest")
+    if sizes.pp == 1:
+        return "1f1b", False
+    if found in ("", "1f1b") and sizes.chunks > 1:
+        found = "interleaved"
+    # Zero-bubble runs validate the step behind it instead of waiting in it (section 4 of their paper).
+    return found or "1f1b", found in ("zbv", "zb-2p", "zb-h1") and "sync" not in text
+
+
+def _schedule(name: str, layout: Layout, num_micro_batches: int, num_chunks: int) -> Schedule:
+    if layout.pp == 1 and len(layout.ranks) > 1:
+        chunks = range(len(layout.ranks))
+        actions = [
+            Action(kind, chunk, microbatch)
+            for microbatch in range(num_micro_batches)
+            for kind, order in ((Kind.F, chunks), (Kind.B, reversed(chunks)))
+            for chunk in order
+        ]
+        return Schedule("units", layout.ranks, (tuple(actions),))
+    if name == "zb-2p":
+        return zb_2p(layout.pp, num_micro_batches)
+    return make_schedule(name, layout.pp, num_micro_batches, num_chunks)
+
+
+def _model(row: Row, sizes: Sizes) -> tuple[ModelConfig, bool]:
+    architecture = row.choice("mlp", _MLPS, "llama")
+    is_gpt = architecture == "gpt2"
+
+    def model(tied: bool) -> ModelConfig:
+        return ModelConfig(
+            architecture=architecture,
+            hidden_size=sizes.hidden,
+            num_layers=sizes.layers,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            ffn_size=sizes.ffn,
+            vocab_size=sizes.vocab,
+            tie_embeddings=tied,
+            details=ModelDetails(head_size=_head_size(row, sizes), max_positions=sizes.seq if is_gpt else 0),
+        )
+
+    both = {tied: model(tied) for tied in (True, False)}
+    if "tied" in row.text("emb"):
+        tied = "untied" not in row.text("emb")
+    elif sizes.params_b:
+        # The number of parameters tells, if it has digits enough.
+        far = {tied: abs(num_parameters(of) / 1e9 - sizes.params_b) for tied, of in both.items()}
+        tied = far[True] <= far[False]
+    else:
+        tied = is_gpt
+    return both[tied], tied
+
+
+def _head_size(row: Row, sizes: Sizes) -> int:
+    if sizes.hidden % sizes.heads:
+        raise ValueError(f"heads must divide hidden: got {sizes.heads} for {sizes.hidden}: correct one")
+    return sizes.hidden // sizes.heads
+
+
+def _buckets(
+    model: ModelConfig, sizes: Sizes, layers: Sequence[tuple[int, int]], num_buckets: int
+) -> dict[int, PlacedBucket]:
+    """Return equal buckets of each chunk's parameters."""
+    found: dict[int, PlacedBucket] = {}
+    for chunk, (first, end) in enumerate(layers):
+        numel = sum(spec.local_numel(sizes.tp) for spec in stage_specs(model, sizes.tp, first, end))
+        for part in range(num_buckets):
+            share = numel * (part + 1) // num_buckets - numel * part // num_buckets
+            layout = BucketLayout("dp", (f"chunk {chunk} part {part}",), (share,))
+            found[len(found)] = PlacedBucket((chunk,), layout)
+    return found
+
+
+def _bucket(index: int, placed: PlacedBucket, zero: int, engine: EngineOfRow) -> Bucket:
+    weights = {0: Weights.WHOLE, 3: Weights.SLICED}.get(zero, Weights.UPDATED)
+    each = engine.in_units and len(placed.chunks) == 1
+    return Bucket(index, placed.chunks, weights, Reduced.MICROBATCH if each else Reduced.STEP)

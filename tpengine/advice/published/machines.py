@@ -1,0 +1,74 @@
+"""The machine of a row: the sheet of its GPU, with the network that its notes name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tpengine.advice.published.row import Row
+from tpengine.simulate.machine import MACHINES, Machine
+
+# Words of a GPU's name, the more particular ones first, and its sheet.
+_SHEETS = (
+    ("tpu", ""),
+    ("gb300", "gb300"),
+    ("gb200", "gb200"),
+    ("b300", "b300"),
+    ("b200", "b200"),
+    ("gh200", "gh200"),
+    ("h200", "h200"),
+    ("h100-96", "h100-500w"),
+    ("h100", "h100"),
+    ("h800", ""),
+    ("a800", "a800"),
+    ("a100-40", "a100-40"),
+    ("a100-sxm-40", "a100-40"),
+    ("a100", "a100"),
+    ("v100", "v100-32"),
+    ("mi250", "mi250x"),
+    ("mi300", "mi300x"),
+    ("mi325", "mi325x"),
+    ("mi355", "mi355x"),
+)
+# Of the network's bit rate, what rings attain: as in the sheets.
+_NETWORK_SHARE = 0.85
+_CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*g", re.IGNORECASE)
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(t|g)b?(?:it)?(?:/s|ps)?\b", re.IGNORECASE)
+# A card of more bits per second did not exist: so much is a whole node's.
+_FASTEST_CARD = 800e9
+
+
+def machine_of(row: Row) -> Machine:
+    """Return the machine that a row ran on.
+
+    Raises:
+        ValueError: a GPU without a sheet; one line.
+    """
+    name = row.text("gpu")
+    sheet = next((sheet for word, sheet in _SHEETS if word in name), "")
+    if not sheet:
+        known = ", ".join(of for _, of in _SHEETS if of)
+        raise ValueError(f"gpu must be one whose data sheet is known: {known}: got {row.columns.get('gpu', '')!r}")
+    machine = MACHINES[sheet]
+    rate = network_bits_per_s(row.text("net"), machine.ranks_per_node)
+    if not rate:
+        return machine
+    of_rank = rate / 8 * _NETWORK_SHARE
+    return replace(machine, between=replace(machine.between, bytes_per_s=of_rank, ring_bytes_per_s=of_rank))
+
+
+def network_bits_per_s(text: str, ranks_per_node: int) -> float:
+    """Return each GPU's share of the network, in bits per second; 0 where the text does not say it.
+
+    `8x200Gb/s` are a node's cards; `1600Gb/s` and whatever is said to be `per node` is a node's; less is one card's, of
+    which there is one for each GPU.
+    """
+    cards = _CARDS.search(text)
+    if cards:
+        return int(cards[1]) * int(cards[2]) * 1e9 / ranks_per_node
+    found = _RATE.search(text)
+    if not found:
+        return 0.0
+    rate = float(found[1]) * (1e12 if found[2].lower() == "t" else 1e9)
+    is_of_node = "node" in text or rate > _FASTEST_CARD
+    return rate / ranks_per_node if is_of_node and "per gpu" not in text else rate

@@ -1,0 +1,113 @@
+"""A row's step, memory and MFU: its verified plan, simulated with the costs of its machine and engine.
+
+Of many micro-batches two shorter steps are simulated. Once the pipeline is full the plan repeats itself, so each
+further round of micro-batches takes as long as the difference between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpengine.advice.published.engines import engine_of
+from tpengine.advice.published.lowering import Lowering, lowering_of
+from tpengine.advice.published.machines import machine_of
+from tpengine.advice.published.row import Row, Sizes
+from tpengine.layout.parameters import num_matmul_parameters
+from tpengine.plan.actions import COMPUTE
+from tpengine.plan.timeline import Timeline
+from tpengine.simulate import Costs, simulate
+from tpengine.simulate.machine import Machine
+from tpengine.simulate.modelled.costs import model_costs
+
+# A pipeline of p ranks is full after so many times p micro-batches, and drains after as many.
+_FULL_AFTER = 3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a row is predicted to take; without a prediction the numbers are None and the notes say why.
+
+    Attributes:
+        step_seconds: of one optimizer step.
+        mfu: model flops over the peak's, 0 to 1: 6 per matmul parameter and token, attention counted in full.
+        peak_bytes: of the rank that holds most.
+        fits: whether that is within the device's memory.
+        notes: the options of the engine, and what was assumed; or the reason.
+    """
+
+    step_seconds: float | None
+    mfu: float | None
+    peak_bytes: int | None
+    fits: bool | None
+    notes: str
+
+
+def predicted(row: Row) -> Prediction:
+    """Return a row's prediction; a row that cannot be predicted gets the reason, one line."""
+    try:
+        return _predicted(row)
+    except ValueError as error:
+        return Prediction(None, None, None, None, " ".join(str(error).split()))
+
+
+def _predicted(row: Row) -> Prediction:
+    if any(word in row.notes for word in ("experts", "moe", "num_experts")) or "moe" in row.text("mlp"):
+        raise ValueError("the model must be dense: got experts, which are not modelled")
+    machine, sizes = machine_of(row), Sizes.of(row)
+    engine = engine_of(row, sizes)
+    lowering = lowering_of(row, sizes, engine)
+    seconds, peak = step_and_peak(lowering, machine, sizes.num_micro_batches)
+    tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
+    rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
+    mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
+    said = [*engine.words, lowering.schedule if sizes.pp > 1 else "", *(f"assumed {text}" for text in row.assumed)]
+    notes = "; ".join(word for word in said if word)
+    return Prediction(seconds, mfu, int(peak), peak <= machine.memory_bytes, notes)
+
+
+def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:
+    """Return a training step's model flops per token, forward and backward, attention over the whole square.
+
+        6 N + 12 L H E S            N parameters that are multiplied with, S tokens of a sequence
+
+    Source: Chowdhery et al., "PaLM", JMLR 2023, appendix B.
+    """
+    model = lowering.config.model
+    return 6 * num_matmul_parameters(model) + 12 * sizes.layers * sizes.heads * model.head_size * sizes.seq
+
+
+def step_and_peak(lowering: Lowering, machine: Machine, num_micro_batches: int) -> tuple[float, float]:
+    """Return the seconds of a step and the bytes of the rank that holds most.
+
+    Args:
+        lowering: the row's.
+        machine: its rates.
+        num_micro_batches: of one replica.
+    """
+    period = lowering.layout.pp
+    fewer = _FULL_AFTER * period + num_micro_batches % period
+    more = fewer + period
+    if num_micro_batches <= more:
+        return _simulated(lowering, machine, num_micro_batches)
+    (first, _), (second, peak) = (_simulated(lowering, machine, number) for number in (fewer, more))
+    return first + (second - first) * (num_micro_batches - fewer) / period, peak
+
+
+def _simulated(lowering: Lowering, machine: Machine, num_micro_batches: int) -> tuple[float, float]:
+    plan = lowering.plan(num_micro_batches)
+    costs = model_costs(lowering.config, lowering.layout, plan, machine, lowering.engine.engine)
+    timeline = simulate(plan, costs)
+    peak = max(rank.peak_bytes for rank in timeline.ranks)
+    seconds = timeline.makespan
+    if lowering.is_asynchronous:
+        seconds = _longest_rank(timeline, costs)
+    return seconds, peak
+
+
+def _longest_rank(timeline: Timeline, costs: Costs) -> float:
+    """Return the step of ranks that do not wait for each other at its end: the next one begins on each as it ends."""
+    longest = 0.0
+    for rank in timeline.ranks:
+        spans = [span for span in rank.compute if span.action.kind in COMPUTE]
+        longest = max(longest, spans[-1].end - spans[0].start)
+    return longest + costs.step

@@ -1,0 +1,28 @@
+"""`tpengine plan --table`: published runs, predicted row by row. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tpengine.advice.published import predict_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the prediction of a table needs."""
+    table = parser.add_argument_group("published runs", "predict each row of a table of runs, of any engine")
+    table.add_argument("--table", type=Path, metavar="FILE.csv", help="rows: model, machine, layout, batch")
+    table.add_argument("--out", type=Path, metavar="PREDICTIONS.csv", help="where predictions go, a row for each")
+
+
+def print_table(args: argparse.Namespace) -> None:
+    """Predict a table's rows, write the predictions and say how many there are.
+
+    Raises:
+        ValueError: one of the two files is missing; what `predict_table` refuses.
+    """
+    if args.table is None or args.out is None:
+        given = "neither" if args.table is args.out else "--table alone" if args.out is None else "--out alone"
+        raise ValueError(f"--table and --out belong together: got {given}: use --table RUNS.csv --out PREDICTIONS.csv")
+    num_rows, num_predicted = predict_table(args.table, args.out)
+    print(f"{args.out}: {num_predicted} of {num_rows} rows predicted; the others say why in their notes")

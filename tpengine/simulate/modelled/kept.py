@@ -1,0 +1,97 @@
+"""What other engines' layers keep of a micro-batch, in bytes: sums over the tensors that autograd keeps. No torch.
+
+For our own layers bytes.py and working.py count what is there, tensor by tensor; of other engines only the operators
+are known (engine.py), so these figures are estimates.
+
+Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023, section 4,
+whose s b h (10 + 24/t + 5 a s / (h t)) and s b h / t (34 + 5 a s / h) these sums are for GPT in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpengine.config import Config
+from tpengine.plan import Kind, Plan, Recompute
+from tpengine.simulate.costs import ChunkBytes
+from tpengine.simulate.modelled.bytes import BlockBytes
+from tpengine.simulate.modelled.engine import Engine
+from tpengine.simulate.modelled.operators import sizes_for
+
+# The loss in float32: its probabilities are kept, beside the logits in the run's dtype while they are made.
+_WIDE = 4
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes of one block: what is kept for the input half of backward, and for its weight half.
+
+    Attributes:
+        x: between blocks.
+        whole: all that is kept, the block's input included.
+        core: what attention keeps of its scores.
+        deferred: operands of the weight half.
+    """
+
+    x: int
+    whole: int
+    core: int
+    deferred: int
+
+
+def engine_activations(config: Config, tp: int, plan: Plan, engine: Engine) -> dict[int, ChunkBytes]:
+    """Return what a micro-batch of `config` holds on one of `tp` ranks, by chunk.
+
+    Args:
+        config: sizes and dtype.
+        tp: number of tensor-parallel ranks.
+        plan: chunks, with what each recomputes.
+        engine: whose layers they are.
+    """
+    size = sizes_for(config, tp, engine)
+    block, last = _kept(size, config, engine), len(plan.chunks) - 1
+    found = {}
+    for index, chunk in enumerate(plan.chunks):
+        num = chunk.layers[1] - chunk.layers[0]
+        is_again = chunk.recompute is not Recompute.NONE
+        each = block.x if is_again else block.whole
+        head = _head(size, block, engine) if index == last else 0
+        saved = num * each + head
+        # A block computed again is there whole, once; the gradients of its widest tensor and of its input besides.
+        gradients = 2 * size.middle * size.num_gated * size.item + block.x
+        working = gradients + block.core + (block.whole - block.x if is_again else 0)
+        logits = size.logits if index == last else 0
+        forward = max(block.whole - each, 2 * size.middle * size.item) + logits
+        found[index] = ChunkBytes(
+            saved=saved,
+            deferred=num * block.deferred + (size.gathered + size.logits if index == last else 0),
+            working={Kind.F: forward, Kind.B: working + logits, Kind.I: working + logits, Kind.W: 0.0},
+        )
+    return found
+
+
+def _kept(size: BlockBytes, config: Config, engine: Engine) -> _Kept:
+    rows = size.own_tokens if engine.cuts_rows else size.tokens
+    x, item = rows * size.hidden * size.item, size.item
+    length = config.train.seq_len
+    scores = size.heads * (size.tokens // length) * length * length if length <= size.tokens else 0
+    if length > size.tokens:
+        scores = size.heads * size.tokens * length
+    masks = 2 * rows * size.hidden if engine.drops else 0
+    core = 0
+    if engine.keeps_scores and not engine.computes_scores_again:
+        core = scores * (2 * item + 1 if engine.drops else item)
+    mixed = size.queries * item
+    qkv = (size.queries + 2 * size.keys) * item
+    # Both norms' inputs and outputs; the products' inputs; what the activation needs and gives.
+    inputs = 2 * x + mixed + size.middle * item
+    whole = 2 * x + inputs + qkv + core + size.num_gated * size.middle * item + masks
+    if engine.joins_residuals and not engine.keeps_scores:
+        whole += size.tokens * size.heads * _WIDE
+    gradients = qkv + 2 * x + size.num_gated * size.middle * item
+    return _Kept(x, whole, scores * 2 * item if engine.keeps_scores else 0, inputs + gradients)
+
+
+def _head(size: BlockBytes, block: _Kept, engine: Engine) -> int:
+    """Bytes of the last norm's input and output, and the logits."""
+    return 2 * block.x + (_WIDE * size.tokens * size.vocab if engine.wide_loss else size.logits)
