@@ -397,7 +397,7 @@ def test_mistakes_in_a_file_are_one_line_too(
             ["--recompute", "none, attention", "'all'", "use none"],
         ),
         (["schedule", "--preset", "tiny", "--gathered", "no"], ["--gathered", "keep, again", "'no'", "use keep"]),
-        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, a100", "'tpu'", "use h200:8x4"]),
+        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, v100-32", "'tpu'", "use h200:8x4"]),
         *(
             (["schedule", *model, f"--{name}", value], [f"{model[0]} says what actions cost", f"leave --{name} out"])
             for model in (["--preset", "tiny"], ["--config", "x.toml"])
