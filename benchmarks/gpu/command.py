@@ -17,12 +17,13 @@ tables say so; 2 without a GPU; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.plan import cases_for, compiling
+from benchmarks.gpu.plan import cases_for, compiling, published_models
 from benchmarks.gpu.preflight import described, look
 from benchmarks.gpu.rehearsal import rehearse, small_cases
 from benchmarks.gpu.report import print_report
@@ -51,6 +52,8 @@ class Options:
     """Directory of an earlier run, whose rows and tuned tiles are copied to `out` first."""
     report: Path | None = None
     """Print the tables of this directory, and run nothing."""
+    models: tuple[Path, ...] | None = None
+    """Directories of Hugging Face weights to compare with transformers; Llama 3.2 1B and Qwen3 0.6B are looked for."""
     rehearse: bool = False
     """Run the orchestration without a GPU, with faults put in on purpose; exits with 1 if one is not noticed."""
 
@@ -67,12 +70,18 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--out", type=Path, help="directory of the results; the same one again goes on")
     parser.add_argument("--continue-from", type=Path, metavar="DIR", help="take over rows and tiles of an earlier run")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of this directory, run nothing")
+    models = "directories of Hugging Face weights; Llama 3.2 1B and Qwen3 0.6B are found in Hugging Face's cache"
+    parser.add_argument("--models", type=Path, nargs="+", metavar="DIR", help=models)
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: everything else, and planted faults")
-    options = Options(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    options = Options(**given | {"models": given["models"] and tuple(given["models"])})
     if options.report is None and options.out is None:
         raise ValueError("a run needs --out: got none: name a directory for the results, or use --report DIR")
     if not 0 < options.minutes < 24 * 60:
         raise ValueError(f"--minutes must be above 0 and below a day: got {options.minutes:g}: use 25")
+    for path in options.models or ():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"--models must be directories with a config.json: {path} has none: check the path")
     return options
 
 
@@ -94,7 +103,9 @@ def main(options: Options) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.rehearse:
         return rehearse(options.out, small_cases(options.out), deadline)
-    cases = cases_for(options.out.absolute())
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+    models = [*published_models(cache), *(path.resolve() for path in options.models or ())]
+    cases = cases_for(options.out.absolute(), models)
     found = look(cases)
     print("\n".join(described(found)), flush=True)
     if found["gpu"] is None:

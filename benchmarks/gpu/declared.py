@@ -10,7 +10,7 @@ from typing import Any
 PHASES: Mapping[str, str] = {
     "a": "smoke: every kernel family once against its reference",
     "b": "training steps of llama_1b",
-    "c": "the tests that need a GPU",
+    "c": "the tests that need a GPU, and architectures against transformers",
     "d": "matmul tiles tuned, against cuBLAS",
     "e": "attention against SDPA's backends",
     "f": "fused operators by co-located ranks",

@@ -18,18 +18,26 @@ _CASES = "benchmarks.gpu.cases"
 # What every test imports, and what the trainer does; neither needs what the command line does.
 _TESTS = ("pytest", "hypothesis", "xdist")
 _TRAINING = ("numpy",)
+# What transformers reads weights with, and its models need.
+_THEIRS = ("transformers", "safetensors", "numpy")
 _NO_RIVALS = ["torch"]
 _SDPA = ["sdpa_flash", "sdpa_flash_deterministic", "sdpa_efficient", "sdpa_cudnn"]
 # What the engine calls, and what a layer of another framework does.
 _ATTENTION = ["attention", "attention_qkv"]
 
 
-def cases_for(out: Path) -> list[Case]:
-    """Return every case; `out` is where files besides rows are written."""
+def cases_for(out: Path, models: Sequence[Path] = ()) -> list[Case]:
+    """Return every case.
+
+    Args:
+        out: where files besides rows are written.
+        models: directories of Hugging Face weights that are compared with transformers, beside the tiny models.
+    """
     return [
         *_smoke(),
         *_training(),
         *_tests(),
+        *_architectures(models),
         *_matmul(out),
         *_attention(out),
         *_fused(),
@@ -115,6 +123,31 @@ def _tests() -> list[Case]:
         Case("pulls", "c", 40, 45, f"{_CASES}.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "c", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]
+
+
+def _architectures(models: Sequence[Path]) -> list[Case]:
+    """Tiny models of every architecture, and those that were published: logits as transformers'."""
+    where, names = f"{_CASES}.architectures", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3"]
+    published = [
+        Case(f"models/{name}", "c", 60, 60, f"{where}:directory", {"name": name, "path": str(path)}, _THEIRS)
+        for name, path in _by_name(models).items()
+    ]
+    return [Case("architectures", "c", 80, 45, f"{where}:tiny", {"architectures": names}, _THEIRS), *published]
+
+
+def _by_name(models: Sequence[Path]) -> dict[str, Path]:
+    """Return the directories by name: of a cache's snapshot, whose name is a hash, by the model two above."""
+    return {(path.parents[1] if path.parent.name == "snapshots" else path).name: path for path in models}
+
+
+def published_models(cache: Path) -> list[Path]:
+    """Return the directories of small published models in a cache of Hugging Face's, whole or not.
+
+    Args:
+        cache: the folder that holds `models--OWNER--NAME/snapshots/HASH`.
+    """
+    patterns = ("models--*--Llama-3.2-1B*", "models--*--Qwen3-0.6B*")
+    return [path.parent for name in patterns for path in sorted(cache.glob(f"{name}/snapshots/*/config.json"))]
 
 
 def _matmul(out: Path) -> list[Case]:

@@ -82,6 +82,7 @@ def small_cases(out: Path) -> list[Case]:
         case("operators", "operators:measure", True, ops=["rope"], **sizes),
         case("tiles", "tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
         case("attention", "attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
+        case("architectures", "architectures:tiny", True, architectures=["gpt2"], seq=16, batch=1),
         case("publish", "fused:publish", True, tokens=[3], hidden=8, rounds=1),
         case("compile_ahead", "ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
         case("own_bars", "fused:own_bars", True, **bars),
