@@ -1,6 +1,6 @@
-"""A program for an environment of transformers 4: load an exported directory, and write down what came of it.
+"""A program for any version of transformers: load an exported directory, and write down what came of it.
 
-    python in_transformers_4.py DIRECTORY TOKENS OUT
+    python loading_program.py DIRECTORY TOKENS OUT
 
 TOKENS is a safetensors file with `tokens` and `labels`. OUT becomes one with `logits` in float32; OUT.json has what was
 missing or unexpected, the loss, and the tokenizer's ids and text of TEXT. It imports nothing of ours.
@@ -22,7 +22,9 @@ def main(directory: str, tokens: str, out: str) -> None:
     import transformers
     from safetensors.torch import load_file, save_file
 
-    options: dict[str, Any] = dict(output_loading_info=True, attn_implementation="eager", torch_dtype=torch.float32)
+    options: dict[str, Any] = dict(output_loading_info=True, attn_implementation="eager")
+    # Version 5 loads in the dtype of the files, version 4 in float32.
+    options["torch_dtype" if transformers.__version__.startswith("4.") else "dtype"] = torch.float32
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     model, said = loaded
     given = load_file(tokens)
