@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine import train
-from tpengine.commands import diagnose, plan_table
+from tpengine.commands import advise, diagnose, plan_table
 from tpengine.commands.schedule import add_arguments, print_schedule
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -62,7 +62,7 @@ def _run(arguments: Sequence[str]) -> int:
         if args.run is run_import:
             args.settings = settings
         elif settings:
-            raise ValueError(f"unrecognized arguments: {' '.join(settings)}: see {parser.prog} {arguments[0]} --help")
+            parser.error(f"unrecognized arguments: {' '.join(settings)}")
         code: int = args.run(args) or 0
     except SystemExit:  # help, the version
         sys.stdout.flush()
@@ -187,6 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     schedule = commands.add_parser("schedule", help="print or draw a pipeline schedule, its bubble and its memory")
     add_arguments(schedule, _count)
     schedule.set_defaults(run=print_schedule)
+
+    advice = commands.add_parser("advise", help="rank the layouts of a model on a machine, and say why the others lose")
+    advise.add_arguments(advice, _count)
+    advice.set_defaults(run=advise.advise)
 
     why = commands.add_parser("diagnose", help="say why the steps of a run take as long as they do, and what helps")
     diagnose.add_arguments(why)

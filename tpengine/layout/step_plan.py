@@ -7,6 +7,7 @@ plan/; here is only what a transformer of this configuration puts into it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,8 +113,10 @@ def gradient_bytes(dtype: str) -> int:
     return max(4, dtype_bytes(dtype))
 
 
+# The planner asks for the same cut thousands of times, and a cut of 80 layers takes a tenth of a second.
+@functools.lru_cache(maxsize=4096)
 def layer_ranges(
-    model: ModelConfig, seq: int, ranks: Sequence[int], recompute: Recompute = Recompute.NONE
+    model: ModelConfig, seq: int, ranks: tuple[int, ...], recompute: Recompute = Recompute.NONE
 ) -> tuple[tuple[int, int], ...]:
     """Split the layers over chunks, so that their ranks are balanced by the flops of a sequence, forward and backward.
 
@@ -247,9 +250,16 @@ def training_plan(config: Config, layout: Layout) -> Plan:
         A plan that has passed `verify`: micro-batches of one replica, bucket reductions for every bucket with more
         than one holder, the tied embeddings' sum where the ends are on two ranks, clip and step.
     """
+    plan = lowered(config, layout)
+    verify(plan)
+    return plan
+
+
+def lowered(config: Config, layout: Layout) -> Plan:
+    """Build the plan of one training step, as `training_plan`, but do not verify it: for a planner's trials."""
     buckets = _buckets(config, layout)
     tied = config.model.tie_embeddings and not layout.ends_share_a_rank
-    plan = lower(
+    return lower(
         schedule_of(config),
         _chunks(config, layout, config.train.micro_batch_size),
         buckets,
@@ -259,8 +269,6 @@ def training_plan(config: Config, layout: Layout) -> Plan:
         training=True,
         residency=layout.residency,
     )
-    verify(plan)
-    return plan
 
 
 def evaluation_micro_batches(config: Config) -> int:

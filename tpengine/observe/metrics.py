@@ -18,11 +18,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from tpkernels.work import attention_work
 
 from tpengine.config import Config
 from tpengine.files import keep_aside, write_beside
-from tpengine.layout.parameters import num_matmul_parameters
+from tpengine.layout.flops import step_flops
 
 # Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
 # float32 is without TF32, which torch leaves off by default.
@@ -35,26 +34,6 @@ _PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
         r"\bMI300X\b": {"bfloat16": 1307e12, "float32": 163e12, "float64": 163e12},
     }
 )
-
-
-def step_flops(config: Config, *, causal_half: bool) -> int:
-    """Return the model flops of one step over all replicas: 3 times those of forward, without recomputation.
-
-    3 * (2 * N_matmul * tokens + attention)
-    """
-    model, train = config.model, config.train
-    sequences = train.micro_batch_size * train.num_micro_batches * (config.parallel.dp or 1)
-    attention = attention_work(
-        sequences,
-        train.seq_len,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_size,
-        1,
-        causal_half=causal_half,
-    ).flops
-    matmuls = 2 * num_matmul_parameters(model) * sequences * train.seq_len
-    return 3 * (matmuls + attention * model.num_layers)
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:

@@ -29,8 +29,9 @@ from tpengine.config.rules import validate
 from tpengine.data import open_corpus
 from tpengine.distributed.local_ranks import run_ranks
 from tpengine.distributed.loopback import loopback_variables
+from tpengine.layout.flops import step_flops
 from tpengine.layout.parameters import stage_specs
-from tpengine.observe.metrics import peak_flops_per_second, step_flops
+from tpengine.observe.metrics import peak_flops_per_second
 from tpengine.training.trainer import Trainer
 
 _WARM_STEPS = 2

@@ -16,13 +16,13 @@ from tpkernels.ops.matmul import host as host_gemm
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.collectives import Communicator
+from tpengine.layout.flops import step_flops
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.observe.metrics import (
     MetricsWriter,
     peak_flops_per_second,
     peak_memory_bytes,
-    step_flops,
     step_record,
 )
 

@@ -86,6 +86,13 @@ def action_seconds(
     return found
 
 
+def chunk_seconds(
+    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool
+) -> Mapping[Kind, ActionSeconds]:
+    """Return what F, B, I and W of one chunk take; `is_first` and `is_last` say which ends of the model it holds."""
+    return _ChunkOperators(config, tp, machine, chunk, is_first, is_last, OURS).by_kind()
+
+
 @dataclass(frozen=True)
 class _Sum:
     """Operators that run one after another: their seconds, those of exposed exchanges, and their number."""

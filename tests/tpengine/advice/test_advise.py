@@ -1,0 +1,105 @@
+"""Rung: pure. `tpengine advise` as people use it: its rows add up, its command runs, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpengine.cli import main
+from tpengine.commands.arguments import parse_config
+
+QUESTION = ["advise", "--model", "llama_1b", "--machine", "h200:4x2", "--global-batch", "64", "--seconds", "1000"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*QUESTION, *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "advice.json"
+    argv = ("--top", "3", "--explain", "2", "--json", str(file), "--draw", str(tmp_path / "pictures"))
+    text = answer(capsys, *argv)
+    said: dict[str, Any] = json.loads(file.read_text())
+    rows = said["rows"]
+    assert len(rows) == 3 and said["ranks"] == 8 and said["layouts"] > said["simulated"] > 3
+    assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
+    for row in rows:
+        parts = row["parts"]
+        assert sum(parts.values()) == pytest.approx(row["step_seconds"], rel=1e-6)
+        # What a row loses by adds up to what it loses.
+        lost = sum(parts[name] - rows[0]["parts"][name] for name in parts)
+        assert lost == pytest.approx(row["step_seconds"] - rows[0]["step_seconds"], rel=0.01, abs=1e-9)
+        assert row["peak_bytes"] == max(rank["peak_bytes"] for rank in row["memory"]) <= said["memory_limit_bytes"]
+        flags = row["run"].split("tpengine.train ")[1].split()
+        layout, config = row["layout"], parse_config(flags, 8)
+        assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (
+            layout["tp"],
+            layout["pp"],
+            layout["dp"],
+        )
+        assert layout["dp"] * layout["micro_batch_size"] * layout["num_micro_batches"] == 64
+    lines = text.splitlines()
+    assert lines[0].startswith("llama_1b, 8 x h200, 64 sequences of 2,048: ")
+    assert re.match(r"  1  tp \d+ pp \d+ dp \d+ .* compute \d+ %", lines[2])
+    assert re.match(r"  2  .* \+\S+ m?s .* lost by: ", lines[3])
+    assert any(line.startswith("would change it: ") for line in lines)
+    assert f"run it: {rows[0]['run']}" in lines
+    assert "\nrow 2: " in text and "against row 1: " in text
+    picture = (tmp_path / "pictures" / "advice.svg").read_text()
+    assert all(row["run"] and picture.count("<svg") for row in rows)
+    assert picture.count(" ms") or picture.count(" s")
+
+
+def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (re.sub(r", [\d.]+ s$", "", answer(capsys, "--top", "2"), flags=re.MULTILINE) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ([], ["advice is for one model", "--model llama_1b"]),
+        (["--model", "llama_1b", "--resume", "runs/x"], ["advice is for one model", "one of the two"]),
+        (["--model", "nosuch"], ["--model must be one of", "'nosuch'", "check the path"]),
+        (["--resume", "runs/nosuch"], ["--resume needs the directory of a run", "check the path"]),
+        (["--model", "tiny", "--machine", "tpu:8"], ["--machine must be one of", "'tpu:8'"]),
+        (["--model", "tiny"], ["needs a number of ranks", "--machine cpu", "use --ranks 8"]),
+        (["--model", "tiny", "--ranks", "6", "--dp", "4"], ["no layout divides", "dp 4"]),
+        (
+            ["--model", "tiny", "--ranks", "4", "--dp", "4", "--global-batch", "9"],
+            ["divisible by dp", "--global-batch 8"],
+        ),
+        (["--model", "tiny", "--ranks", "2", "--tp", "3"], ["no layout divides", "tp 3", "fix less"]),
+        (
+            ["--model", "llama_1b", "--machine", "h200:1", "--memory-limit", "1000000"],
+            ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "--memory-limit"],
+        ),
+        (["--model", "tiny", "--ranks", "2", "--schedule", "fast"], ["schedule must be one of"]),
+        (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for part in parts:
+        assert part in error
+
+
+def test_a_run_goes_on_with_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("[parallel]\ndp = 2\n[train]\nmicro_batch_size = 4\nnum_micro_batches = 6\n")
+    assert main(["advise", "--resume", str(run), "--ranks", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "48 sequences of 128" in text and f"--resume --run-dir {run}" in text
+    assert main(["advise", "--resume", str(run), "--ranks", "3", "--global-batch", "64"]) == 2
+    assert "keeps its batch" in capsys.readouterr().err
+    assert main(["advise", "--resume", str(run), "--ranks", "3", "--dtype", "bfloat16"]) == 2
+    assert "keeps its numbers: train.dtype float32, asked bfloat16" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""Every layout that a question allows: what differs between two runs of the same model and batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpengine.advice.question import Question
+from tpengine.config import Config
+from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
+
+# Where a schedule leaves the number of chunks open.
+_CHUNKS = (2, 3, 4, 6, 8)
+_ZERO_OF_SLICED_WEIGHTS = 3
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A layout, in the words of ParallelConfig; `num_micro_batches` are of one replica."""
+
+    tp: int
+    pp: int
+    dp: int
+    schedule: str
+    chunks_per_rank: int
+    micro_batch_size: int
+    num_micro_batches: int
+    zero: int
+    residency: str
+    recompute: str
+    gathered: str
+    tp_comm: str
+
+    def config(self, question: Question) -> Config:
+        """Return the run's configuration, not validated yet."""
+        form = SCHEDULES.get(self.schedule)
+        # Where the schedule has a number of its own, the setting stays as it is.
+        chunks = {"chunks_per_rank": self.chunks_per_rank} if form is not None and form.num_chunks is None else {}
+        return question.config(
+            self.micro_batch_size,
+            **chunks,
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            schedule=self.schedule,
+            zero=self.zero,
+            residency=self.residency if self.zero == _ZERO_OF_SLICED_WEIGHTS else "auto",
+            recompute=self.recompute,
+            gathered=self.gathered,
+            tp_comm=self.tp_comm,
+        )
+
+    @property
+    def family(self) -> tuple[int, int, int]:
+        """Return what an answer shows one row of: the axes."""
+        return self.tp, self.pp, self.dp
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the chunks of the model."""
+        return self.pp * self.chunks_per_rank
+
+    def words(self) -> str:
+        """Return the layout in words, without what is at its default."""
+        parts = [f"tp {self.tp} pp {self.pp} dp {self.dp}"]
+        if self.pp > 1:
+            parts.append(f"{self.schedule} {self.chunks_per_rank}" if self.schedule == "interleaved" else self.schedule)
+        if self.zero:
+            parts.append(f"zero {self.zero}{' use' if self.zero == 3 and self.residency == 'use' else ''}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.gathered != "keep":
+            parts.append("gathered again")
+        if self.tp > 1 and self.tp_comm != "fused":
+            parts.append("plain")
+        return " ".join([*parts, f"b {self.micro_batch_size} m {self.num_micro_batches}"])
+
+    def flags(self) -> str:
+        """Return the layout as options of a run."""
+        flags = [f"--parallel.tp {self.tp}", f"--parallel.pp {self.pp}", f"--parallel.dp {self.dp}"]
+        if self.pp > 1:
+            flags.append(f"--parallel.schedule {self.schedule}")
+        if self.schedule == "interleaved":
+            flags.append(f"--parallel.chunks-per-rank {self.chunks_per_rank}")
+        if self.zero:
+            flags.append(f"--parallel.zero {self.zero}")
+        if self.zero == _ZERO_OF_SLICED_WEIGHTS:
+            flags.append(f"--parallel.residency {self.residency}")
+        if self.recompute != "none":
+            flags.append(f"--parallel.recompute {self.recompute}")
+        if self.gathered != "keep":
+            flags.append(f"--parallel.gathered {self.gathered}")
+        if self.tp_comm != "fused":
+            flags.append(f"--parallel.tp-comm {self.tp_comm}")
+        return " ".join(
+            [
+                *flags,
+                f"--train.micro-batch-size {self.micro_batch_size}",
+                f"--train.num-micro-batches {self.num_micro_batches}",
+            ]
+        )
+
+
+def shapes(question: Question) -> Iterator[tuple[int, int, int, int]]:
+    """Yield tp, pp, dp and the sequences of a micro-batch of all layouts whose sizes divide."""
+    for tp, pp, dp in _axes(question):
+        for size in _micro_batch_sizes(question, tp, dp):
+            yield tp, pp, dp, size
+
+
+def candidates(question: Question, shape: tuple[int, int, int, int]) -> Iterator[Candidate]:
+    """Yield every layout of these sizes; the rules of a run's configuration are checked later."""
+    tp, pp, dp, size = shape
+    number = question.global_batch // dp // size
+    again = list(
+        itertools.product(
+            _choices(question, "recompute", [each.value for each in Recompute]),
+            _choices(question, "gathered", [each.value for each in Gathered] if tp > 1 else ["keep"]),
+            _choices(question, "tp_comm", ["fused", "plain"] if tp > 1 else ["fused"]),
+        )
+    )
+    for (schedule, chunks), (zero, residency) in itertools.product(_schedules(question, pp), list(_zero(question, dp))):
+        for recompute, gathered, comm in again:
+            yield Candidate(tp, pp, dp, schedule, chunks, size, number, zero, residency, recompute, gathered, comm)
+
+
+def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:
+    return [question.fixed[name]] if name in question.fixed else values
+
+
+def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
+    model, num = question.base.model, question.num_ranks
+    for tp in _choices(question, "tp", _divisors(num)):
+        kv = model.num_kv_heads
+        if num % tp or model.num_heads % tp or model.ffn_size % tp or (kv % tp and tp % kv):
+            continue
+        for pp in _choices(question, "pp", _divisors(num // tp)):
+            if pp > model.num_layers or num // tp % pp:
+                continue
+            dp = num // tp // pp
+            if dp in _choices(question, "dp", [dp]) and question.global_batch % dp == 0:
+                yield tp, pp, dp
+
+
+def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
+    per_replica = question.global_batch // dp
+    sizes = [1 << power for power in range(per_replica.bit_length())]
+    for size in _choices(question, "micro_batch_size", sizes):
+        if per_replica % size == 0 and size * question.base.train.seq_len % tp == 0:
+            yield size
+
+
+def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
+    """Without a pipeline all schedules that do not cut the model run the same actions: one is enough."""
+    for schedule in _choices(question, "schedule", list(SCHEDULES) if pp > 1 else ["1f1b"]):
+        form = SCHEDULES.get(schedule)
+        fixed = form.num_chunks if form else 1
+        open_choices = [fixed] if fixed else list(_choices(question, "chunks_per_rank", _CHUNKS))
+        for chunks in open_choices:
+            if pp * chunks <= question.base.model.num_layers:
+                yield schedule, chunks
+
+
+def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
+    for zero in _choices(question, "zero", range(4) if dp > 1 else [0]):
+        residencies = [each.value for each in Residency] if zero == _ZERO_OF_SLICED_WEIGHTS else ["step"]
+        for residency in _choices(question, "residency", residencies):
+            yield zero, residency
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

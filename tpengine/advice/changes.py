@@ -1,0 +1,66 @@
+"""What would change an answer: the same question of another machine or batch, and whether another layout wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tpengine.advice.candidates import Candidate
+from tpengine.advice.question import Question
+from tpengine.advice.search import search
+from tpengine.simulate.machine import Link, Machine
+
+# Of the memory that a rank has; of an H200 about 24 GB.
+_LESS_MEMORY = 1 / 6
+_SMALLER_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """A question that was changed, and its answer.
+
+    Attributes:
+        words: what was changed.
+        layout: the first row then; None if nothing fits.
+    """
+
+    words: str
+    layout: Candidate | None
+
+
+def changes(question: Question, best: Candidate, limit_seconds: float) -> list[Change]:
+    """Return the changes after which the first row has other axes or another schedule.
+
+    Args:
+        question: as it was asked.
+        best: its first row.
+        limit_seconds: how long to look for each.
+    """
+    found = []
+    for words, other in _others(question):
+        rows = search(other, num_rows=1, limit_seconds=limit_seconds).rows
+        layout = rows[0].layout if rows else None
+        if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
+            found.append(Change(words, layout))
+    return found
+
+
+def _others(question: Question) -> Iterator[tuple[str, Question]]:
+    machine = question.machine
+    if 0 < machine.ranks_per_node < question.num_ranks:
+        faster = replace(machine, between=_twice(machine.between))
+        yield "links between nodes 2x as fast", replace(question, machine=faster)
+    if machine.memory_bytes:
+        less = int(machine.memory_bytes * _LESS_MEMORY)
+        yield f"{less / 1e9:.0f} GB less memory", replace(question, machine=_with_memory(machine, -less))
+    if question.global_batch % _SMALLER_BATCH == 0:
+        batch = question.global_batch // _SMALLER_BATCH
+        yield f"batch {batch}", replace(question, global_batch=batch)
+
+
+def _twice(link: Link) -> Link:
+    return replace(link, bytes_per_s=2 * link.bytes_per_s, ring_bytes_per_s=2 * link.ring_bytes_per_s)
+
+
+def _with_memory(machine: Machine, difference: int) -> Machine:
+    return replace(machine, memory_bytes=machine.memory_bytes + difference)

@@ -1,0 +1,70 @@
+"""What is asked: a model, a machine, a batch; and which settings of a layout are fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tpengine.config import Config
+from tpengine.simulate.machine import Machine
+
+# What of a layout may be fixed, by the name in ParallelConfig; micro_batch_size is of TrainConfig.
+AXES = (
+    "tp",
+    "pp",
+    "dp",
+    "zero",
+    "residency",
+    "schedule",
+    "chunks_per_rank",
+    "recompute",
+    "gathered",
+    "tp_comm",
+    "micro_batch_size",
+)
+
+# Of a GPU's memory: the driver's context, communication buffers, blocks that the allocator cannot use.
+ALLOCATOR_SHARE = 0.06
+
+
+@dataclass(frozen=True)
+class Question:
+    """What layouts are searched for.
+
+    Attributes:
+        base: model, sequence length, dtype, reduction, bucket size; its layout and micro-batches do not matter.
+        machine: rates, links, memory.
+        num_ranks: how many ranks there are.
+        global_batch: sequences per step, over all replicas.
+        fixed: settings that the user chose, by their names in AXES.
+    """
+
+    base: Config
+    machine: Machine
+    num_ranks: int
+    global_batch: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.fixed.keys() - set(AXES))
+        assert not unknown, f"not settings of a layout: {unknown}"
+        if self.num_ranks < 1 or self.global_batch < 1:
+            raise ValueError(
+                f"a step needs a rank and a sequence: got {self.num_ranks} ranks and a global batch of "
+                f"{self.global_batch}: use at least 1 of each"
+            )
+        # Refused here by name: a rate that the machine does not have.
+        self.machine.peak(self.base.train.dtype)
+
+    @property
+    def memory_limit(self) -> float:
+        """Return the bytes that a plan may hold: what the rank has, less what its libraries and the allocator take."""
+        limit = self.base.parallel.memory_limit or self.machine.memory_bytes * (1 - ALLOCATOR_SHARE)
+        return float(limit) if limit else float("inf")
+
+    def config(self, micro_batch_size: int, **parallel: Any) -> Config:
+        """Return the configuration of one layout; `parallel` has tp, pp and dp, and what differs from the defaults."""
+        per_replica = self.global_batch // (parallel["dp"] * micro_batch_size)
+        train = replace(self.base.train, micro_batch_size=micro_batch_size, num_micro_batches=per_replica)
+        return replace(self.base, parallel=replace(self.base.parallel, **parallel), train=train)

@@ -1,0 +1,213 @@
+"""An answer in words: the rows of `tpengine advise`, and the sheet of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tpengine.advice.changes import Change
+from tpengine.advice.parts import StepParts
+from tpengine.advice.question import ALLOCATOR_SHARE, Question
+from tpengine.advice.search import Found, Row, TooLarge
+from tpengine.advice.sheet import Sheet
+
+# Parts in the order in which they are told, by their names in StepParts.
+_NAMES: Mapping[str, str] = {
+    "compute": "compute",
+    "again": "recomputation",
+    "tp": "tp exposed",
+    "pp": "pp exposed",
+    "bubble": "bubble",
+    "dp": "dp exposed",
+    "optimizer": "optimizer",
+    "host": "host",
+}
+# A part below this share of what it is a part of is not told.
+_TOLD = 0.005
+# Below this share of a step a part is rounding.
+_NOTHING = 1e-6
+
+
+def answer_lines(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> Iterator[str]:
+    """Yield the answer of `tpengine advise`.
+
+    Args:
+        question: as it was asked.
+        name: of the model.
+        found: what the search has found; at least one row.
+        changed: what would change the first row.
+        run: the command before the layout's options.
+    """
+    machine = question.machine
+    yield (
+        f"{name}, {question.num_ranks} x {machine.name}, {_counted(question.global_batch, 'sequence')} of "
+        f"{question.base.train.seq_len:,}: {_counted(found.num_layouts, 'layout')}, {found.num_fitting:,} may fit, "
+        f"{found.num_simulated} simulated, {found.seconds:.1f} s"
+    )
+    width = max(len(row.layout.words()) for row in found.rows)
+    yield f"  #  {'layout':{width}}  {'step':>8}  {'MFU':>5}  {'memory':>7}  why"
+    best = found.rows[0].sheet
+    for number, row in enumerate(found.rows, start=1):
+        sheet = row.sheet
+        is_first = number == 1
+        step = seconds_text(sheet.seconds) if is_first else f"+{seconds_text(sheet.seconds - best.seconds)}"
+        why = shares(sheet.parts) if is_first else f"lost by: {differences(sheet.parts, best.parts)}"
+        yield (
+            f"{number:>3}  {row.layout.words():{width}}  {step:>8}  {_percent(sheet.share_of_peak()):>5}  "
+            f"{gigabytes(sheet.peak_bytes):>7}  {why}"
+        )
+    if found.gap is not None:
+        yield f"time was up: layouts that were not looked at take at least {seconds_text(found.gap)}"
+    if found.too_large is not None:
+        yield f"nearest that does not fit: {too_large_text(question, found.too_large)}"
+    told = "; ".join(f"{change.words} (then {_then(change)})" for change in changed)
+    yield f"would change it: {told or 'none of: links between nodes 2x as fast, less memory, a smaller batch'}"
+    yield f"run it: {run} {found.rows[0].layout.flags()}"
+    yield from _basis(question)
+
+
+def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
+    """Yield the whole sheet of one layout: time by cause, shares of the peak, memory of each stage."""
+    parts = sheet.parts
+    yield f"step {seconds_text(sheet.seconds)}: {shares(parts)}"
+    for field, words in _NAMES.items():
+        seconds = getattr(parts, field)
+        if seconds > _NOTHING * sheet.seconds:
+            yield f"  {words:<14} {seconds_text(seconds):>10}  {_percent(seconds / sheet.seconds, 1):>7}"
+    yield (
+        f"MFU {_percent(sheet.share_of_peak(), 1)} (model flops, causal attention counted half), "
+        f"{_percent(sheet.share_of_peak(causal_half=False), 1)} (attention counted whole); hardware flops "
+        f"{_percent(sheet.share_of_peak(counts_again=True), 1)} of the peak"
+    )
+    for rank, memory in enumerate(sheet.memory):
+        kinds = ", ".join(f"{kind} {gigabytes(num)}" for kind, num in memory.kinds().items())
+        yield f"rank {rank}: {gigabytes(memory.peak)} at {_action(memory.action)}: {kinds}"
+    limit = question.memory_limit
+    if limit < float("inf"):
+        room = limit - sheet.peak_bytes
+        yield f"{'fits' if room >= 0 else 'does not fit'}: {gigabytes(abs(room))} {'left' if room >= 0 else 'too many'}"
+    yield from _basis(question)
+
+
+def shares(parts: StepParts) -> str:
+    """Return the parts of a step in percent, those of at least half a percent."""
+    told = [(words, getattr(parts, field) / parts.step) for field, words in _NAMES.items()]
+    return ", ".join(f"{words} {_percent(share)}" for words, share in told if share >= _TOLD)
+
+
+def differences(parts: StepParts, best: StepParts) -> str:
+    """Return by how much each part is longer than the best one's; what is left out is less than a fiftieth of it."""
+    less = parts.less(best)
+    whole = max(sum(abs(seconds) for seconds in less.values()), 1e-12)
+    told = sorted(less.items(), key=lambda part: -abs(part[1]))
+    return ", ".join(f"{_NAMES[name]} {_signed(value)}" for name, value in told if abs(value) >= whole / 50)
+
+
+def too_large_text(question: Question, layout: TooLarge) -> str:
+    """Return a layout that does not fit in words."""
+    over = layout.num_bytes - question.memory_limit
+    kinds = ""
+    if layout.memory is not None:
+        rank, memory = layout.memory
+        kind, num_bytes = max(memory.kinds().items(), key=lambda item: item[1])
+        kinds = f" on rank {rank} at {_action(memory.action)}: {kind} {gigabytes(num_bytes)}"
+    remedy = "" if layout.remedy is None else f"; {layout.remedy[0]} fits, step {_signed(layout.remedy[1])}"
+    return f"{layout.layout.words()} ({gigabytes(over)} too many{kinds}{remedy})"
+
+
+def answer_json(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> dict[str, Any]:
+    """Return the answer as JSON's types; seconds and bytes."""
+    return {
+        "model": name,
+        "machine": question.machine.name,
+        "ranks": question.num_ranks,
+        "global_batch": question.global_batch,
+        "seq_len": question.base.train.seq_len,
+        "layouts": found.num_layouts,
+        "may_fit": found.num_fitting,
+        "simulated": found.num_simulated,
+        "search_seconds": found.seconds,
+        "unseen_take_at_least": found.gap,
+        "memory_limit_bytes": None if question.memory_limit == float("inf") else question.memory_limit,
+        "rows": [row_json(row, run) for row in found.rows],
+        "too_large": None
+        if found.too_large is None
+        else {
+            "layout": asdict(found.too_large.layout),
+            "peak_bytes": found.too_large.num_bytes,
+            "step_seconds": found.too_large.seconds,
+        },
+        "changes": [
+            {"change": change.words, "layout": None if change.layout is None else asdict(change.layout)}
+            for change in changed
+        ],
+    }
+
+
+def row_json(row: Row, run: str) -> dict[str, Any]:
+    """Return one row as JSON's types."""
+    return {
+        "layout": asdict(row.layout),
+        "run": f"{run} {row.layout.flags()}",
+        **sheet_json(row.sheet),
+    }
+
+
+def sheet_json(sheet: Sheet) -> dict[str, Any]:
+    """Return one layout's figures as JSON's types."""
+    return {
+        "step_seconds": sheet.seconds,
+        "parts": asdict(sheet.parts),
+        "mfu_attention_causal": sheet.share_of_peak(),
+        "mfu_attention_full": sheet.share_of_peak(causal_half=False),
+        "hfu_attention_causal": sheet.share_of_peak(counts_again=True),
+        "peak_bytes": sheet.peak_bytes,
+        "memory": [
+            {"rank": rank, "peak_bytes": memory.peak, "action": memory.action, "kinds": memory.kinds()}
+            for rank, memory in enumerate(sheet.memory)
+        ],
+    }
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration in s or ms, three digits."""
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return bytes in GB, or in MB where they are few."""
+    return f"{num_bytes / 1e9:.0f} GB" if num_bytes >= 10e9 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _action(text: str) -> str:
+    """Return an action without what it starts besides: 0B3 of 0B3[r1 r2]."""
+    return text.partition("[")[0]
+
+
+def _then(change: Change) -> str:
+    return "nothing fits" if change.layout is None else change.layout.words()
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{seconds_text(abs(seconds))}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _basis(question: Question) -> Iterator[str]:
+    """Yield what the figures rest on."""
+    machine = question.machine
+    exact = " Exact mode's own work is not in it." if question.base.train.reduction == "exact" else ""
+    slack = ""
+    if machine.memory_bytes:
+        slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."
+    yield f"simulated at the rates of {machine.name} ({machine.source}); nothing was measured.{exact}{slack}"

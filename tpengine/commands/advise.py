@@ -1,0 +1,234 @@
+"""`tpengine advise`: the fastest layouts of a model on a machine, why others lose, how to run the first. No torch.
+
+Nothing is measured and no process group is made: layouts are worked out as plans and simulated (tpengine/advice).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tpengine.advice.candidates import shapes
+from tpengine.advice.changes import changes
+from tpengine.advice.question import AXES, Question
+from tpengine.advice.search import Found, Row, search
+from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
+from tpengine.architectures.model_path import model_at, run_of
+from tpengine.config import Config
+from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.toml import load_toml
+from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency, make_schedule
+from tpengine.simulate.draw import Picture, picture_bytes, write_beside
+from tpengine.simulate.machine import MACHINES, machine_named
+
+_NUM_PICTURES = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add what `tpengine advise` understands; `count` parses a number of at least 1."""
+    add_question_arguments(parser, count)
+    parser.add_argument("--top", type=count, default=5, metavar="N", help="rows of the answer (default 5)")
+    parser.add_argument("--explain", type=count, metavar="N", help="print the whole sheet of row N, too")
+    parser.add_argument(
+        "--seconds", type=count, default=10, metavar="S", help="how long to search, at most (default 10)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the answer to FILE")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the first three rows to DIR/advice.svg")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add what says model, machine, batch and fixed settings."""
+    parser.add_argument(
+        "--model",
+        metavar="WHICH",
+        help=f"{', '.join(PRESETS)}, a directory of Hugging Face's form, its config.json alone, or a run",
+    )
+    parser.add_argument("--resume", metavar="RUN", help="instead: go on with a run; its batch and numbers stay")
+    parser.add_argument(
+        "--machine",
+        default="cpu",
+        metavar="WHICH",
+        help=f"{', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml (default cpu)",
+    )
+    parser.add_argument("--ranks", type=count, help="number of ranks (default all of the machine)")
+    parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights")
+    parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
+    parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
+    fixed = parser.add_argument_group("settings that are fixed", "All others are searched.")
+    for axis in ("tp", "pp", "dp"):
+        fixed.add_argument(f"--{axis}", type=count, help=f"size of the axis {axis}")
+    fixed.add_argument("--zero", type=int, choices=range(4), help="what replicas shard")
+    fixed.add_argument("--residency", choices=[each.value for each in Residency], help="of weights at zero 3")
+    fixed.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)}, or a file")
+    fixed.add_argument("--chunks", dest="chunks_per_rank", type=count, metavar="V", help="chunks per rank")
+    fixed.add_argument("--recompute", choices=[each.value for each in Recompute], help="what backward recomputes")
+    fixed.add_argument("--gathered", choices=[each.value for each in Gathered], help="what becomes of gathered tokens")
+    fixed.add_argument("--tp-comm", choices=("fused", "plain"), help="exchanges of tensor-parallel ranks")
+    fixed.add_argument("--micro-batch", dest="micro_batch_size", type=count, metavar="N", help="sequences of one")
+
+
+def advise(args: argparse.Namespace) -> None:
+    """Print the fastest layouts that fit; write and draw what was asked for.
+
+    Raises:
+        ValueError: no layout is legal, or none fits: the nearest, and what closes the gap; one line.
+    """
+    question, name = question_asked(args)
+    if question.fixed.get("schedule"):
+        # Refused by name; a schedule of one micro-batch exists wherever any does.
+        make_schedule(question.fixed["schedule"], question.fixed.get("pp", 1), 1)
+    if next(shapes(question), None) is None:
+        raise ValueError(_nothing_divides(question))
+    found = search(question, args.top, args.seconds)
+    if not found.rows:
+        raise ValueError(_nothing_fits(question, found))
+    if args.explain and args.explain > len(found.rows):
+        raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
+    changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5))
+    run = run_command(args, question)
+    lines = list(answer_lines(question, name, found, changed, run))
+    if args.json:
+        write_beside(
+            args.json, (json.dumps(answer_json(question, name, found, changed, run), indent=2) + "\n").encode()
+        )
+    if args.draw:
+        args.draw.mkdir(parents=True, exist_ok=True)
+        path = args.draw / "advice.svg"
+        write_beside(path, picture_bytes(path, _pictures(found.rows[:_NUM_PICTURES])))
+        lines.append(f"wrote {path}")
+    if args.json:
+        lines.append(f"wrote {args.json}")
+    print("\n".join(lines))
+    if args.explain:
+        _explain(args.explain, found, question)
+
+
+def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
+    """Return what the arguments ask, and the model's name.
+
+    Raises:
+        ValueError: no model or two, a model that is not there, a machine without size.
+    """
+    base, name = _base(args)
+    machine = machine_named(args.machine)
+    num_ranks = args.ranks or machine.ranks_per_node * machine.num_nodes
+    if not num_ranks:
+        raise ValueError(
+            f"advice needs a number of ranks: --machine {args.machine} does not say it: use --ranks 8, or "
+            f"--machine {args.machine}:8x1"
+        )
+    train = base.train
+    said = train.micro_batch_size * train.num_micro_batches * (base.parallel.dp or 1)
+    batch = args.global_batch or said
+    if args.resume and batch != said:
+        raise ValueError(
+            f"a run that goes on keeps its batch, and with it the order of its data: --global-batch {batch}, the "
+            f"run's {said}: leave --global-batch out"
+        )
+    changes = {"seq_len": args.seq_len, "dtype": args.dtype, "reduction": args.reduction}
+    train = replace(train, **{key: value for key, value in changes.items() if value is not None})
+    parallel = replace(base.parallel, memory_limit=args.memory_limit or 0)
+    base = replace(base, train=train, parallel=parallel)
+    fixed = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
+    return Question(base, machine, num_ranks, batch, fixed), name
+
+
+def _base(args: argparse.Namespace) -> tuple[Config, str]:
+    """Return the configuration that a question begins with, and the model's name."""
+    if bool(args.model) == bool(args.resume):
+        raise ValueError(
+            f"advice is for one model: got --model {args.model} and --resume {args.resume}: use one of the two, "
+            "as --model llama_1b"
+        )
+    if args.resume:
+        run = run_of(args.resume)
+        if run is None:
+            raise ValueError(f"--resume needs the directory of a run: {args.resume} has no config.toml: check the path")
+        config = load_toml(run[0] / "config.toml", Config())
+        _keeps_numbers(args, config)
+        return config, run[0].name
+    if args.model.replace("-", "_") in PRESETS:
+        return preset_config(args.model), args.model
+    path = Path(args.model)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(
+            f"--model must be one of {', '.join(PRESETS)}, or a directory with a config.json: got {args.model!r}: "
+            "check the path"
+        )
+    if (run := run_of(str(path))) is not None:
+        return load_toml(run[0] / "config.toml", Config()), path.name
+    base = Config()
+    return replace(base, model=model_at(replace(base.model, path=str(path)))), path.resolve().name
+
+
+def _keeps_numbers(args: argparse.Namespace, config: Config) -> None:
+    for name in ("seq_len", "dtype", "reduction"):
+        asked, said = getattr(args, name), getattr(config.train, name)
+        if asked not in (None, said):
+            raise ValueError(
+                f"a run that goes on keeps its numbers: train.{name} {said}, asked {asked}: leave "
+                f"--{name.replace('_', '-')} out"
+            )
+
+
+def run_command(args: argparse.Namespace, question: Question) -> str:
+    """Return the command that starts such a run, before the layout's options."""
+    per_node = min(question.machine.ranks_per_node, question.num_ranks)
+    nodes = -(-question.num_ranks // per_node)
+    start = f"torchrun --nproc-per-node {per_node}" + (f" --nnodes {nodes}" if nodes > 1 else " --standalone")
+    if args.resume:
+        return f"{start} -m tpengine.train --resume --run-dir {args.resume}"
+    known = args.model.replace("-", "_") in PRESETS
+    path = Path(args.model)
+    where = path.parent if path.name == "config.json" else path
+    model = f"--preset {args.model}" if known else f"--model.path {where}"
+    train = question.base.train
+    return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}"
+
+
+def _pictures(rows: tuple[Row, ...]) -> list[Picture]:
+    longest = max(row.sheet.seconds for row in rows)
+    return [Picture(row.layout.words(), row.sheet.timeline, "s", row.sheet.plan, longest) for row in rows]
+
+
+def _explain(number: int, found: Found, question: Question) -> None:
+    row = found.rows[number - 1]
+    print(f"\nrow {number}: {row.layout.words()}")
+    print("\n".join(sheet_lines(row.sheet, question)))
+    if number > 1:
+        print(f"against row 1: {differences(row.sheet.parts, found.rows[0].sheet.parts)}")
+
+
+def _nothing_divides(question: Question) -> str:
+    """Return why there is no layout at all."""
+    model, fixed = question.base.model, question.fixed
+    dp = fixed.get("dp")
+    if dp and question.global_batch % dp:
+        near = max(dp, round(question.global_batch / dp) * dp)
+        return (
+            f"the global batch must be divisible by dp: {question.global_batch} sequences, dp {dp}: use "
+            f"--global-batch {near}"
+        )
+    given = " ".join(f"{name} {value}" for name, value in fixed.items()) or "no setting fixed"
+    return (
+        f"no layout divides: {question.num_ranks} ranks, {question.global_batch} sequences, {model.num_heads} heads, "
+        f"{model.num_kv_heads} KV heads, {model.num_layers} layers, {given}: fix less, or use another number of ranks"
+    )
+
+
+def _nothing_fits(question: Question, found: Found) -> str:
+    if found.too_large is None:
+        reason = found.refused[0] if found.refused else "none is legal"
+        return f"no layout can run: {reason}"
+    limit = question.memory_limit / 1e9
+    return (
+        f"no layout fits: a rank may hold {limit:.1f} GB; nearest: {too_large_text(question, found.too_large)}: use "
+        "more ranks, a shorter sequence, or a larger --memory-limit"
+    )
