@@ -1,5 +1,7 @@
 """Rung: interpreter, several processes. What is taken out of the fused operators' kernels is noticed.
 
+Programs of a launch are interpreted one by one, and below also in turns (turns.py), in any order that a GPU may have.
+
 Only a wrong result, calls that differ, or ranks of which none can go on are a verdict. What is taken out shows when one
 rank, or its copy engine, is slower than the others; so rank 0 is kept back at that place until nothing that it has done
 so far lets anybody else go on (standstill.py). No sleep decides. Calls run forward alone: who waits for a copy engine
@@ -12,6 +14,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -296,4 +299,93 @@ def test_mutations_of_the_kernels_protocol(
 ) -> None:
     unnoticed = [name for name in names if not any(interpreters.run(noticed, 3, name, False))]
     count_mutations("the kernels' protocol (fused operators)", len(names) - len(unnoticed), len(names))
+    assert not unnoticed
+
+
+class InTurns(NamedTuple):
+    """What is changed in the scatter's sources, where the programs of a launch take turns.
+
+    Attributes:
+        changes: what stands there, once, and what replaces it.
+        late: whether rank 0 is kept back before each flag that it raises.
+    """
+
+    changes: tuple[tuple[str, str], ...]
+    late: bool = False
+
+
+_COUNTING = """        if uncounted >= 0:
+            _count(p_control, uncounted, uncounted_split, uncounted_tiles, epoch, call)
+"""
+IN_TURNS = {
+    "own tiles come first": InTurns(
+        (("(rank + 1 + max(item, 0) // tiles_per_owner)", "(rank + max(item, 0) // tiles_per_owner)"),)
+    ),
+    "a tile is counted behind the sum of the next": InTurns(
+        (
+            (_COUNTING + "        next_item", "        next_item"),
+            ("        uncounted = tl.where(", _COUNTING + "        uncounted = tl.where("),
+        )
+    ),
+    "a program waits for the first split alone": InTurns((("if split != heard:", "if heard < 0:"),), late=True),
+    "splits share a counter": InTurns(
+        (("count_done(p_control, owner, num_tiles, split)", "count_done(p_control, owner, num_tiles)"),)
+    ),
+}
+
+
+def noticed_in_turns(name: str, seed: int, directory: str) -> str:
+    """What this rank notices of a change, or of none, where programs take turns."""
+    from support.kernels.compiled import CACHE_VARIABLE, modules_of
+    from support.kernels.turns import Turns
+    from tpkernels.fused import on_device, scatter_kernel
+
+    changed = IN_TURNS.get(name, InTurns(()))
+    comm, said = kernel_communicator(dist.group.WORLD, "fused", ARENA_BYTES, seed), ""
+    arena = arena_of(comm)
+    with pytest.MonkeyPatch.context() as patch, Standstill(arena, dist.group.WORLD) as standstill:
+        module: Any = scatter_kernel
+        if changed.changes:
+            source = Path(scatter_kernel.__file__).read_text()
+            for old, new in changed.changes:
+                assert source.count(old) == 1, f"not once in the source: {old}"
+                source = source.replace(old, new)
+            patch.setenv(CACHE_VARIABLE, directory)
+            module = modules_of({"scatter_kernel": source})["scatter_kernel"]
+            patch.setattr(on_device, "launch_matmul_scatter", module.launch_matmul_scatter)
+        if changed.late and comm.rank == 0:
+            patch.setattr(module, "notify", kept_back(standstill.until_others_wait, module.notify))
+        with Turns(10 * seed + comm.rank, standstill).of(module):
+            try:
+                said = first_wrong_sum(comm)
+            except (PeerError, CallMismatch) as error:
+                said = f"{type(error).__name__}: {error}"
+        if said:
+            with contextlib.suppress(PeerError, CallMismatch):
+                arena.leave()
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 23), marks=pytest.mark.slow)], ids=["3", "23"])
+def test_programs_may_take_turns_in_any_order(
+    interpreters: RankPool, world: int, seeds: Sequence[int], tmp_path: Path
+) -> None:
+    """No order of a launch's programs is wrong, or one in which ranks wait for each other for ever."""
+    for seed in seeds:
+        assert interpreters.run(noticed_in_turns, world, "", seed, str(tmp_path)) == [""] * world, seed
+
+
+@pytest.mark.parametrize(
+    "names", [tuple(IN_TURNS)[:2], pytest.param(tuple(IN_TURNS), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_mutations_of_programs_in_turns(
+    interpreters: RankPool, count_mutations: CountMutations, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    def is_noticed(name: str) -> bool:
+        return any(any(interpreters.run(noticed_in_turns, 2, name, seed, str(tmp_path))) for seed in range(10))
+
+    unnoticed = [name for name in names if not is_noticed(name)]
+    count_mutations("the kernels' protocol (programs in turns)", len(names) - len(unnoticed), len(names))
     assert not unnoticed

@@ -90,21 +90,21 @@ class Standstill:
         """Keep this rank back until every other one waits in vain or has left; for them no time passes meanwhile."""
         own = self._board[self._rank]
         while True:
-            state = self._state()
+            state = self.state()
             if all(word in (state, _GONE) for board in self._board if board is not own for word in board.tolist()):
                 return
             time.sleep(_SLEEP_SECONDS)
 
     def until_own_kernel_waits(self) -> None:
         """Keep this rank's copy engine back until its kernel waits in vain, or has ended and is waited for no more."""
-        while not self._joins and self._board[self._rank][_RANK] != self._state():
+        while not self._joins and self._board[self._rank][_RANK] != self.state():
             time.sleep(_SLEEP_SECONDS)
 
     def is_still(self) -> bool:
         """Return whether nobody moves any more. A rank that watches the others has left."""
-        return self._is_still(self._state())
+        return self._is_still(self.state())
 
-    def _state(self) -> int:
+    def state(self) -> int:
         """Return a number for the contents of all ranks' control areas; it is above 0."""
         state = 0
         for area in self._areas:
@@ -119,7 +119,7 @@ class Standstill:
         """A clock for a loop that reads it once between two polls of whatever control area."""
 
         def now() -> float:
-            state = self._state()
+            state = self.state()
             if state == self._seen[waiter]:  # and has polled since
                 self._board[self._rank][waiter] = state
                 # The copy engine's thread names the peer that it waits for, before the kernel names the copy.
