@@ -17,7 +17,7 @@ from support.architectures.trained_tokenizers import END, hard_text, saved_token
 from tokenizers import Tokenizer
 
 from tpengine.cli import main
-from tpengine.data import open_tokens
+from tpengine.data import open_tokens, stdlib_text
 from tpengine.data.text.tokenizer import TextTokenizer
 
 
@@ -101,7 +101,8 @@ def test_ids_are_below_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytes
         (["--from", ".", "--end", "256", "--out", "x"], ["--end must be a byte", "'256'", "--end 10"]),
         (["--from", ".", "--begin", "<s>", "--out", "x"], ["--begin must be a byte", "'<s>'", "--begin 10"]),
         (["--from", ".", "--end", "--out", "x"], ["--end must be a byte", "'nothing'"]),
-        (["--from", ".", "--tokenizer", "no", "--out", "x"], ["must have a tokenizer.json: no has none", "AutoTok"]),
+        (["--from", ".", "--tokenizer", "no", "--out", "x"], ["--tokenizer must be bytes, or a local directory", "no"]),
+        (["--from", ".", "--tokenizer", ".", "--out", "x"], ["must have a tokenizer.json: . has none", "AutoTok"]),
         (["--from", "a.txt", "--out", "no/x"], ["directory must exist", "no: create it first"]),
         (["--from", "a.txt", "--out", "old"], ["a token file must be new: old is there", "remove it first"]),
         (["--from", "bad.jsonl", "--out", "x"], ["a line of JSONL must be an object", "bad.jsonl, line 1 is int"]),
@@ -131,6 +132,26 @@ def test_mistakes_are_one_line_and_leave_nothing(
     for part in parts:
         assert part in err
     assert {path.name for path in tmp_path.iterdir()} == before and Path("old").read_text() == "a user's"
+
+
+def peak_bytes(argv: list[str]) -> int:
+    """Largest resident memory of the command, in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-m", "tpengine.cli", *argv], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """One document of 6 MB, and one of 24 MB; as a whole, the library takes 150 bytes a character."""
+    directory, peaks = saved_tokenizer(tmp_path / "model"), []
+    for num_bytes in (6_000_000, 24_000_000):
+        path, out = tmp_path / f"{num_bytes}.txt", tmp_path / f"{num_bytes}.tokens"
+        path.write_bytes((stdlib_text().tobytes() * 6)[:num_bytes])
+        peaks.append(peak_bytes(["data", "--from", str(path), "--tokenizer", str(directory), "--out", str(out)]))
+    assert peaks[1] - peaks[0] < 18_000_000
 
 
 # The command, held up after the second piece.

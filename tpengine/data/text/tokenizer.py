@@ -45,6 +45,11 @@ class TextTokenizer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         path = directory / TOKENIZER
+        if not directory.is_dir():
+            raise ValueError(
+                f"--tokenizer must be bytes, or a local directory with a {TOKENIZER}: got {directory}: check the path, "
+                "or download the model first"
+            )
         if not path.is_file():
             raise ValueError(
                 f"a tokenizer's directory must have a {TOKENIZER}: {directory} has none{_others(directory)}: let "

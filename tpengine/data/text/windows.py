@@ -14,7 +14,7 @@ room.
 
 Windows that agree nowhere, as inside one very long word, are encoded together, as one that grows.
 
-What the library does itself with a long text: it encodes all of it at once, in memory, at some 100 bytes a character.
+What the library does itself with a long text: it encodes all of it at once, in memory, at 150 to 200 bytes a character.
 """
 
 from __future__ import annotations
