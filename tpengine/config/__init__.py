@@ -8,7 +8,7 @@ presets.py       named runs
 exact_sizes.py   how exact mode cuts model and batch, independently of the layout
 """
 
-from tpengine.config.exact_sizes import num_blocks, num_shards_of
+from tpengine.config.exact_sizes import num_blocks, num_shards_of, shards_said
 from tpengine.config.rules import profiled_steps, resolve_layout, schedule_of, validate
 from tpengine.config.settings import (
     IGNORED_LABEL,
@@ -35,5 +35,6 @@ __all__ = [
     "profiled_steps",
     "resolve_layout",
     "schedule_of",
+    "shards_said",
     "validate",
 ]

@@ -45,6 +45,23 @@ def num_shards_of(config: Config) -> int:
     return num_shards(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
 
 
+def shards_said(config: Config) -> str:
+    """Return the number of shards in words; of one alone why there are no more."""
+    number = num_shards_of(config)
+    if number > 1:
+        return f"{number} shards"
+    model, train = config.model, config.train
+    sizes = {
+        "num_heads": model.num_heads,
+        # Shards may share a KV head, so one is no hindrance.
+        "num_kv_heads": model.num_kv_heads if model.num_kv_heads > 1 else 0,
+        "ffn_size": model.ffn_size,
+        "the tokens of a micro-batch": train.micro_batch_size * train.seq_len,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 2]
+    return f"1 shard, so tp 1 alone, since 2 does not divide {' and '.join(odd)}"
+
+
 def num_blocks(config: Config) -> int:
     """Return the number of blocks of micro-batches that exact mode sums (W above). The layout must be resolved."""
     return largest_dp(config.train.num_micro_batches * (config.parallel.dp or 1))

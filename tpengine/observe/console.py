@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.config import Config, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan, clock
@@ -63,8 +63,7 @@ def show_plan(
         lines.append(("memory", f"{f'stage {stage}: ' if layout.pp > 1 else ''}{_memory(memory)}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
-        sizes = f"{num_shards_of(config)} shards, {num_blocks(config)} blocks of micro-batches"
-        lines.append(("sums", f"exact, the bits of every other layout: {sizes}"))
+        lines.append(("sums", f"exact, the bits of every other layout: {shards_said(config)}, {_blocks(config)}"))
     if device.type == "cpu":
         share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
         lines.append(("threads", f"{torch.get_num_threads()} per rank{share}"))
@@ -72,6 +71,11 @@ def show_plan(
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def _blocks(config: Config) -> str:
+    number = num_blocks(config)
+    return f"{number} block{'s' if number > 1 else ''} of micro-batches"
 
 
 def _sharing(layout: Layout) -> str:

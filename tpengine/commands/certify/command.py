@@ -20,7 +20,7 @@ from rich.table import Table
 from tpengine.architectures.model_path import model_at
 from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.commands.certify.evidence import Difference, Evidence
-from tpengine.config import Config, ParallelConfig, num_shards_of, validate
+from tpengine.config import Config, ParallelConfig, num_shards_of, shards_said, validate
 from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.presets import PRESETS
 from tpengine.distributed.local_ranks import Ranks
@@ -108,7 +108,14 @@ def base_of(options: Options) -> Config:
     base = PRESETS[options.preset]()
     if options.model_path is None:
         return base
-    return replace(base, model=replace(model_at(replace(base.model, path=options.model_path)), path=""))
+    model = replace(model_at(replace(base.model, path=options.model_path)), path="")
+    # A table of learned positions may be shorter than the preset's sequences.
+    seq_len = min(base.train.seq_len, model.details.max_positions or base.train.seq_len)
+    return replace(base, model=model, train=replace(base.train, seq_len=seq_len))
+
+
+def _name_of(options: Options) -> str:
+    return f"preset {options.preset}" if options.model_path is None else f"model {options.model_path}"
 
 
 def _check(options: Options) -> None:
@@ -135,8 +142,8 @@ def _check(options: Options) -> None:
             raise ValueError("--fast takes float64 as the truth: got --dtype float64: use float32 or bfloat16")
         if (size := num_parameters(base_of(options).model)) > _MOST_COMPARED:
             raise ValueError(
-                f"--fast compares gradients in one process, of at most {_MOST_COMPARED:,} parameters: preset "
-                f"{options.preset} has {size:,}: use certify, or bench"
+                f"--fast compares gradients in one process, of at most {_MOST_COMPARED:,} parameters: "
+                f"{_name_of(options)} has {size:,}: use certify, or bench"
             )
     elif options.layout == (options.against or Layout()):
         raise ValueError(
@@ -164,13 +171,14 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
     for axis, size, most in (("tp", layout.tp, num_shards_of(base)), ("dp", layout.dp, largest_dp(in_all))):
         if most % size:
             legal = [n for n in range(1, most + 1) if most % n == 0]
+            why = f" ({shards_said(base)})" if axis == "tp" and most == 1 else ""
             raise ValueError(
-                f"{axis} must divide {most} with preset {options.preset}: got {axis} {size}: use "
+                f"{axis} must divide {most} with {_name_of(options)}{why}: got {axis} {size}: use "
                 f"{min(legal, key=lambda n: (abs(n - size), -n))}"
             )
     if layout.pp > base.model.num_layers:
         raise ValueError(
-            f"every pipeline stage needs a layer: preset {options.preset} has {base.model.num_layers}, got pp "
+            f"every pipeline stage needs a layer: {_name_of(options)} has {base.model.num_layers}, got pp "
             f"{layout.pp}: use {base.model.num_layers}"
         )
     train = {"reduction": "exact", "dtype": options.dtype, **train}
@@ -326,7 +334,7 @@ def _say(options: Options, config: Config, what: str) -> None:
     model, train = config.model, config.train
     print(what)
     print(
-        f"preset {options.preset}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+        f"{_name_of(options)}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
         f"{train.dtype}, {config.parallel.schedule}, seed {train.seed}, steps {options.steps} of "
         f"{train.num_micro_batches * (config.parallel.dp or 1)} micro-batches",
         flush=True,
