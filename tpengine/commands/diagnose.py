@@ -1,12 +1,14 @@
-"""`tpengine diagnose`: why the steps of a run take as long as they do. No torch."""
+"""`tpengine diagnose`: why a run's steps take as long as they do, and how it ended if it could not go on. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from tpengine.advice.diagnose import diagnose
+from tpengine.advice.diagnose import chain, diagnose
+from tpengine.last_words import read_last_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def print_diagnosis(args: argparse.Namespace) -> None:
-    """Print the verdict in one line, then what else was found, and what it is based on."""
-    found = diagnose(args.run_dir)
-    print(json.dumps(found.to_json(), indent=1) if args.json else "\n".join(found.lines()))
+    """Print how the run ended, if ranks left last words; then the verdict, what else was found, and its basis.
+
+    A run that ended by a hang may have recorded no steps: then its end is all that is said.
+    """
+    words = read_last_words(args.run_dir)
+    found = None if words and not (args.run_dir / "profile.json").exists() else diagnose(args.run_dir)
+    end = [chain(words)] if words else []
+    if args.json:
+        content: dict[str, Any] = {} if found is None else found.to_json()
+        print(json.dumps(content | {"end": end[0] if end else None}, indent=1))
+        return
+    print("\n".join(end + ([] if found is None else found.lines())))

@@ -48,6 +48,9 @@ _COMPUTING_SECONDS = 0.01
 # A terminal's Ctrl-C arrives twice, because torchrun passes it on too. A person's second Ctrl-C comes later than this.
 _SAME_REQUEST_SECONDS = 2.0
 _LAST_WORD_SECONDS = 5.0
+_KEEPING_SECONDS = 1.0
+# A rank that has not been seen to wait for a peer for so long does something else.
+_LATELY_SECONDS = 2.0
 _LONGEST_LINE = 1000
 
 
@@ -67,6 +70,8 @@ class Watch:
         timeout_seconds: the longest time that a timed activity may take; 0 for no limit.
         waits: returns whether an activity can only end if other ranks act; a rank that computes is never given up.
         explain: returns for an activity, in words for the report, what it waits for: ", waiting for rank 3 (pp)".
+        keep: keeps the same where it is found later, given the reason, the activity, and whether the main thread is
+            seen to wait for no peer's memory; may raise, and may block.
         pulse: knows when some rank last made progress, after a request to stop; None for one process.
         computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
         parent: the process of the torchrun that started this rank, whose end is a request to stop; None without one.
@@ -80,12 +85,13 @@ class Watch:
         self.timeout_seconds = 0.0
         self.waits: Callable[[object], bool] = lambda _: True
         self.explain: Callable[[object], str] = lambda _: ""
+        self.keep: Callable[[str, Doing, bool], None] = lambda *_: None
         self.pulse: Pulse | None = None
         self.computes_on_cores = True
         self.parent: int | None = None
         self.parting = ""
         self._clock = clock
-        self._stopped_at = 0.0
+        self._stopped_at = self._polled_at = 0.0
         self._seen, self._seen_cpu_seconds = activity.now, 0.0
         self._leaving = threading.Lock()
         self._handlers: dict[signal.Signals, object] = {}
@@ -118,7 +124,21 @@ class Watch:
     def report_and_leave(self, reason: str) -> NoReturn:
         """Print why this rank cannot continue, what it was doing and what it waited for; leave with 70. Any thread."""
         doing = self.activity.now
+        self._keep_briefly(reason, doing)
         self.leave(RANK_FAILED, f"rank {self._rank} ends: {reason}: {self._describe(doing)}")
+
+    def _keep_briefly(self, reason: str, doing: Doing) -> None:
+        # The wait for a peer may have given up by the same limit a moment ago.
+        polls_no_peer = self._clock() - max(self._polled_at, doing.began_at) > _LATELY_SECONDS
+
+        def keep() -> None:
+            with contextlib.suppress(Exception):
+                self.keep(reason, doing, polls_no_peer)
+
+        # A disk may be what blocks the run.
+        thread = threading.Thread(target=keep, name="tpengine-last-words", daemon=True)
+        thread.start()
+        thread.join(_KEEPING_SECONDS)
 
     def leave_stopped(self, number: int, message: str) -> NoReturn:
         """Leave because some rank was asked to stop, with 128 + the signal; rank 0 prints the message. After saving."""
@@ -159,7 +179,16 @@ class Watch:
             if self.parent is not None and os.getppid() != self.parent:
                 self.parent = None
                 self.hear(signal.SIGTERM)  # torchrun is gone, so no further signal will be passed on
+            self._look_at_the_main_thread()
             self.look_at_the_clock()
+
+    def _look_at_the_main_thread(self) -> None:
+        """Note when it was last seen to wait for a peer's memory, if it has been in one activity for long."""
+        now = self._clock()
+        if now - self.activity.now.began_at < _LATELY_SECONDS / 2:
+            return
+        if waits_for_peer(sys._current_frames().get(threading.main_thread().ident or 0)):
+            self._polled_at = now
 
     def hear(self, number: int) -> None:
         """Take note of a signal, or leave if nobody will read `stop`; called by the thread."""

@@ -25,6 +25,8 @@ from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
+from tpengine.last_words import forget_last_words
+from tpengine.observe.activity import Doing
 from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -33,7 +35,7 @@ from tpengine.plan import Residency
 from tpengine.training.evaluate import held_out_loss, read_prompt, sample
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
-from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.profiler.waiting import awaited, explain, keep_last_words
 from tpengine.training.state.beginning import Beginning, begin_from
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
@@ -109,7 +111,7 @@ def _pulse(job: Job, watch: Watch) -> Iterator[None]:
 
 def _end_groups(watch: Watch) -> None:
     # Drop the watch's methods first: they keep the trainer, and with it the process groups, alive.
-    watch.explain, watch.waits = lambda _: "", lambda _: True
+    watch.explain, watch.waits, watch.keep = lambda _: "", lambda _: True, lambda *_: None
     stop()
 
 
@@ -141,7 +143,9 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
     trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity, residency=job.residency)
-    watch.explain = partial(explain, trainer, Peers(job.device))
+    peers = Peers(job.device)
+    watch.explain = partial(explain, trainer, peers)
+    watch.keep = _keeper(job, trainer, peers)
     watch.waits = lambda what: bool(awaited(trainer, what))
     watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(trainer, job.checkpoint)
@@ -152,6 +156,14 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     content = ContentCheck(job.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     return _Run(job, watch, console_for(job.launch.rank), trainer, checkpoint, checkpoints, skipped, content)
+
+
+def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, bool], None]:
+    """Return what keeps this rank's last words in the run's directory, if this host sees it; collective."""
+    if job.run_dir is not None:
+        forget_last_words(job.run_dir)
+    run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
+    return partial(keep_last_words, trainer, peers, run_dir) if run_dir.is_dir() else lambda *_: None
 
 
 def _loop(run: _Run) -> None:

@@ -6,6 +6,7 @@ Each is a `Work`, whether a process group runs it, a communicator's thread runs 
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -29,7 +30,10 @@ class Work(Protocol):
 
 
 class Done:
-    """A collective that has ended, or one of a single rank."""
+    """A collective that ended before this was made, or one of a single rank."""
+
+    def __init__(self) -> None:
+        self._ended_ns = time.perf_counter_ns()
 
     def wait(self) -> None:
         """See Work."""
@@ -38,9 +42,9 @@ class Done:
         """See Work."""
         return True
 
-    def ended_ns(self) -> None:
+    def ended_ns(self) -> int:
         """See Work."""
-        return None
+        return self._ended_ns
 
 
 class Collective:

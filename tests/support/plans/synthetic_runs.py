@@ -32,6 +32,7 @@ class Truth:
         seconds_per_byte: of a reduction's or a gather's bytes, for half a ring.
         read: seconds to read the text, by stage.
         issue: share of an action that the host is in it.
+        reduced: seconds of a step that reductions take inside backward, instead of beside it.
         stall: seconds that a step takes longer, because an allocator asks again.
         jitter: by how many percent the steps of metrics.jsonl differ at most.
     """
@@ -42,6 +43,7 @@ class Truth:
     seconds_per_byte: float = 0.0
     read: Mapping[int, float] = field(default_factory=dict)
     issue: float = 1.0
+    reduced: float = 0.0
     stall: float = 0.0
     jitter: float = 1.0
 
@@ -83,7 +85,7 @@ def seconds_of(config: Config, truth: Truth, residency: Residency | None = None)
         simulate(plan, costs_of(config, layout, plan, truth, lambda pp, dp=dp: (pp, dp, 0))).makespan  # type: ignore[misc]
         for dp in range(layout.dp)
     ]
-    return max(makespans) + OUTSIDE_SECONDS + max(truth.read.values(), default=0.0) + truth.stall
+    return max(makespans) + OUTSIDE_SECONDS + max(truth.read.values(), default=0.0) + truth.stall + truth.reduced
 
 
 def write_run(run_dir: Path, config: Config, truth: Truth, residency: Residency | None = None) -> Path:
@@ -129,8 +131,14 @@ def _metered(
         metered_name(kind, chunk): [
             seconds * truth.issue,
             seconds * truth.issue * (1 - (1 - truth.exchange) * own_share),
+            0.0,
         ]
         for (kind, chunk), seconds in compute.items()
         if plan.chunks[chunk].rank == place[0]
     }
-    return {"actions": actions, "read": truth.read.get(place[0], 0.0), "retries": 5 if truth.stall else 0}
+    return {
+        "actions": actions,
+        "read": truth.read.get(place[0], 0.0),
+        "reduced": truth.reduced,
+        "retries": 5 if truth.stall else 0,
+    }

@@ -23,8 +23,10 @@ from support.programs import Running, finish_all, start_ranks
 from support.ranks.progress import finish, wait_until
 from support.readmes import the_command
 
+from tpengine.advice.diagnose import chain
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.last_words import read_last_words
 
 PROGRAM = str(ROOT / "tests/support/engine/drill_program.py")
 STEPS = 16
@@ -290,6 +292,12 @@ def test_a_hanging_rank_ends_the_run_with_a_report_of_every_rank(tmp_path: Path,
     for report in reports.values():
         assert re.search(ACTION, report), report
     assert re.search(r"in 0F1 for", reports[1]), reports[1]
+    # tpengine diagnose follows the waits to the rank that hangs.
+    kept = read_last_words(tmp_path / "out")
+    assert sorted(kept) == list(range(num_ranks)) and kept[1].doing == "0F1", kept
+    assert re.search(r"rank 1 \((tp|pp)\), which was in 0F1 for [\d.]+ s, waiting for nobody: ", chain(kept)), chain(
+        kept
+    )
 
 
 def wait_for(path: Path, num_lines: int, process: subprocess.Popen[str]) -> None:

@@ -5,9 +5,11 @@ changes.py     other settings of the run: the verified plan that they give, with
 slow_ranks.py  a rank, or a stage, that computes longer than the others; bubble.py, too few micro-batches
 exchanges.py   communication that nothing hides; memory.py, what a lack of memory costs; host.py, input and starts
 finding.py     a reason with what it is worth; verdict.py chooses
+hang.py        how a run ended that could not go on
 """
 
 from tpengine.advice.diagnose.finding import Fault, Finding
+from tpengine.advice.diagnose.hang import chain
 from tpengine.advice.diagnose.verdict import Diagnosis, diagnose
 
-__all__ = ["Diagnosis", "Fault", "Finding", "diagnose"]
+__all__ = ["Diagnosis", "Fault", "Finding", "chain", "diagnose"]

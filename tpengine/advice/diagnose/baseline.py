@@ -64,8 +64,8 @@ class Baseline:
 
     @cached_property
     def seconds(self) -> Seconds:
-        """Return what its compute actions take."""
-        return {key: action.seconds for rank in self.ranks for key, action in rank.actions.items()}
+        """Return what its compute actions take, without reductions that did not run beside them."""
+        return {key: action.seconds - action.reducing for rank in self.ranks for key, action in rank.actions.items()}
 
     @cached_property
     def machine(self) -> Machine:
@@ -126,7 +126,7 @@ class Baseline:
 
 def seconds_per_microbatch(rank: RankProfile) -> float:
     """Return what a rank computes of a micro-batch."""
-    return sum(action.seconds for action in rank.actions.values())
+    return sum(action.seconds - action.reducing for action in rank.actions.values())
 
 
 def seconds_text(seconds: float) -> str:

@@ -50,7 +50,7 @@ class Evidence:
         """Return by what share of itself the run's step varies: half of them lie this close together. 0 if unknown."""
         if len(self.step_seconds) < 3:
             return 0.0
-        first, median, third = statistics.quantiles(self.step_seconds, n=4)
+        first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
         return (third - first) / median
 
 

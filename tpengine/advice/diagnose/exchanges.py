@@ -90,8 +90,11 @@ def exposed_dp(baseline: Baseline) -> Finding | None:
     Removed: they take no time. What only a lack of memory gathers again (memory.py) is not counted here.
     """
     again = gathers_again(baseline)
-    brings = baseline.brings(replace(baseline.costs, reductions={}, gathers={})) - (again.seconds if again else 0.0)
-    if brings <= 0.0:
+    exposed = baseline.brings(replace(baseline.costs, reductions={}, gathers={})) - (again.seconds if again else 0.0)
+    slowest = max(baseline.ranks, key=lambda rank: rank.reduced)
+    if slowest.reduced - exposed > baseline.floor * baseline.step:
+        return _reduced_inside(baseline, slowest.pp, slowest.reduced, slowest.reduced - exposed)
+    if exposed <= 0.0:
         return None
     waited = [rank.waited_in for rank in baseline.figures.ranks]
     kind = max((Kind.REDUCE, Kind.GATHER), key=lambda kind: max(of_rank.get(kind, 0.0) for of_rank in waited))
@@ -105,7 +108,18 @@ def exposed_dp(baseline: Baseline) -> Finding | None:
     )
     found = best_change(baseline, _of_replicas(baseline))
     change, brought = (found.text(), found.brings) if found else larger_batch(baseline) or ("", 0.0)
-    return Finding(Fault.EXPOSED_DP, brings, evidence, change, brought)
+    return Finding(Fault.EXPOSED_DP, exposed, evidence, change, brought)
+
+
+def _reduced_inside(baseline: Baseline, stage: int, seconds: float, brings: float) -> Finding:
+    """Return that reductions run inside backward instead of beside it."""
+    last = next(action for action in reversed(baseline.plan.actions[stage]) if action.reduces)
+    evidence = (
+        f"stage {stage} reduces gradients for {seconds_text(seconds)} of {seconds_text(baseline.step)} inside "
+        f"backward, as in {last}, which goes on only when they are summed"
+    )
+    change = "sums that run beside backward, by NCCL or between ranks of one host, or --train.reduction fast,"
+    return Finding(Fault.EXPOSED_DP, seconds, evidence, change, brings)
 
 
 def _of_replicas(baseline: Baseline) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _slowest_with(baseline: Baseline, rank: RankProfile) -> RankProfile:
 
 def _own_seconds(rank: RankProfile, key: tuple[Kind, int]) -> float:
     action = rank.actions[key]
-    return max(action.seconds - action.exchange, 1e-3 * action.seconds)
+    return max(action.seconds - action.exchange - action.reducing, 1e-3 * action.seconds)
 
 
 def _total(seconds: Seconds, rank: RankProfile) -> float:

@@ -23,11 +23,14 @@ class ActionProfile:
         issue: how long the host was in it. On a CPU that is the same.
         exchange: how long the host was blocked in it until other tensor-parallel ranks wrote their part into shared
             memory. What collectives and a GPU's kernels wait is not known, and 0.
+        reducing: how long the host was in it to start reductions of gradients: next to nothing where they run beside
+            it. The median over micro-batches: often only the last one starts any.
     """
 
     seconds: float
     issue: float
     exchange: float
+    reducing: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class RankProfile:
         pp, dp, tp: its place.
         actions: by kind and chunk, all that it computed.
         read: seconds to read its micro-batches of a step, the median over steps; 0 on a stage that reads none.
+        reduced: seconds of a step in which its host started reductions of gradients, as `reducing`, in all actions.
         allocator_retries: how often a GPU's allocator had to give back its memory and ask again, in all steps.
     """
 
@@ -46,6 +50,7 @@ class RankProfile:
     tp: int
     actions: Mapping[tuple[Kind, int], ActionProfile]
     read: float
+    reduced: float
     allocator_retries: int
 
     def to_json(self) -> dict[str, Any]:
@@ -55,6 +60,7 @@ class RankProfile:
             "dp": self.dp,
             "tp": self.tp,
             "read_seconds": self.read,
+            "reduced_seconds": self.reduced,
             "allocator_retries": self.allocator_retries,
             "actions": [
                 {
@@ -63,6 +69,7 @@ class RankProfile:
                     "seconds": action.seconds,
                     "issue_seconds": action.issue,
                     "exchange_seconds": action.exchange,
+                    "reducing_seconds": action.reducing,
                 }
                 for (kind, chunk), action in self.actions.items()
             ],
@@ -104,6 +111,7 @@ def parse_rank(item: Any) -> RankProfile:
         tp=count_of(item, "tp"),
         actions=dict(each(item, "actions", _action)),
         read=number_of(item, "read_seconds"),
+        reduced=number_of(item, "reduced_seconds"),
         allocator_retries=count_of(item, "allocator_retries"),
     )
 
@@ -112,10 +120,13 @@ def _action(item: Any) -> tuple[tuple[Kind, int], ActionProfile]:
     kinds, name = {kind.value: kind for kind in COMPUTE}, name_of(item, "kind")
     if name not in kinds:
         raise WrongProfile(f"a rank's actions are F, B, I and W: got {shown(name)}")
-    seconds, issue, exchange = (number_of(item, f"{part}seconds") for part in ("", "issue_", "exchange_"))
-    if not seconds > 0.0 or exchange > issue:
-        raise WrongProfile(f"an action takes more than 0 s, its exchange no longer than the host: got {shown(item)}")
-    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange)
+    parts = ("", "issue_", "exchange_", "reducing_")
+    seconds, issue, exchange, reducing = (number_of(item, f"{part}seconds") for part in parts)
+    if not seconds > 0.0 or exchange + reducing > issue * (1.0 + 1e-9):
+        raise WrongProfile(
+            f"an action takes more than 0 s, its exchange and reductions no longer than the host: got {shown(item)}"
+        )
+    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange, reducing)
 
 
 def check_ranks(ranks: Sequence[RankProfile], actions_by_stage: Sequence[frozenset[tuple[Kind, int]]]) -> None:

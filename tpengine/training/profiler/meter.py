@@ -1,8 +1,9 @@
 """What a rank's host sees of the recorded steps, beside the trace: what only the rank itself knows.
 
 A trace says when an action began and ended. It does not say how much of the action was an exchange with other
-tensor-parallel ranks; on a GPU, whose moments are those of its stream, how long the host took to issue it; how long the
-rank read its text; and that a GPU's allocator had to ask again. An action costs two more readings of the host's clock.
+tensor-parallel ranks, or a reduction that did not run beside it; on a GPU, whose moments are those of its stream, how
+long the host took to issue it; how long the rank read its text; and that a GPU's allocator had to ask again. An action
+costs two more readings of the host's clock.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Meter:
         self._handlers: Mapping[Kind, Handler] | None = None
         self._issue: defaultdict[str, list[float]] = defaultdict(list)
         self._exchange: defaultdict[str, list[float]] = defaultdict(list)
+        self._reducing: defaultdict[str, list[float]] = defaultdict(list)
         self._read: list[float] = []
-        self._retries, self._retries_at_begin = 0, 0
+        self._reduced: list[float] = []
+        self._retries, self._retries_at_begin, self._starting_at_begin = 0, 0, 0
 
     def begin(self) -> None:
         """Measure what the executor computes, from now on."""
@@ -47,32 +50,37 @@ class Meter:
             kind: self._around(handler) if kind in COMPUTE else handler for kind, handler in executor.handlers.items()
         }
         self._retries_at_begin = _allocator_retries(self._trainer.device)
+        self._starting_at_begin = self._trainer.buckets.starting_ns
 
     def end(self) -> None:
         """Measure nothing any more, and note what belongs to the whole step."""
         assert self._handlers is not None, "a meter ends a step that it has begun"
         self._trainer.executor.handlers, self._handlers = self._handlers, None
         self._read.append(self._trainer.reader.seconds)
+        self._reduced.append((self._trainer.buckets.starting_ns - self._starting_at_begin) * 1e-9)
         self._retries += _allocator_retries(self._trainer.device) - self._retries_at_begin
 
     def figures(self) -> dict[str, Any]:
         """Return what `record_costs.ranks_of` reads, of all steps so far."""
         return {
             "actions": {
-                name: [statistics.median(self._issue[name]), statistics.median(self._exchange[name])]
+                name: [statistics.median(of[name]) for of in (self._issue, self._exchange, self._reducing)]
                 for name in self._issue
             },
+            "reduced": statistics.median(self._reduced),
             "read": statistics.median(self._read),
             "retries": self._retries,
         }
 
     def _around(self, handler: Handler) -> Callable[[Action], None]:
         def handle(action: Action) -> None:
-            waited, begin = self._waited_ns(), time.perf_counter()
+            buckets = self._trainer.buckets
+            waited, starting, begin = self._waited_ns(), buckets.starting_ns, time.perf_counter()
             handler(action)
             name = metered_name(action.kind, action.piece[0])
             self._issue[name].append(time.perf_counter() - begin)
             self._exchange[name].append((self._waited_ns() - waited) * 1e-9)
+            self._reducing[name].append((buckets.starting_ns - starting) * 1e-9)
 
         return handle
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tpengine.last_words import LastWords
+from tpengine.observe.activity import Doing
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
 from tpengine.training.profiler.peers import Peers
@@ -32,6 +36,35 @@ def explain(trainer: Trainer, peers: Peers, what: object) -> str:
     gone = peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
     ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
     return f", waiting for {' and '.join(parts)}{ending}"
+
+
+def keep_last_words(
+    trainer: Trainer, peers: Peers, run_dir: Path, reason: str, doing: Doing, polls_no_peer: bool
+) -> None:
+    """Write to the run's directory why this rank leaves, what it does, and which ranks it waits for.
+
+    Args:
+        polls_no_peer: whether it is known not to wait for a peer's memory. Then a rank whose tensor-parallel ranks
+            exchange through memory, and that computes, waits for none of them.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    by_axis = awaited(trainer, doing.what)
+    computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
+    if computes and polls_no_peer and trainer.comms.tp.arena is not None:
+        by_axis = {}
+    step = trainer.activity.step
+    LastWords(
+        rank=dist.get_rank(),
+        reason=reason,
+        step=None if step is None else step + 1,
+        doing=str(doing.what),
+        seconds=time.monotonic() - doing.began_at,
+        waits={axis: tuple(ranks) for axis, ranks in by_axis.items()},
+        gone=tuple(peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))),
+        time=time.time(),
+    ).write(run_dir)
 
 
 def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:

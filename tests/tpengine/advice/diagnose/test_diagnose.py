@@ -124,6 +124,19 @@ def test_a_reduction_that_nothing_hides(tmp_path: Path, share: float) -> None:
     assert first.brings == pytest.approx(both / 2, rel=0.1)
 
 
+@pytest.mark.parametrize("share", SHARES)
+def test_a_reduction_inside_backward(tmp_path: Path, share: float) -> None:
+    """What it brings to sum beside backward is all of it, but for what nothing hides there either."""
+    config = config_of(1, 2, m=2)
+    beside = Truth(seconds_per_byte=1e-9)
+    truth = replace(beside, reduced=share / (1.0 - share) * seconds_of(config, beside))
+    found = diagnosed(tmp_path, config, truth)
+    check(found, Fault.EXPOSED_DP, truth.reduced)
+    exposed = seconds_of(config, beside) - seconds_of(config, Truth())
+    assert found.findings[0].brings == pytest.approx(truth.reduced - exposed, rel=0.1)
+    assert "inside backward, as in 0B1[r0 " in found.findings[0].evidence
+
+
 def test_a_pipeline_without_sequences_to_split_takes_a_larger_batch(tmp_path: Path) -> None:
     """A schedule that fills better would be offered first; no other does than zbv."""
     config = config_of(4, m=4, micro_batch_size=1, schedule="zbv")

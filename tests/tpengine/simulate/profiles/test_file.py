@@ -124,10 +124,10 @@ def test_a_fit_by_hand(chunks: list[tuple[int, float]], fit: tuple[float, float,
 def rank_of(stage: int, forward: float, exchange: float) -> RankProfile:
     """What a rank did that is the only one of its stage."""
     actions = {
-        (kind, stage): ActionProfile(seconds, seconds, exchange)
+        (kind, stage): ActionProfile(seconds, seconds, exchange, 0.01)
         for kind, seconds in {Kind.F: forward, Kind.B: 2 * forward}.items()
     }
-    return RankProfile(stage, 0, 0, actions, 0.05, 0)
+    return RankProfile(stage, 0, 0, actions, 0.05, 0.01, 0)
 
 
 def example(**changes: Any) -> CostProfile:
@@ -248,7 +248,10 @@ def test_a_file_of_before_there_was_memory_or_zero_or_ranks_is_read(tmp_path: Pa
         (lambda ranks: ranks[1]["actions"].pop(), "pp 1, dp 0, tp 0 has not the actions of its stage"),
         (lambda ranks: ranks[1]["actions"][0].update(chunk=0), "pp 1, dp 0, tp 0 has not the actions of its stage"),
         (lambda ranks: ranks[0]["actions"][0].update(kind="STEP"), "are F, B, I and W: got 'STEP'"),
-        (lambda ranks: ranks[0]["actions"][0].update(exchange_seconds=0.2), "its exchange no longer than the host"),
+        (
+            lambda ranks: ranks[0]["actions"][0].update(exchange_seconds=0.2),
+            "its exchange and reductions no longer than the",
+        ),
     ],
 )
 def test_ranks_that_are_those_of_no_run_are_refused(
