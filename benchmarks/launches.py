@@ -148,6 +148,11 @@ def _attention(sizes: Sizes = EVERY) -> None:
     _attend(torch.bfloat16, 128, 8, 1, causal=False)
     _attend(torch.bfloat16, 128, 8, 1, rotated=True, packed=True)
     _attend(torch.bfloat16, 80, 8, 1, rotated=True, interleaved=True, rate=0.1)
+    # What the architectures of the engine launch: rotated heads of these sizes, of all tokens or of a window.
+    for dtype in sizes.dtypes:
+        for head in (64, 80, 128, 256) if dtype == torch.bfloat16 else (64, 80, 128):
+            for window in (0, 512):
+                _attend(dtype, head, heads=8, kv_heads=2, window=window, rotated=True)
 
 
 def _attend(

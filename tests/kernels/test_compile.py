@@ -105,6 +105,21 @@ def test_attention_uses_the_targets_matrix_units(compiled: CompileFor, target: s
     assert not [f"{one.kernel} {one.config}" for one in of_these if unit not in one.matrix_instructions]
 
 
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_of_every_architecture_is_compiled(compiled: CompileFor, target: str, head: int) -> None:
+    """Rotated heads, of all tokens and of a window, forward and backward; in float32 as far as there is a kernel."""
+    seen = set()
+    for one in compiled(target):
+        words = one.config.split()
+        if one.op == "attention" and {f"HEAD={head}", "CAUSAL=True", "cos:float32", "INTERLEAVED=False"} <= {*words}:
+            (dtype,) = (word.removeprefix("q:") for word in words if word.startswith("q:"))
+            seen.add((one.kernel, dtype, "WINDOWED=True" in words))
+    kernels = ("_attention_kernel", "key_gradient_kernel", "query_gradient_kernel")
+    dtypes = ("bfloat16", "float32") if head <= 128 else ("bfloat16",)
+    assert {(kernel, dtype, window) for kernel in kernels for dtype in dtypes for window in (True, False)} <= seen
+
+
 @pytest.mark.parametrize(
     ("op", "kernel"),
     [

@@ -56,6 +56,8 @@ _Table = dict[tuple[int, int, bool], tuple[Config, Config, Config, Config]]
 
 FORWARD: _Table = {
     (32, 2, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    # A window and rotation spilled 8 bytes with 8 warps.
+    (32, 4, False): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
     (64, 2, False): (Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
     (64, 2, True): (Config(64, 32, 4, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1)),
     (64, 4, False): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
@@ -65,6 +67,8 @@ FORWARD: _Table = {
 }
 QUERY_GRADIENT: _Table = {
     (32, 2, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
+    # Rotation spilled 8 bytes on sm_100 with 16 queries and 8 warps.
+    (32, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
     (64, 2, False): (Config(64, 32, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (64, 2, True): (Config(32, 32, 4, 1), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 1)),
     (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),

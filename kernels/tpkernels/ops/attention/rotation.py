@@ -54,6 +54,7 @@ def rotated(x: Tensor, tables: Tables, sides: Sides, other_length: int, options:
     """Return x[B, S, heads, E] rotated once, because the loops read it once per block of the other side."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     batch, length, num_heads, head = x.shape
+    half = max(16, power_of_2(head // 2))
     run(
         _rotate_kernel,
         (num_blocks(length, sides.query_starts, 32), num_heads, batch),
@@ -67,10 +68,11 @@ def rotated(x: Tensor, tables: Tables, sides: Sides, other_length: int, options:
         num_heads,
         *x.stride()[:3],
         HEAD=head,
-        HALF=max(16, power_of_2(head // 2)),
+        HALF=half,
         INTERLEAVED=options.interleaved,
         IS_KEY=is_key,
         BLOCK=32,
-        num_warps=4,
+        # Four warps spill heads of 256 on sm_100.
+        num_warps=8 if half > 64 else 4,
     )
     return y
