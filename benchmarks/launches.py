@@ -14,7 +14,8 @@ from torch import Tensor
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
 from tpkernels.fused.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
-from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.fused.scatter_kernel import launch_matmul_scatter
+from tpkernels.fused.slots import launch_sum_slots
 from tpkernels.launch import cdiv
 from tpkernels.ops.activation import launch_activation, launch_activation_backward
 from tpkernels.ops.adamw import launch_adamw_
@@ -259,7 +260,7 @@ def _matmul_reduce_scatter(sizes: Sizes = EVERY) -> None:
                     for terms, added, bias in (([(x, matrix)], None, None), (2 * [(x, matrix)], addend, y[0])):
                         launch_matmul_scatter(y, terms, added, bias, arena, tokens, 0, len(y), y.numel(), 1, 7)
                     for bias in (None, y[0]):
-                        launch_sum_slots(y, bias, arena, y.numel(), 1)
+                        launch_sum_slots(y, y, bias, arena, y.numel(), 1)
 
 
 LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(

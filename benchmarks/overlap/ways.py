@@ -11,7 +11,7 @@
     push             the operator, with shards pushed by the kernel; if few tokens are gathered
 
 Serial ways synchronise ranks by events, which costs less than any collective, so E is not flattered. A scattered
-product's own rows go through a slot too, in serial and in fused.
+product's own rows go through no slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.gather_kernel import launch_gather_matmul
-from tpkernels.fused.scatter_kernel import launch_matmul_scatter, launch_sum_slots
+from tpkernels.fused.scatter_kernel import launch_matmul_scatter
+from tpkernels.fused.slots import launch_sum_slots
 from tpkernels.fused.strategy import decide
 from tpkernels.launch import cdiv, target_of
 
@@ -198,7 +199,7 @@ class Serial(Way):
         products = self.ranks.each(lambda rank: self.product(lefts[rank], matrices[rank]))
 
         def send(rank: int) -> None:
-            for i in range(1, self.ranks.world + 1):
+            for i in range(1, self.ranks.world):
                 owner = (rank + i) % self.ranks.world
                 rows = shard_rows(num_tokens, self.ranks.world, owner)
                 dtype = products[rank].dtype
@@ -208,7 +209,7 @@ class Serial(Way):
         def add_up(rank: int) -> Tensor:
             arena, own = self._still[rank], shard_rows(num_tokens, self.ranks.world, rank)
             y = products[rank].new_empty(own.stop - own.start, columns)
-            launch_sum_slots(y, None, arena, arena.slot_bytes // y.element_size(), 0)
+            launch_sum_slots(y, products[rank][own], None, arena, arena.slot_bytes // y.element_size(), 0)
             return y
 
         self.ranks.each(send)

@@ -30,7 +30,7 @@ class _Choice(NamedTuple):
 # For each target from large to small; with equal estimates the first is taken.
 _HOPPER = (
     _Choice(MatmulConfig(128, 256, 64, 4, 8, 3), 1.0),
-    # 98 kB and at most 212 registers per thread: two programs per processor.
+    # 98 kB and at most 248 registers per thread: two programs per processor.
     _Choice(MatmulConfig(128, 128, 64, 8, 4, 3), 0.85),
     _Choice(MatmulConfig(64, 128, 64, 8, 4, 4), 0.6),
     _Choice(MatmulConfig(64, 64, 64, 8, 4, 4), 0.4),

@@ -203,8 +203,8 @@ def matmul_scatter(
             generation, call = _begin(
                 arena, operation, "scatters", num_tokens, columns, x.dtype, first, may_be_beside=True
             )
-            # Compute and send: each tile is stored into its owner's slot, the owner's flag follows its last tile. Wait:
-            # programs without tiles do, until every rank has filled its slot here; then they add the slots.
+            # Compute and send: each tile for a peer is stored into this rank's slot there, a flag follows the last of a
+            # split. Wait: own tiles, computed last, wait for their split of every peer, and are added to the slots.
             mine = y[first : first + piece]
             launch_matmul_scatter(
                 mine, terms, addend, bias, arena, num_tokens, first, piece, slot_elements, generation, call

@@ -143,7 +143,8 @@ def fused_scatter_seconds(product: float, scatter: Work, world: int, rates: Rate
 
     with g the product. An owner's rows are sent while the next owner's are computed. This rank's own rows, which are
     not sent, come last. Then the time is the largest of: the matmul alone; the first owner's rows, then all links; all
-    rows that are sent, then the links of the last. Summing reads a partial result of every rank, and writes the sum.
+    rows that are sent, then the links of the last. Summing reads a partial result of every peer,
+    and writes the sum. Nothing hides it: processors have few own tiles each, and end them together (estimate).
 
     Args:
         product: of all ranks' rows, `product_seconds`.
@@ -151,7 +152,7 @@ def fused_scatter_seconds(product: float, scatter: Work, world: int, rates: Rate
     """
     links = link_seconds(scatter, rates)
     overlapped = max(product, product / world + links, product * (world - 1) / world + links / (world - 1))
-    summed_bytes = (world + 1) * scatter.link_bytes / (world - 1)
+    summed_bytes = world * scatter.link_bytes / (world - 1)
     return rates.launch_seconds + rates.signal_seconds + overlapped + summed_bytes / rates.memory_bytes_per_s
 
 

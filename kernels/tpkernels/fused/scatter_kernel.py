@@ -2,11 +2,15 @@
 
     y[T/tp, D] = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend[T, D]) + bias
 
-`matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last. It stores each tile into its slot of
-the owner's block, and raises the flag after the last tile of an owner's rows. A program that finds no more tiles waits
-for every rank's flag, then adds its part of the slots in float32, in a balanced tree of ranks (tree.py): the same bits
-on every run. So a call is one launch. Programs that wait occupy no processor that a peer needs: co-located ranks divide
-the processors, and launch no more programs than theirs hold.
+`matmul_scatter_kernel` computes the rows of rank+1 first and this rank's own last. It stores each tile for a peer into
+its slot of the owner's block. Every owner's columns are cut into up to 8 splits, computed one after the other, and a
+flag goes up after the last tile of each. An own tile stays in registers: its program waits for the same split of every
+peer, adds the peers' slots and the tile in float32, in a balanced tree of ranks (tree.py), and stores y. So a call is
+one launch, its bits are the same on every run, and own data goes through no slot.
+
+Ranks cannot wait in a circle. Only a program with an own tile waits. Numbers are drawn in order: all tiles for peers
+have been drawn by then, by programs that have started. Each program counts its last tile for a peer before it waits. So
+all flags go up whatever other ranks do, and one resident program per rank suffices.
 
 The decision a reader will question: a tile is counted one tile late, and the next number is drawn before a tile is
 stored. Both are releases, which wait until this program's stores have arrived at their owner. Behind the next tile's
@@ -22,8 +26,9 @@ from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
-from tpkernels.launch import cdiv, jit, num_processors, run, target_of, tl
-from tpkernels.ops.matmul.epilogue import finish
+from tpkernels.fused.slots import add_own, num_own_parts
+from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, target_of, tl
+from tpkernels.ops.matmul.epilogue import finish, rounded
 from tpkernels.ops.matmul.kernel import Operand, num_parts
 from tpkernels.ops.matmul.tiles import multiply, place
 from tpkernels.symmetric.signals_kernel import (
@@ -38,71 +43,27 @@ from tpkernels.symmetric.signals_kernel import (
     notify,
     published_line,
     rank_of,
+    report,
+    split_columns,
     wait,
     wait_for_epoch,
 )
 
 # The most products that the kernel adds.
 MOST_TERMS = 2
-# Elements that a program sums at a time: 16 bytes of bfloat16 per thread of 8 warps.
-_SUM_ELEMENTS = 2048
+# A split has a multiple of so many columns, which is a multiple of every tile's.
+_SPLIT_COLUMNS = 16 if INTERPRETED else 256
 # What differs between launches of one shape.
 _VARYING = ("a", "b", "p_y", "p_bias", "p_addend", "other_a", "other_b")
 
 
 @jit
-def _added(
-    p_slots: tl.tensor,
-    o_x: tl.tensor,
-    m_x: tl.tensor,
-    slot_elements: tl.tensor,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-) -> tl.tensor:
-    """Return the sum of slots FIRST to FIRST + COUNT in the balanced tree of tree.py.
-
-    The left subtree has the largest power of two of slots that is less than COUNT.
-    """
-    if COUNT == 1:
-        return tl.load(p_slots + FIRST * slot_elements + o_x, mask=m_x, other=0.0).to(tl.float32)
-    else:
-        LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
-        left = _added(p_slots, o_x, m_x, slot_elements, FIRST, LEFT)
-        return left + _added(p_slots, o_x, m_x, slot_elements, FIRST + LEFT, COUNT - LEFT)
-
-
-@jit
-def add_slots(
-    p_control: tl.tensor,
-    p_y: tl.tensor,
-    p_bias: tl.tensor,
-    block_offset: tl.tensor,
-    num_rows: tl.tensor,
-    num_columns: tl.tensor,
-    slot_elements: tl.tensor,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Compute this program's part of y[rows, num_columns] = sum of the slots + bias; every rank has filled its slot."""
-    p_slots = block_of(p_control, rank_of(p_control), block_offset, p_y.dtype.element_ty)
-    num_elements = tl.cast(num_rows, tl.int64) * num_columns
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
-        o_x = first + tl.arange(0, BLOCK)
-        m_x = o_x < num_elements
-        # [BLOCK]
-        total = _added(p_slots, o_x, m_x, slot_elements, 0, WORLD)
-        if p_bias is not None:
-            total += tl.load(p_bias + o_x % num_columns, mask=m_x, other=0.0).to(tl.float32)
-        tl.store(p_y + o_x, total.to(p_y.dtype.element_ty), mask=m_x)
-
-
-@jit
 def _count(
-    p_control: tl.tensor, owner: tl.tensor, tiles_per_owner: tl.tensor, epoch: tl.tensor, call: tl.tensor
+    p_control: tl.tensor, owner: tl.tensor, split: tl.tensor, num_tiles: tl.tensor, epoch: tl.tensor, call: tl.tensor
 ) -> None:
-    """Count a tile that this program has stored at its owner, and raise the owner's flag if it was the last."""
-    if count_done(p_control, owner, tiles_per_owner):
-        notify(p_control, owner, arrived_line(rank_of(p_control), 0), epoch, call)
+    """Count a tile that this program has stored at its owner, and raise the split's flag if it was the last of it."""
+    if count_done(p_control, owner, num_tiles, split):
+        notify(p_control, owner, arrived_line(rank_of(p_control), split), epoch, call)
 
 
 @jit(do_not_specialize=["num_tokens", "most", "first", "piece", "generation", "gather_call", "call"])
@@ -144,15 +105,16 @@ def matmul_scatter_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_SUM: tl.constexpr,
+    OWN_PARTS: tl.constexpr,
+    SPLIT_COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute rows first to first + piece of every owner's shard, and store them into the owner's block.
+    """Compute rows first to first + piece of every owner's shard; send peers theirs, add what they send to own ones.
 
-    The block begins at block_offset bytes of the owner's memory; this rank's slot in it is slot `rank`. Then wait for
-    every rank, and compute y = the sum of the slots here + bias.
+    An owner's block begins at block_offset bytes of its memory; this rank's slot in it is slot `rank`. A tile of y is
+    the sum of the peers' slots here and the own tile, + bias.
 
     Args:
-        p_y: this rank's rows of the piece, without gaps; None to neither wait nor add.
+        p_y: this rank's rows of the piece, without gaps; None to neither wait nor add: own tiles go into the own slot.
         a, b, other_a, other_b: the operands of one product or, if TWO_TERMS, of two. Each is a parameter of its own,
             because triton cannot launch descriptors in tuples.
         gather_call: number of the gather that runs beside this call, and began just before it; 0 if there is none.
@@ -171,11 +133,20 @@ def matmul_scatter_kernel(
     num_n = max(tl.cdiv(num_columns, BLOCK_N), 1)
     tiles_per_owner = num_m * num_n
     num_items = WORLD * tiles_per_owner
+    # Splits are cut by columns alone: they are the same on every rank, whatever tiles it has.
+    tl.static_assert(SPLIT_COLUMNS % BLOCK_N == 0, "a tile lies in one split")
+    n_per_split = split_columns(num_columns, SPLIT_COLUMNS) // BLOCK_N
     # Nothing is computed with item -1: the first number is drawn where all others are (claim).
-    item, uncounted = -1, -1
+    item, uncounted, heard = -1, -1, -1
+    uncounted_split, uncounted_tiles = 0, 0
     while item < num_items:
         owner = (rank + 1 + max(item, 0) // tiles_per_owner) % WORLD
-        i_m, i_n = place(max(item, 0) % tiles_per_owner, num_m, num_n, GROUP_M)
+        i_tile = max(item, 0) % tiles_per_owner
+        split = i_tile // (num_m * n_per_split)
+        first_n = split * n_per_split
+        n_of_split = min(num_n - first_n, n_per_split)
+        i_m, i_n = place(i_tile - num_m * first_n, num_m, n_of_split, GROUP_M)
+        i_n += first_n
         row, column = i_m * BLOCK_M, i_n * BLOCK_N
         num_rows = max(min(min(num_tokens - owner * most, most) - first, piece), 0)
         has_rows = (item >= 0) & (row < num_rows)
@@ -224,57 +195,64 @@ def matmul_scatter_kernel(
         # Count the tile before, which these products gave the time to arrive, and draw the next number. Both wait for
         # this program's stores, so they come before this tile's.
         if uncounted >= 0:
-            _count(p_control, uncounted, tiles_per_owner, epoch, call)
+            _count(p_control, uncounted, uncounted_split, uncounted_tiles, epoch, call)
         next_item = claim(p_control)
-        # Send.
-        p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
         p_added = p_addend
         if p_addend is not None:
             p_added = p_addend + first_token.to(tl.int64) * stride_addend
-        finish(
-            acc,
-            p_slot,
-            None,
-            p_added,
-            row,
-            column,
-            tl.where(has_rows, num_rows, 0),
-            num_columns,
-            num_columns,
-            stride_addend,
-            False,
-            PARTS,
-        )
-        uncounted = tl.where(item >= 0, owner, -1)
+        rows_here = tl.where(has_rows, num_rows, 0)
+        tile = rounded(acc, p_added, row, column, rows_here, num_columns, stride_addend, DTYPE, PARTS)
+        is_added = (owner == rank) & (p_y is not None)
+        if is_added:
+            if p_y is not None:
+                # Wait for this split of every peer. No peer waits for this program any more: it has counted its tiles.
+                if split != heard:
+                    for i in range(1, WORLD):
+                        source = (rank + i) % WORLD
+                        wait(p_control, source, arrived_line(source, split), epoch, call)
+                    heard = split
+                # Add.
+                add_own(
+                    tile,
+                    p_y,
+                    block_of(p_control, rank, block_offset, DTYPE),
+                    p_bias,
+                    rank,
+                    row,
+                    column,
+                    rows_here,
+                    num_columns,
+                    slot_elements,
+                    WORLD,
+                    OWN_PARTS,
+                )
+        else:
+            # Send; without y also the own tiles, to the own slot.
+            p_slot = block_of(p_control, owner, block_offset, DTYPE) + rank * slot_elements
+            finish(
+                tile,
+                p_slot,
+                None,
+                None,
+                row,
+                column,
+                rows_here,
+                num_columns,
+                num_columns,
+                0,
+                False,
+                PARTS,
+            )
+        uncounted = tl.where((item >= 0) & (not is_added), owner, -1)
+        uncounted_split, uncounted_tiles = split, num_m * n_of_split
         item = next_item
     if uncounted >= 0:
-        _count(p_control, uncounted, tiles_per_owner, epoch, call)
-    if p_y is not None:
-        for i in range(1, WORLD + 1):
-            source = (rank + i) % WORLD
-            wait(p_control, source, arrived_line(source, 0), epoch, call)
-    # Only now, because it also tells the host of a peer that gave up before it raised these flags.
+        _count(p_control, uncounted, uncounted_split, uncounted_tiles, epoch, call)
+    # A peer that gave up has poisoned the group before it raised the flags that this program has seen.
+    if heard >= 0:
+        report(p_control)
     if is_last_claim(item, num_items):
         end_launch(p_control, epoch, generation, gather_call != 0)
-    if p_y is not None:
-        own_rows = max(min(min(num_tokens - rank * most, most) - first, piece), 0)
-        add_slots(p_control, p_y, p_bias, block_offset, own_rows, num_columns, slot_elements, WORLD, BLOCK_SUM)
-
-
-@jit(do_not_specialize=["num_rows"])
-def sum_slots_kernel(
-    p_y: tl.tensor,
-    p_bias: tl.tensor,
-    control: tl.int64,
-    block_offset: tl.int64,
-    num_rows: tl.int32,
-    num_columns: tl.int32,
-    slot_elements: tl.int64,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Compute y[rows, num_columns] = sum of the slots + bias, where every rank has filled its slot."""
-    add_slots(control_at(control), p_y, p_bias, block_offset, num_rows, num_columns, slot_elements, WORLD, BLOCK)
 
 
 def launch_matmul_scatter(
@@ -367,26 +345,7 @@ def launch_matmul_scatter(
             BLOCK_K=config.block_k,
             GROUP_M=config.group_m,
             PARTS=num_parts(config),
-            BLOCK_SUM=_SUM_ELEMENTS,
+            OWN_PARTS=num_own_parts(config),
+            SPLIT_COLUMNS=_SPLIT_COLUMNS,
             **launch_options(config, x.element_size(), target),
         )
-
-
-def launch_sum_slots(y: Tensor, bias: Tensor | None, arena: DeviceArena, slot_elements: int, generation: int) -> None:
-    """Launch y[rows, columns] = sum of what every rank has sent + bias, by itself: benchmarks compare with it."""
-    processors = arena.processors or num_processors(y)
-    programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
-    run(
-        sum_slots_kernel,
-        (programs,),
-        y,
-        None if bias is None else bias.contiguous(),
-        arena.address,
-        arena.offset_of(generation),
-        y.shape[0],
-        y.shape[1],
-        slot_elements,
-        WORLD=arena.world,
-        BLOCK=_SUM_ELEMENTS,
-        num_warps=8,
-    )

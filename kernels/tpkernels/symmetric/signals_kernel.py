@@ -11,7 +11,8 @@ and limits there. Its lines, of 16 int32 words each:
     POISON              reason, waiter, awaited, line waited at, epoch expected, epoch seen, call, lock
     STATE               epoch of the newest call, its generation, rank, world; for each generation the epoch of its
                         newest call; int64: how many ns a wait may take; the numbers 0 and 1
-    CLAIMS, DONE + d    counters of a launch, of tiles claimed and of tiles sent to rank d; 0 between launches
+    CLAIMS, DONE + d    counters of a launch: of tiles claimed, and of tiles sent to rank d, a word for each split; 0
+                        between launches
     TABLE               int64: where each rank's memory begins, as seen from here; then where the host's record is
 
 A flag is an epoch and, by the epoch's parity, the number of the call (a hash of operation, sizes and dtype). Every use
@@ -192,6 +193,12 @@ def fetched_line(source: tl.tensor, split: tl.tensor) -> tl.tensor:
     It is not arrived_line: `source` may be one call ahead and have raised that flag, which the copy would set back.
     """
     return source * _MAX_SPLITS + split + _FETCHED
+
+
+@jit
+def split_columns(num_columns: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
+    """Return how many columns each split has of what is sent by columns: a multiple of UNIT."""
+    return tl.cdiv(tl.cdiv(max(num_columns, 1), UNIT), _MAX_SPLITS) * UNIT
 
 
 @jit
@@ -394,9 +401,12 @@ def end_launch(p_control: tl.tensor, epoch: tl.tensor, generation: tl.tensor, ne
 
 
 @jit
-def count_done(p_control: tl.tensor, peer: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
-    """Count one more tile that was stored at `peer`, and return whether it was the last of `num_tiles` (pattern 2)."""
-    p_done = p_control + (peer + _DONE) * _LINE
+def count_done(p_control: tl.tensor, peer: tl.tensor, num_tiles: tl.tensor, split: tl.tensor = 0) -> tl.tensor:
+    """Count one more tile that was stored at `peer`, and return whether it was the last of `num_tiles` (pattern 2).
+
+    Each split of what is sent to a peer has a counter of its own.
+    """
+    p_done = p_control + (peer + _DONE) * _LINE + split
     tl.debug_barrier()
     is_last = tl.atomic_add(p_done, 1, sem="acq_rel", scope="sys") == num_tiles - 1
     if is_last:

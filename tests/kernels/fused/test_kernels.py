@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support import CountMutations
 from support.ranks.arena_ranks import Case, cases, hostile_communicator, inputs_of, results
 from support.ranks.kernel_ranks import kernel_communicator, wrong_results
 from support.ranks.rank_pool import RankPool
@@ -22,6 +23,7 @@ from support.ranks.standstill import Standstill
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused import on_device, scatter_kernel
+from tpkernels.fused import slots as slots_module
 from tpkernels.fused import strategy as fused_strategy
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
@@ -286,6 +288,49 @@ def check_bits_of_the_host_path() -> None:
 
 def test_equal_bits_with_the_host_path(interpreters: RankPool) -> None:
     interpreters.run(check_bits_of_the_host_path, 4)
+
+
+def in_turn(slots: Any, own: Any, mask: Any, rank: Any, stride: Any, first: int, count: int) -> Any:
+    """Add the slots one after another."""
+    total = slots_module._added(slots, own, mask, rank, stride, first, 1)
+    for i in range(first + 1, first + count):
+        total = total + slots_module._added(slots, own, mask, rank, stride, i, 1)
+    return total
+
+
+def own_last(slots: Any, own: Any, mask: Any, rank: Any, stride: Any, first: int, count: int) -> Any:
+    """Add the peers' slots in the tree, as one that has no slot of this rank, and then what is own."""
+    from tpkernels.launch import tl
+
+    nothing = tl.zeros_like(own)
+    return slots_module._added(slots, nothing, mask, rank, stride, first, count) + own.to(tl.float32)
+
+
+def bits_are_those_of_the_host(mutant: str) -> bool:
+    """The check above, of sums in another order."""
+    mutants: dict[str, Callable[..., Any]] = {"in turn": in_turn, "own last": own_last}
+    tree = slots_module._added
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(slots_module, "_added", tree)
+            return mutants[mutant](*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots_module, "_added", once)
+        try:
+            check_bits_of_the_host_path()
+        except AssertionError:
+            return False
+    return True
+
+
+def test_another_order_of_the_sum_is_noticed(interpreters: RankPool, count_mutations: CountMutations) -> None:
+    """By every rank, wherever in the tree its own tile stands; but 0 + 1 and 1 + 0 are the same, so not all by each."""
+    orders = ("in turn", "own last")
+    unnoticed = [order for order in orders if all(interpreters.run(bits_are_those_of_the_host, 4, order))]
+    count_mutations("the order of a scatter's sum", len(orders) - len(unnoticed), len(orders))
+    assert unnoticed == []
 
 
 def raised_by(call: Callable[[], Any]) -> str:

@@ -1,6 +1,6 @@
 """Rung: interpreter, several processes. What is taken out of the fused operators' kernels is noticed.
 
-Programs of a launch are interpreted one by one, and below also in turns (turns.py), in any order that a GPU may have.
+Programs of a launch are interpreted one by one, and below also in turns (support/kernels/turns.py).
 
 Only a wrong result, calls that differ, or ranks of which none can go on are a verdict. What is taken out shows when one
 rank, or its copy engine, is slower than the others; so rank 0 is kept back at that place until nothing that it has done
@@ -34,20 +34,21 @@ from tpkernels.symmetric.signals import PeerError
 
 pytest.importorskip("triton")
 
-ARENA_BYTES = 1 << 13
-# Several tiles of what is interpreted.
-COLUMNS = 40
+ARENA_BYTES = 1 << 15
+# Several tiles of what is interpreted: of a scatter each is a split, whose flag goes up behind its tiles, one for each
+# 16 rows.
+COLUMNS, NUM_SPLITS, ROWS = 40, 3, 20
 
 
 def skipped(*_: Any, **__: Any) -> Any:
     return 0
 
 
-def early(control: Any, peer: Any, num_tiles: Any) -> bool:
+def early(control: Any, peer: Any, num_tiles: Any, split: Any) -> bool:
     """Say that all tiles are done when the first is."""
     from tpkernels.symmetric import signals_kernel
 
-    signals_kernel.count_done(control, peer, num_tiles)
+    signals_kernel.count_done(control, peer, num_tiles, split)
     return True
 
 
@@ -55,23 +56,32 @@ class Counts:
     """Stands for `_count`, of a rank whose first interpreted program draws all tiles.
 
     Args:
-        counted: says of the nth of so many calls in a launch which tiles are counted, by their numbers.
+        counted: says of the nth of so many calls in a launch which tiles for peers are counted, by their numbers.
     """
 
     def __init__(self, counted: Callable[[int, int], Sequence[int]]) -> None:
         self._counted, self._calls = counted, 0
 
-    def __call__(self, control: Any, owner: Any, tiles_per_owner: Any, epoch: Any, call: Any) -> None:
+    def __call__(self, control: Any, owner: Any, split: Any, num_tiles: Any, epoch: Any, call: Any) -> None:
         from tpkernels.symmetric import signals_kernel
 
-        world, num_tiles, rank = dist.get_world_size(), int(tiles_per_owner), dist.get_rank()
-        total = world * num_tiles
+        world, rank = dist.get_world_size(), dist.get_rank()
+        tiles_per_owner = NUM_SPLITS * int(num_tiles)
+        total = (world - 1) * tiles_per_owner
         for tile in self._counted(self._calls % total, total):
-            peer = (rank + 1 + tile // num_tiles) % world
-            if signals_kernel.count_done(control, owner - owner + peer, tiles_per_owner):
-                line = signals_kernel.arrived_line(owner - owner + rank, 0)
-                signals_kernel.notify(control, owner - owner + peer, line, epoch, call)
+            peer = owner - owner + (rank + 1 + tile // tiles_per_owner) % world
+            of_tile = split - split + tile % tiles_per_owner // int(num_tiles)
+            if signals_kernel.count_done(control, peer, num_tiles, of_tile):
+                line = signals_kernel.arrived_line(owner - owner + rank, of_tile)
+                signals_kernel.notify(control, peer, line, epoch, call)
         self._calls += 1
+
+
+def first_split(source: Any, split: Any) -> Any:
+    """The line of another split than is asked for."""
+    from tpkernels.symmetric import signals_kernel
+
+    return signals_kernel.arrived_line(source, split - split)
 
 
 def without_the_second(control: Any) -> Any:
@@ -109,8 +119,8 @@ def first_wrong_sum(comm: Communicator) -> str:
     for number in (1.0, 2.0, 3.0):
         arena_of(comm).generation = 0  # `begin` takes the other
         # [T, F/tp] @ [D, F/tp]^T, summed over the ranks
-        y = matmul_reduce_scatter(torch.full((2 * comm.size, 3), number), torch.ones(COLUMNS, 3), comm)
-        if not torch.equal(y, torch.full((2, COLUMNS), 3 * number * comm.size)):
+        y = matmul_reduce_scatter(torch.full((ROWS * comm.size, 3), number), torch.ones(COLUMNS, 3), comm)
+        if not torch.equal(y, torch.full((ROWS, COLUMNS), 3 * number * comm.size)):
             return f"rank {comm.rank}: sums of {number} are {y.tolist()}"
     return ""
 
@@ -215,10 +225,16 @@ MUTATIONS = {
         late=("fused.scatter_kernel", "finish"),
         check=first_wrong_sum,
     ),
+    "a tile waits for another split": Mutation(
+        ("fused.scatter_kernel", "arrived_line"),
+        first_split,
+        late=("fused.scatter_kernel", "notify"),
+        check=first_wrong_sum,
+    ),
     "a scatter beside a gather does not wait until the generation is free": Mutation(
         ("fused.scatter_kernel", "wait_for_epoch"),
         skipped,
-        late=("fused.scatter_kernel", "add_slots"),
+        late=("fused.scatter_kernel", "add_own"),
         check=first_wrong_beside,
     ),
     "the call after a gather beside a scatter does not meet": Mutation(
@@ -236,7 +252,7 @@ MUTATIONS = {
     "calls of one generation do not meet": Mutation(
         ("symmetric.signals_kernel", "barrier"),
         skipped,
-        late=("fused.scatter_kernel", "add_slots"),
+        late=("fused.scatter_kernel", "add_own"),
         check=first_wrong_sum,
     ),
 }

@@ -81,3 +81,40 @@ def finish(
             # [M, N]
             acc += widened(tl.load(p_tile, mask=m_inside, other=0.0))
         tl.store(p_tile, acc.to(p_c.dtype.element_ty), mask=m_inside)
+
+
+@jit
+def rounded(
+    acc: tl.tensor,
+    p_addend: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    stride_addend: tl.tensor,
+    DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile acc + the addend from p_addend[row, column] on, if there is one, rounded to DTYPE.
+
+    Args:
+        p_addend: [num_rows, num_columns] with stride_addend between rows, or None.
+        PARTS: in how many parts of the columns it is added, a power of two.
+    """
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    if p_addend is None:
+        return acc.to(DTYPE)
+    elif PARTS > 1:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (M, 2, N // 2)), (0, 2, 1)))
+        left = rounded(left, p_addend, row, column, num_rows, num_columns, stride_addend, DTYPE, PARTS // 2)
+        middle = column + N // 2
+        right = rounded(right, p_addend, row, middle, num_rows, num_columns, stride_addend, DTYPE, PARTS // 2)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (M, N))
+    else:
+        o_m = row + tl.arange(0, M)
+        o_n = column + tl.arange(0, N)
+        m_inside = (o_m < num_rows)[:, None] & (o_n < num_columns)[None, :]
+        p_added = p_addend + o_m.to(tl.int64)[:, None] * stride_addend + o_n[None, :]
+        # [M, N]
+        return (acc + widened(tl.load(p_added, mask=m_inside, other=0.0))).to(DTYPE)
