@@ -62,7 +62,7 @@ def _run(arguments: Sequence[str]) -> int:
         if args.run is run_import:
             args.settings = settings
         elif settings:
-            parser.error(f"unrecognized arguments: {' '.join(settings)}")
+            raise ValueError(f"unrecognized arguments: {' '.join(settings)}: see {parser.prog} {arguments[0]} --help")
         code: int = args.run(args) or 0
     except SystemExit:  # help, the version
         sys.stdout.flush()

@@ -273,11 +273,23 @@ def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
     """Return the message for a flag that does not exist, with a likely one: `--lr` is `--optim.lr`."""
     if not name.startswith("-"):
         return f"settings are given as --section.name value: got {name!r}, which is neither: see --help"
-    flag_of = {flag.rpartition(".")[2].lstrip("-"): flag for flag in settings}
-    last_part = name.rpartition(".")[2].lstrip("-")
-    near = [flag_of[part] for part in difflib.get_close_matches(last_part, flag_of, n=1, cutoff=0.75)]
+    section, _, last_part = name.lstrip("-").rpartition(".")
+    by_last_part: dict[str, list[str]] = {}
+    for flag in settings:
+        by_last_part.setdefault(flag.rpartition(".")[2].lstrip("-"), []).append(flag)
+    in_section = {part: [flag] for part, flags in by_last_part.items() for flag in flags if _section(flag) == section}
+    # The section that was given counts first; without one, a last part that two sections have means either.
+    near: list[str] = []
+    for known in (in_section if section else {}, by_last_part):
+        for part in difflib.get_close_matches(last_part, known, n=1, cutoff=0.75) if not near else ():
+            near = known[part]
     near = near or difflib.get_close_matches(name, settings, n=1)
-    return f"unknown option {name}: {f'perhaps you meant {near[0]}' if near else 'see --help for all options'}"
+    remedy = f"perhaps you meant {' or '.join(near)}" if near else "see --help for all options"
+    return f"unknown option {name}: {remedy}"
+
+
+def _section(flag: str) -> str:
+    return flag.lstrip("-").rpartition(".")[0]
 
 
 def _check_text(name: str, text: str, setting: _Setting) -> None:

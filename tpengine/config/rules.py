@@ -253,24 +253,30 @@ def _check_layout(config: Config) -> None:
             f"every pipeline stage needs a layer: pp {pp}, num_layers {model.num_layers}: "
             f"use pp {model.num_layers} or fewer, or num_layers {pp} or more"
         )
+    # The sizes of a model that a directory has are no settings: there the layout alone can change.
+    is_open = not model.path
     if model.num_heads % tp:
         legal_heads = partial(_can_have_heads, model.hidden_size, model.num_kv_heads, tp)
+        other = f", or {_nearest_where('num_heads', model.num_heads, legal_heads, model.hidden_size)}"
         raise ValueError(
             f"num_heads must be divisible by tp: num_heads {model.num_heads}, tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.num_heads, world_size)), world_size)}, or "
-            f"{_nearest_where('num_heads', model.num_heads, legal_heads, model.hidden_size)}"
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.num_heads, world_size)), world_size)}"
+            f"{other if is_open else ''}"
         )
     if model.ffn_size % tp:
+        other = f", or {_nearest_multiples('ffn_size', model.ffn_size, tp)}"
         raise ValueError(
             f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.ffn_size, world_size)), world_size)}, or "
-            f"{_nearest_multiples('ffn_size', model.ffn_size, tp)}"
+            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.ffn_size, world_size)), world_size)}"
+            f"{other if is_open else ''}"
         )
     kv = model.num_kv_heads
     if kv % tp and tp % kv:
+        shares = partial(_shares_heads, math.gcd(model.num_heads, world_size), kv)
+        legal = _nearest_where("num_kv_heads", kv, lambda g: g % tp == 0 or tp % g == 0, 2 * kv * tp)
         raise ValueError(
             f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use "
-            f"{_nearest_where('num_kv_heads', kv, lambda g: g % tp == 0 or tp % g == 0, 2 * kv * tp)}"
+            f"{legal if is_open else _nearest_where('tp', tp, shares, world_size)}"
         )
     tokens = train.micro_batch_size * train.seq_len
     if tokens % tp:
@@ -325,6 +331,10 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
 
 def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:
     return hidden_size % (2 * num_heads) == 0 and num_heads % num_kv_heads == 0 and num_heads % tp == 0
+
+
+def _shares_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
+    return num_heads % tp == 0 and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
 
 
 def _divides(number: int, divisor: int) -> bool:

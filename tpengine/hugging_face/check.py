@@ -70,7 +70,9 @@ def _listed(kind: str, found: Sequence[str]) -> str:
     return f"{len(found)} {kind}: {', '.join(found[:_NUM_NAMED])}{more}"
 
 
-def check_tied(directory: ModelDirectory, source: Source, name: str, other: str) -> None:
+def check_tied(
+    directory: ModelDirectory, source: Source, name: str, other: str, part: tuple[int, int] = (0, 1)
+) -> None:
     """Check that two tensors of the directory have the same bytes; if either is not there, do nothing.
 
     Args:
@@ -78,18 +80,20 @@ def check_tied(directory: ModelDirectory, source: Source, name: str, other: str)
         source: its files.
         name: the output head, which a tied model does not read.
         other: the table that it is tied to.
+        part: (i, n) compares the i-th of n shares; as many ranks compare all of it together.
 
     Raises:
         ValueError: they differ.
 
-    Cost: both are read once, 4 MiB at a time.
+    Cost: the share of both is read once, 4 MiB at a time.
     """
     first, second = directory.tensors.get(name), directory.tensors.get(other)
     if first is None or second is None:
         return
     is_same = (first.dtype, first.shape) == (second.dtype, second.shape)
     buffers = bytearray(_COMPARED_BYTES), bytearray(_COMPARED_BYTES)
-    for done in range(0, first.num_bytes, _COMPARED_BYTES) if is_same else ():
+    share = range(part[0] * _COMPARED_BYTES, first.num_bytes, part[1] * _COMPARED_BYTES)
+    for done in share if is_same else ():
         views = [memoryview(buffer)[: first.num_bytes - done] for buffer in buffers]
         for tensor, view in zip((first, second), views, strict=True):
             source.read_into(view, tensor.path, tensor.begin + done)

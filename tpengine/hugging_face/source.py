@@ -7,12 +7,13 @@ Pages of a mapped file count as resident memory of the rank, and stay until some
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import TracebackType
 
 
 class Source:
-    """Open files, read at any place; a context manager, which closes them.
+    """Open files, read at any place, by several threads; a context manager, which closes them.
 
     Attributes:
         bytes_read: so far.
@@ -21,6 +22,7 @@ class Source:
     def __init__(self) -> None:
         self.bytes_read = 0
         self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Source:
         return self
@@ -47,9 +49,7 @@ class Source:
             ValueError: the file cannot be read, or ends before the memory is full.
         """
         try:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            descriptor, done = self._descriptors[path], 0
+            descriptor, done = self._descriptor(path), 0
             # One call reads at most 2 GiB, and may be interrupted.
             while done < len(memory):
                 num_bytes = os.preadv(descriptor, [memory[done:]], begin + done)
@@ -59,6 +59,13 @@ class Source:
                         f"{begin + len(memory)}: copy it again"
                     )
                 done += num_bytes
-                self.bytes_read += num_bytes
+            with self._lock:
+                self.bytes_read += done
         except OSError as error:
             raise ValueError(f"weights must be readable: {path}: {error.strerror}: check the file") from None
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]

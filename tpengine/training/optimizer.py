@@ -131,6 +131,12 @@ class AdamW:
             parameter.copy_(master)
 
     @torch.no_grad()
+    def round_masters(self) -> None:
+        """Round all masters into their parameters, after the masters were written to."""
+        for parameter, master in self._copies.values():
+            parameter.copy_(master)
+
+    @torch.no_grad()
     def step(self, lr: float, update: int, skip: Tensor | None = None) -> None:
         """Update every parameter with the current gradients.
 

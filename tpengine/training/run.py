@@ -142,7 +142,8 @@ class _Run:
 def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
-    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity, residency=job.residency)
+    draws = job.checkpoint is None and job.beginning is None
+    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity, residency=job.residency, draws=draws)
     peers = Peers(job.device)
     watch.explain = partial(explain, trainer, peers)
     watch.keep = _keeper(job, trainer, peers)
@@ -152,6 +153,9 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     if checkpoint is None and job.beginning is not None:
         watch.activity.begin("reading the weights to begin with", timed=False)
         begin_from(trainer, job.beginning)
+    elif checkpoint is None and not draws:
+        # The checkpoint that was there has been removed meanwhile.
+        trainer.draw_weights()
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     content = ContentCheck(job.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)

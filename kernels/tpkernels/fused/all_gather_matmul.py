@@ -21,6 +21,7 @@ from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.fused.ordered import exchanges
 
 _NAME = "all_gather_matmul"
 
@@ -46,7 +47,7 @@ def _forward(
     return [*outputs, full.clone() if full is x else full]
 
 
-@_forward.register_fake
+@exchanges(_forward)
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, num_tokens: int, keep_gathered: bool
 ) -> list[Tensor]:
@@ -64,7 +65,7 @@ def _dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor |
     return matmul_scatter(list(zip(dys, weights, strict=True)), comm, _NAME, dgathered)
 
 
-@_dgrad.register_fake
+@exchanges(_dgrad)
 def _(dys: Sequence[Tensor], weights: Sequence[Tensor], dgathered: Tensor | None, group: str) -> Tensor:
     comm = communicator_named(group)
     gradient = dys[0] if dys else dgathered
@@ -83,7 +84,7 @@ def _dgrad_and_gather(
     return [dx, full.clone() if full is x else full]
 
 
-@_dgrad_and_gather.register_fake
+@exchanges(_dgrad_and_gather)
 def _(dys: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, group: str, num_tokens: int) -> list[Tensor]:
     return [torch.empty_like(x), x.new_empty(num_tokens, x.shape[1])]
 
@@ -94,7 +95,7 @@ def _all_gather(x: Tensor, group: str, num_tokens: int) -> Tensor:
     return full.clone() if full is x else full
 
 
-@_all_gather.register_fake
+@exchanges(_all_gather)
 def _(x: Tensor, group: str, num_tokens: int) -> Tensor:
     return x.new_empty(num_tokens, *x.shape[1:])
 

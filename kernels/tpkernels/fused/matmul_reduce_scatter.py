@@ -22,6 +22,7 @@ from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, kernels_gather, matmul_scatter
+from tpkernels.fused.ordered import exchanges
 
 _NAME = "matmul_reduce_scatter"
 
@@ -41,7 +42,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tens
     return matmul_scatter([(x, weight.T)], communicator_named(group), _NAME, bias=bias)
 
 
-@_forward.register_fake
+@exchanges(_forward)
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     comm = communicator_named(group)
     rows = shard_rows(x.shape[0], comm.size, comm.rank)
@@ -58,7 +59,7 @@ def _dgrad(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathere
     return [dx, full.clone() if full is dy else full]
 
 
-@_dgrad.register_fake
+@exchanges(_dgrad)
 def _(dy: Tensor, weight: Tensor, group: str, num_tokens: int, keep_gathered: bool = True) -> list[Tensor]:
     dx = dy.new_empty(num_tokens, weight.shape[1])
     return [dx, dy.new_empty(num_tokens, dy.shape[1])] if keep_gathered else [dx]
@@ -71,7 +72,7 @@ def _gather(dy: Tensor, group: str, num_tokens: int) -> Tensor:
     return full.clone() if full is dy else full
 
 
-@_gather.register_fake
+@exchanges(_gather)
 def _(dy: Tensor, group: str, num_tokens: int) -> Tensor:
     return dy.new_empty(num_tokens, dy.shape[1])
 

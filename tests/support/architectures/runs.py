@@ -51,9 +51,9 @@ def beginning(path: Path, layout: tuple[int, int, int] = (1, 1, 1), zero: int = 
     return validate(replace(base, model=model, train=settings), layout[0] * layout[1] * layout[2])
 
 
-def begun(config: Config) -> Trainer:
+def begun(config: Config, draws: bool = True) -> Trainer:
     """A trainer with those weights; with drawn ones where there is no path."""
-    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer = Trainer(config, open_corpus(config), CPU, draws=draws)
     if config.model.path:
         begin_from(trainer, check_beginning(config.model))
     return trainer

@@ -113,3 +113,15 @@ def hard_text(rng: random.Random, num_characters: int) -> str:
         else:
             parts.append(END)
     return "".join(parts)
+
+
+def long_words(rng: random.Random, num_characters: int) -> str:
+    """Runs and words of up to 300 characters, which a window of a test may begin and end inside of."""
+    parts = [""]
+    while sum(map(len, parts)) < num_characters:
+        if rng.randrange(2):
+            parts.append(rng.choice(["a", " ", "=", "- ", "\n", "😀", "  \n", "é"]) * rng.randrange(1, 300))
+        else:
+            letters = rng.choice(["ACGT", "selfreturn", "0123456789", "\n ", "😀中"])
+            parts.append("".join(rng.choices(letters, k=rng.randrange(1, 300))))
+    return "".join(parts)

@@ -158,6 +158,20 @@ def test_spellings_that_differ_are_refused(scaling: RopeScaling, spelling: str) 
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, "factor of rope_type linear must be a number"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale of rotary positions"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of rope_type linear must be at least 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1}},
+            "must be above 0 and finite",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+            "beta_slow of rope_type yarn must be below beta_fast: got 2.0 and 1.0",
+        ),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 1: got nan"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window must be at least 1, a query's own key: got 0: use null for none",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "weights must not be quantized"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
     ],
@@ -244,6 +258,26 @@ def test_a_file_of_ones_own_is_an_architecture(tmp_path: Path) -> None:
     model = ModelConfig(architecture=str(tmp_path / "own.py"))
     check_architecture(model)
     assert "layers.3.attn.k_proj.bias" in [spec.name for spec in stage_specs(model, 2, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "said"),
+    [
+        ({}, "3", "num_heads must be divisible by tp: num_heads 4, tp 3: use tp 1"),
+        ({"intermediate_size": 97}, "2", "ffn_size must be divisible by tp: ffn_size 97, tp 2: use tp 1"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            "2",
+            "num_kv_heads must divide tp or be divisible by it: num_kv_heads 3, tp 2: use tp 1",
+        ),
+    ],
+)
+def test_a_remedy_leaves_a_directorys_sizes_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], tp: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    assert main(["schedule", "--model.path", str(tmp_path), "--tp", tp, "--pp", "1"]) == 2
+    assert capsys.readouterr().err == f"tpengine: error: {said}\n"
 
 
 def test_a_plan_and_its_bytes_need_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

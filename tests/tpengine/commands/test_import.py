@@ -15,10 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.architectures.drawn import CONFIGS
 from support.architectures.runs import CPU, beginning, begun, saved, trained_run
+from support.architectures.sparse import sparse_model
 from support.programs import run_module
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
+from benchmarks.harness.resident_memory import (
+    follow_what_lives,
+    forget_peak,
+    keep_what_is_freed,
+    peak_bytes,
+    resident_bytes,
+)
 from tpengine.checkpoint.index import read_index
 from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint
 from tpengine.cli import main
@@ -184,6 +192,24 @@ def test_a_run_is_imported_with_its_wider_weights(ranks: RankPool, tmp_path: Pat
     assert any((tensor != tensor.bfloat16()).any() for tensor in tensors_of(tmp_path / "b").values())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak of a process")
+def test_1_gb_passes_through_64_mib(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    assert sparse_model(tmp_path / "theirs", "F32") > 1e9
+    follow_what_lives()
+    try:
+        forget_peak()
+        before = resident_bytes()
+        run = imported(tmp_path / "theirs", tmp_path / "run")
+        growth = peak_bytes() - before
+    finally:
+        keep_what_is_freed()
+    files = read_index(checkpoints_of(run).of_step(0)).files
+    assert len(files) == 2 and sum(entry.num_bytes for entry in files.values()) > 1e9
+    assert growth <= 64 * 2**20
+
+
 def test_what_cannot_be_imported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, out = tmp_path / "theirs", tmp_path / "out"
     saved("qwen3", theirs)
@@ -225,6 +251,11 @@ def test_a_signal_leaves_nothing_half(
         pytest.fail("the signal was ignored")
 
     monkeypatch.setattr(import_weights, "hash_file", stopped)
-    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 128 + number
+    # As a program has it; training in this process, as other tests do, leaves its own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 128 + number
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(seen) == 2 and os.listdir(tmp_path) == ["theirs"]
     assert capsys.readouterr().err == "tpengine: interrupted; no process and no unfinished file is left\n"

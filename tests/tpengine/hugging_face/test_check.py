@@ -70,6 +70,13 @@ def test_a_tied_head_must_be_the_table(tmp_path: Path) -> None:
     with Source() as source:
         check_tied(held, source, "same", "table")
         assert source.bytes_read == 2 * 4 * 1_500_000
+        # Shares compare the same bytes together, and one of them sees a difference.
+        for i in range(3):
+            check_tied(held, source, "same", "table", (i, 3))
+        assert source.bytes_read == 4 * 4 * 1_500_000
+        check_tied(held, source, "other", "table", (0, 2))
+        with pytest.raises(ValueError, match="other differs from table"):
+            check_tied(held, source, "other", "table", (1, 2))
         check_tied(held, source, "none", "table")
         for name in ("other", "half", "short"):
             with pytest.raises(ValueError) as refused:

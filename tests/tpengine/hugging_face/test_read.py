@@ -87,6 +87,35 @@ def test_every_box_is_the_slice_of_the_whole(
             assert torch.equal(reader.read(stored, (0,) * len(shape), shape, dtype), expected)
 
 
+@pytest.mark.parametrize("to", [torch.float32, torch.float64])
+def test_a_box_of_padding_alone_reads_nothing(tmp_path: Path, to: torch.dtype) -> None:
+    with BoxReader(directory_of(tmp_path, {"a": torch.ones(3, 4)})) as reader:
+        assert reader.read(Stored("a", (3, 4)), (4, 1), (2, 2), to).tolist() == [[0, 0], [0, 0]]
+        assert reader.read(Stored("a", (3, 4)), (3, 0), (0, 4), to).shape == (0, 4)
+        assert reader.source.bytes_read == 0
+
+
+def test_several_threads_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight and through buffers, cut by rows and by columns; every byte is counted once."""
+    monkeypatch.setattr(read, "REGION_BYTES", 64)
+    tensors = {f"t{n}": torch.randn(40, 33 + n) for n in range(30)}
+    boxes = [
+        (Stored(name, tuple(whole.shape)), (8 * (n % 2), n % 3), torch.empty(30, 30, dtype=DTYPES[n % 2]))
+        for n, (name, whole) in enumerate(tensors.items())
+    ]
+    with BoxReader(directory_of(tmp_path, tensors)) as reader:
+        before = torch.get_num_threads()
+        reader.fill_all(boxes, 3)
+        assert torch.get_num_threads() == before
+        assert reader.source.bytes_read == 30 * 30 * 30 * 4
+        for stored, (row, column), target in boxes:
+            assert torch.equal(target, tensors[stored.name][row : row + 30, column : column + 30].to(target.dtype))
+        os.truncate(tmp_path / "model.safetensors", 2000)
+        with pytest.raises(ValueError, match="a safetensors file must be whole"):
+            reader.fill_all(boxes, 3)
+        assert torch.get_num_threads() == before
+
+
 def test_a_parameter_that_wants_its_gradient_is_filled(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     with BoxReader(directory_of(tmp_path, {"a": torch.arange(3.0)})) as reader:

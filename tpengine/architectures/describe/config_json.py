@@ -99,6 +99,10 @@ class ConfigJson:
             default: the window where there is no `sliding_window`; null is none.
         """
         window = self.integer("sliding_window", 0 if "sliding_window" in self.values else default)
+        if window < 1 and self.values.get("sliding_window") is not None:
+            raise ValueError(
+                f"{self.path}: sliding_window must be at least 1, a query's own key: got {window}: use null for none"
+            )
         types = self.values.get("layer_types")
         if types is not None:
             known = ("full_attention", "sliding_attention")

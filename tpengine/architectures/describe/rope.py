@@ -6,6 +6,7 @@ must say the same. What is written has both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+_AT_LEAST_ONE = ("factor", "original_max_position_embeddings")
 # Numbers of other models' variants of a kind, by the value that changes nothing.
 _NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
@@ -42,8 +44,8 @@ def read_rope(
     if section is not None and section in new:
         new = _object(new, section, path)
     theta = values.get("rope_theta", new.get("rope_theta", default))
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError(f"{path}: rope_theta must be a number above 0: got {theta!r}: correct it")
+    if not isinstance(theta, int | float) or not 1 < theta < math.inf:
+        raise ValueError(f"{path}: rope_theta must be a finite number above 1: got {theta!r}: correct it")
     if new.get("rope_theta", theta) != theta:
         raise ValueError(
             f"{path}: rope_theta and rope_parameters must say the same: {theta} and {new['rope_theta']}: "
@@ -103,7 +105,18 @@ def _scaling(values: Mapping[str, Any], path: str) -> RopeScaling:
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"{path}: {name} of rope_type {kind} must be a number: got {value!r}: correct it")
         numbers[name] = float(value) if kinds == (int, float) else value
-    return RopeScaling(kind, **numbers)
+        least = 1 if name in _AT_LEAST_ONE else 0
+        if name != "truncate" and not (least <= value < math.inf and value > 0):
+            bound = f"at least {least}" if least else "above 0"
+            raise ValueError(f"{path}: {name} of rope_type {kind} must be {bound} and finite: got {value}: correct it")
+    scaling = RopeScaling(kind, **numbers)
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if not getattr(scaling, low) < getattr(scaling, high):
+            raise ValueError(
+                f"{path}: {low} of rope_type {kind} must be below {high}: got {getattr(scaling, low)} and "
+                f"{getattr(scaling, high)}: correct them"
+            )
+    return scaling
 
 
 def _object(values: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:

@@ -6,11 +6,11 @@ the same in both, at the same places, the left window's ids are taken up to the 
 from there.
 
 Why this gives the ids of the whole: words, into which a text is split first, have ids of their own, so that a run
-around the border of two words decides it. Where there are no such borders, byte pairs are merged by their neighbours
-alone: a sequence of tokens is what the merges give if each two neighbours are what the merges give for their own text
-(van Antwerpen, "So many tokens, so little time", GitHub 2024), and here each two neighbours stand together in one
-window. Normalising, and splitting into words, look at a few characters around, for which the ends of an overlap leave
-room.
+around the border of two words decides it. Inside a word, which both windows must be in, byte pairs are merged by their
+neighbours alone: a sequence of tokens is what the merges give if each two neighbours are what the merges give for their
+own text (van Antwerpen, "So many tokens, so little time", GitHub 2024), and here each two neighbours stand together in
+one window. Normalising, and splitting into words, look at a few characters around, for which the ends of an overlap
+leave room.
 
 Windows that agree nowhere, as inside one very long word, are encoded together, as one that grows.
 
@@ -30,10 +30,14 @@ from tpengine.data.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-WINDOW_CHARACTERS = 1 << 17
-OVERLAP_CHARACTERS = 1 << 12
-# Beyond this a document is refused: it would be encoded in memory as a whole, again with each window.
-MOST_CHARACTERS = 1 << 22
+# Places of tokens cost the library more the longer a text is: of 4.6 MB of Python, with an AMD EPYC, windows of 2**17
+# characters take 4.2 s, of 2**14 2.3 s; whole documents, which need no places, 1.6 s.
+WHOLE_CHARACTERS = 1 << 17
+WINDOW_CHARACTERS = 1 << 14
+OVERLAP_CHARACTERS = 1 << 11
+# Beyond this a document is refused: windows that agree nowhere are encoded as one again with each that is added, 6 s
+# until here.
+MOST_CHARACTERS = 1 << 19
 
 _RUN_TOKENS = 8
 
@@ -70,19 +74,25 @@ class Window(NamedTuple):
     overlap: int
 
 
-def cut(parts: Iterable[Part], size: int = WINDOW_CHARACTERS, overlap: int = OVERLAP_CHARACTERS) -> Iterator[Window]:
-    """Yield the windows of documents; a document of at most `size` characters is one window.
+def cut(
+    parts: Iterable[Part],
+    whole: int = WHOLE_CHARACTERS,
+    size: int = WINDOW_CHARACTERS,
+    overlap: int = OVERLAP_CHARACTERS,
+) -> Iterator[Window]:
+    """Yield the windows of documents.
 
     Args:
         parts: of documents, in order.
-        size: characters of a window, but for a document's last one, which may be shorter.
+        whole: a document of at most so many characters is one window.
+        size: characters of a window of a longer one, but for its last window, which may be shorter.
         overlap: characters that two neighbours share.
     """
     text, begins = "", True
     for part in parts:
         text += part.text
         place = 0
-        while len(text) - place > size:
+        while len(text) - place > (whole if begins else size):
             yield Window(text[place : place + size], begins, False, part.path, 0 if begins else overlap)
             begins, place = False, place + size - overlap
         text = text[place:]
@@ -217,8 +227,12 @@ def _starts(window: _Open, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def _agree(left: _Open, i: int, right: _Open, j: int, shift: int, high: int) -> bool:
-    """Whether a run of tokens is the same, at the same places, which end before `high` of the right window."""
-    last = j + _RUN_TOKENS
-    if left.ids[i : i + _RUN_TOKENS] != right.ids[j:last] or last > len(right.ids) or right.places[last - 1][1] > high:
+    """Whether a run of tokens is the same, at the same places, before `high` of the right window, in the same words."""
+    at_left, at_right = range(i, i + _RUN_TOKENS), range(j, j + _RUN_TOKENS)
+    if left.ids[i : at_left.stop] != right.ids[j : at_right.stop] or at_right.stop > len(right.ids):
         return False
-    return left.places[i : i + _RUN_TOKENS] == [(a + shift, b + shift) for a, b in right.places[j:last]]
+    if right.places[at_right.stop - 1][1] > high:
+        return False
+    if left.places[i : at_left.stop] != [(a + shift, b + shift) for a, b in right.places[j : at_right.stop]]:
+        return False
+    return all(left.is_border(a) == right.is_border(b) for a, b in zip(at_left[1:], at_right[1:], strict=True))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tpkernels.launch import accumulation_dtype
+import torch.distributed as dist
 
 from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
@@ -22,7 +22,7 @@ from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line
-from tpengine.training.state.training_state import load_weights
+from tpengine.training.state.training_state import load_weights, masters_of
 from tpengine.training.trainer import RunError, Trainer
 
 Beginning = ModelDirectory | tuple[Path, Index]
@@ -82,13 +82,14 @@ def begin_from(trainer: Trainer, found: Beginning) -> None:
 def _fill_from_files(trainer: Trainer, directory: ModelDirectory) -> None:
     model = trainer.config.model
     places = stored_of(model)
-    wide = accumulation_dtype(getattr(torch, trainer.config.train.dtype))
+    # On a GPU copies over the bus take turns.
+    num_threads = torch.get_num_threads() if trainer.device.type == "cpu" else 1
     with BoxReader(directory) as reader:
         if (tied := tied_names(model)) is not None:
-            check_tied(directory, reader.source, *tied)
-        for name, piece in trainer.model.pieces.items():
-            _, stored = places[piece.spec.name]
-            trainer.store(name, reader.read(stored, *piece.block, wide).to(trainer.device))
+            check_tied(directory, reader.source, *tied, (dist.get_rank(), dist.get_world_size()))
+        boxes = [(places[name][1], block.offset, block.tensor) for name, block in masters_of(trainer)]
+        reader.fill_all(boxes, num_threads)
+    trainer.optimizer.round_masters()
 
 
 def _on_all_ranks(fill: Callable[[], None]) -> None:

@@ -43,6 +43,18 @@ def blocks_of(trainer: Trainer) -> dict[str, Block | Blocks]:
     return {name: found[0] if len(found) == 1 else Blocks(tuple(found)) for name, found in parts.items()}
 
 
+def masters_of(trainer: Trainer) -> Iterator[tuple[str, Block]]:
+    """Yield what the optimizer of this rank updates, as boxes of parameters without padding, by the parameter's name.
+
+    The tensors are the optimizer's own. After they have been filled, `trainer.optimizer.round_masters` must be called.
+    """
+    for name, piece in trainer.model.pieces.items():
+        if name in trainer.weights:
+            part = None if trainer.sliced is None else trainer.sliced.parts[name].in_tensor
+            for block in _boxes(piece, trainer.optimizer.masters[name], part, False):
+                yield piece.spec.name, block
+
+
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
     """Load a checkpoint into a trainer of any layout; collective.
 

@@ -67,7 +67,7 @@ def test_documents_of_files_become_the_ids_of_each(tmp_path: Path, monkeypatch: 
     """In pieces that end inside characters, windows, and batches."""
     monkeypatch.setattr(documents_module, "_READ_BYTES", 37)
     monkeypatch.setattr(encode_module, "_CHARACTERS_PER_BATCH", 1000)
-    monkeypatch.setattr(encode_module, "cut", lambda parts: cut(parts, 300, 80))
+    monkeypatch.setattr(encode_module, "cut", lambda parts: cut(parts, 600, 300, 80))
     rng = random.Random(11)
     texts = [hard_text(rng, size) for size in (1, 250, 2000, 40, 5000)]
     lines = [hard_text(rng, size) for size in (20, 400, 1)]

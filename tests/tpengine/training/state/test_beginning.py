@@ -22,11 +22,14 @@ from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
-from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
+from tpengine.hugging_face.source import Source
 from tpengine.layout.parameters import ParameterSpec, stage_specs
+from tpengine.model.transformer import Transformer
 from tpengine.training.state.beginning import begin_from, check_beginning
+from tpengine.training.state.training_state import masters_of
 from tpengine.training.trainer import RunError, Trainer
 
 
@@ -60,6 +63,49 @@ def test_each_rank_has_its_part_of_every_tensor(
             cut = tuple(slice(first, first + size) for first, size in zip(offset, values.shape, strict=True))
             assert torch.equal(values, whole[cut]), name
     assert seen == set(specs_of(config))
+
+
+def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
+    """Bytes read, and held as the files have them, without drawing; what is held, gathered where replicas own slices.
+
+    New memory holds NaN, so that what nobody has filled is seen.
+    """
+    num_bytes = 0
+    read_into = Source.read_into
+
+    def counted(source: Source, memory: memoryview, path: Path, begin: int) -> None:
+        nonlocal num_bytes
+        num_bytes += len(memory)
+        read_into(source, memory, path, begin)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Source, "read_into", counted)
+            patch.setattr(Transformer, "initialise", None)
+            trainer = begun(config, draws=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    held = sum(block.tensor.numel() * 8 for _, block in masters_of(trainer))
+    return num_bytes, held, pieces_of(trainer)
+
+
+@pytest.mark.parametrize(("architecture", "layout", "zero"), [("gpt2", (2, 2, 1), 3), ("llama", (1, 2, 2), 0)])
+def test_a_rank_reads_what_it_updates_and_draws_nothing(
+    ranks: RankPool, tmp_path: Path, architecture: str, layout: tuple[int, int, int], zero: int
+) -> None:
+    """Padding is zero all the same: of 260 rows, padded to 264."""
+    saved(architecture, tmp_path, vocab_size=260)
+    config = beginning(tmp_path, layout, zero)
+    read = ranks.run(read_by_rank, 4, config)
+    for (num_bytes, held, weights), drawn in zip(read, ranks.run(begun_pieces, 4, config), strict=True):
+        assert num_bytes == held
+        for name, (_, want) in drawn.items():
+            assert torch.equal(weights[name][1], want), name
+    if zero:
+        # Nothing is held twice but by tp ranks: norms and biases.
+        files = sum(tensor.num_bytes for tensor in open_directory(tmp_path).tensors.values())
+        assert files < sum(num_bytes for num_bytes, _, _ in read) < 1.05 * files
 
 
 def specs_of(config: Config) -> dict[str, ParameterSpec]:
