@@ -22,9 +22,9 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
 
 
 def numbers(config: ConfigJson) -> ModelConfig:
-    """Return the sizes, with one window for all layers."""
+    """Return the sizes, with one window for all layers: transformers reads no layer_types here."""
     model = llama_sizes(config, kv_heads=8)
-    windows = config.windows(model.num_layers, [True] * model.num_layers, 4096)
+    windows = config.without("layer_types").windows(model.num_layers, [True] * model.num_layers, 4096)
     return replace(model, details=replace(model.details, windows=windows))
 
 

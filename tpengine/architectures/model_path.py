@@ -37,14 +37,16 @@ def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
         ValueError: no such directory, an architecture that is not there, a setting that differs.
     """
     path = settings.path
+    own = settings.architecture if settings.architecture.endswith(".py") else None
     if (run := run_of(path)) is not None:
         found = load_toml(run[0] / "config.toml", Config()).model
+        # Its file may lie elsewhere now.
+        found = replace(found, architecture=own or found.architecture)
     else:
         if not Path(path).is_dir():
             raise ValueError(
                 f"model.path must be a directory with a config.json, or a run: {path} is none: check the path"
             )
-        own = settings.architecture if settings.architecture.endswith(".py") else None
         found = model_of(ConfigJson.read(path), own)
     found = replace(found, **{name: getattr(settings, name) for name in _OWN_SETTINGS})
     for name in given:

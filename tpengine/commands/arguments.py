@@ -133,7 +133,7 @@ def _given_of_model(flags: Sequence[str]) -> list[str]:
     """Return the settings of the model's numbers that are among the flags."""
     names = [flag.partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--model.")]
     given = [name.removeprefix("__model.").removeprefix("no_") for name in names]
-    return [name for name in given if name not in ("path", "architecture") and "dropout" not in name]
+    return [name for name in given if name != "path" and "dropout" not in name]
 
 
 @contextlib.contextmanager

@@ -94,6 +94,12 @@ def test_an_entry_that_changes_results_is_read_or_refused(architecture: str, see
             assert read({**values, entry: other}) != read(values), f"{entry}: {values[entry]} and {other} are one"
 
 
+def test_mistral_has_one_window_for_all_layers() -> None:
+    """As transformers computes it, whatever layer_types says."""
+    values = {**PUBLISHED["Mistral 7B v0.1"][0], "layer_types": ["full_attention"] * 32}
+    assert read(values) == read(PUBLISHED["Mistral 7B v0.1"][0])
+
+
 def _others(value: Any) -> list[Any]:
     match value:
         case bool():

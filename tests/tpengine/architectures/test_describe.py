@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,8 @@ def test_a_setting_beside_the_path_must_be_what_it_says(tmp_path: Path) -> None:
     assert model_at(settings, ["hidden_size"]).residual_dropout == 0.1
     with pytest.raises(ValueError, match=r"num_layers must be what model\.path says: 3 beside .* has 2"):
         model_at(settings, ["num_layers"])
+    with pytest.raises(ValueError, match=r"architecture must be what model\.path says: gpt2 beside .* has llama"):
+        model_at(replace(settings, architecture="gpt2"), ["architecture"])
 
 
 OWN = '''"""An architecture of one's own: a block whose halves both read the same norm."""
