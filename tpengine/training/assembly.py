@@ -23,6 +23,7 @@ from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts, FastParts, Parts
 from tpengine.model.transformer import Transformer
+from tpengine.model.undrawn import Undrawn
 from tpengine.plan import Gathered, Recompute, Reduced, Weights
 
 
@@ -54,7 +55,9 @@ def assemble(
     With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
     """
     build = _exact if config.train.reduction == "exact" else _fast
-    return build(config, layout, mesh, comms, device, halves)
+    # The trainer draws weights that are the same in every layout, or loads them.
+    with Undrawn():
+        return build(config, layout, mesh, comms, device, halves)
 
 
 def _fast(

@@ -83,6 +83,7 @@ def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Source, "read_into", counted)
             patch.setattr(Transformer, "initialise", None)
+            patch.setattr(torch.Tensor, "normal_", None)
             trainer = begun(config, draws=False)
     finally:
         torch.use_deterministic_algorithms(False)
