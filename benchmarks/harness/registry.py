@@ -102,6 +102,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "the host's time of every fused call, its launches and copies; needs no GPU",
             ),
             (
+                "import",
+                "training.import_weights",
+                "a directory of weights becomes a model, on 1 rank and on 4, against transformers' from_pretrained",
+            ),
+            (
                 "kernels",
                 "kernels.command",
                 "each operator against torch's, compiled torch's, Liger's, or its own of any revision",
