@@ -136,8 +136,9 @@ def _architectures(models: Sequence[Path]) -> list[Case]:
 
 
 def _by_name(models: Sequence[Path]) -> dict[str, Path]:
-    """Return the directories by name: of a cache's snapshot, whose name is a hash, by the model two above."""
-    return {(path.parents[1] if path.parent.name == "snapshots" else path).name: path for path in models}
+    """Return the directories by name; the name of a cache's snapshot is a hash, and two above it is the model's."""
+    names = [(path.parents[1] if path.parent.name == "snapshots" else path).name for path in models]
+    return {name.rpartition("--")[2]: path for name, path in zip(names, models, strict=True)}
 
 
 def published_models(cache: Path) -> list[Path]:

@@ -79,7 +79,7 @@ def test_published_models_are_found_and_named(tmp_path: Path, monkeypatch: pytes
         (path / "config.json").write_text("{}")
     assert published_models(tmp_path) == [found]
     cases = {one.name: one for one in cases_for(tmp_path, [found, own])}
-    assert cases["models/models--Qwen--Qwen3-0.6B"].arguments["path"] == str(found)
+    assert cases["models/Qwen3-0.6B"].arguments["path"] == str(found)
     assert cases["models/own"].arguments == {"name": "own", "path": str(own)}
     assert parse(["--out", "x", "--models", str(own)]).models == (own,)
     with pytest.raises(ValueError, match=r"--models must be directories with a config\.json: .*none has none"):
