@@ -44,6 +44,11 @@ class Baseline:
         return max(_LEAST_SHARE, self.evidence.spread)
 
     @property
+    def is_noisy(self) -> bool:
+        """Return whether the run's own steps differ by more than what counts at least."""
+        return self.floor > _LEAST_SHARE
+
+    @property
     def step(self) -> float:
         """Return the seconds of the recorded step."""
         return self.evidence.step

@@ -159,15 +159,18 @@ def _collectives(
     baseline: Baseline, config: Config, layout: Layout, plan: Plan
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return seconds of reductions and gathers by bucket: as recorded for the same buckets, else by their bytes."""
-    recorded = baseline.evidence.profile.buckets
-    if plan.buckets == baseline.plan.buckets:
+    recorded, before = baseline.evidence.profile.buckets, baseline.evidence.layout
+    if plan.buckets == baseline.plan.buckets and (layout.dp, layout.tp) == (before.dp, before.tp):
         return (
             {index: bucket.seconds for index, bucket in recorded.items()},
             {index: bucket.gather_seconds for index, bucket in recorded.items()},
         )
     # Without ZeRO a reduction leaves the whole sum everywhere: two halves of a ring. With it, one.
-    halves = 1 if baseline.evidence.layout.zero else 2
+    halves = 1 if before.zero else 2
     start, per_byte = _fitted([(bucket.num_bytes, bucket.seconds / halves) for bucket in recorded.values()])
+    if before.dp > 1 and layout.dp > 1:
+        # A rank of a ring sends (n - 1) / n of the bytes.
+        per_byte *= (1.0 - 1.0 / layout.dp) / (1.0 - 1.0 / before.dp)
     item, wide = dtype_bytes(config.train.dtype), gradient_bytes(config.train.dtype)
     numel = {b.index: layout.dp * slice_numel(layout.buckets[b.index].layout, layout.dp) for b in plan.buckets}
     reductions = {index: (1 if layout.zero else 2) * (start + per_byte * size * wide) for index, size in numel.items()}

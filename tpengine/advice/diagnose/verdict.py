@@ -76,9 +76,10 @@ class Diagnosis:
     def _healthy(self) -> str:
         baseline, step = self.baseline, self.baseline.step
         computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / step
+        noisy = ", by which its own steps differ: less cannot be told" if baseline.is_noisy else ""
         return (
             f"{Fault.NONE}: {percent(computing)} compute, bubble {percent(baseline.bubble)} as "
-            f"planned: no change that is known here brings {percent(baseline.floor)} of {seconds_text(step)}"
+            f"planned: no change that is known here brings {percent(baseline.floor)} of {seconds_text(step)}{noisy}"
         )
 
     def _basis(self) -> str:
