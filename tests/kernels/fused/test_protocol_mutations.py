@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -381,6 +382,67 @@ def noticed_in_turns(name: str, seed: int, directory: str) -> str:
                 arena.leave()
     dist.barrier()
     return said
+
+
+def said_of_a_peer_that_gave_up(directory: str, is_told: bool) -> str:
+    """What a scatter of rank 0 raises if rank 1 gives up between two of its programs, and raises its flag all the same.
+
+    The first program has an own tile. It is kept back before its wait until the second, which draws the last number,
+    has ended the launch, and rank 1 has raised its flag. So nobody polls while the group is poisoned.
+    """
+    from support.kernels.turns import Turns
+    from tpkernels.fused import scatter_kernel
+    from tpkernels.symmetric import signals_kernel
+
+    comm, said = kernel_communicator(dist.group.WORLD, "fused", ARENA_BYTES), ""
+    arena = arena_of(comm)
+    ended, raised = Path(directory, "ended"), Path(directory, "raised")
+    module: Any = scatter_kernel
+    wait, notify = module.wait, module.notify
+
+    def late_wait(*args: Any) -> None:
+        turns.until_others_end()
+        ended.touch()
+        until_there(raised)
+        wait(*args)
+
+    def give_up_and_notify(control: Any, peer: Any, line: Any, epoch: Any, call: Any) -> None:
+        until_there(ended)
+        signals_kernel.give_up(control, signals_kernel._TIMED_OUT, peer, line, epoch, epoch - 1, call)
+        notify(control, peer, line, epoch, call)
+        raised.touch()
+
+    with pytest.MonkeyPatch.context() as patch, Standstill(arena, dist.group.WORLD) as standstill:
+        turns = Turns(0, standstill, share=0.0)
+        with turns.of(module) if comm.rank == 0 else contextlib.nullcontext():
+            patch.setattr(module, *(("wait", late_wait) if comm.rank == 0 else ("notify", give_up_and_notify)))
+            if not is_told:
+                patch.setattr(module, "report", skipped)
+            try:
+                # A tile for each rank.
+                matmul_reduce_scatter(torch.ones(2 * comm.size, 3), torch.ones(16, 3), comm)
+            except PeerError as error:
+                said = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return said
+
+
+def until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+def test_a_program_that_waited_tells_its_host_of_poison(
+    interpreters: RankPool, count_mutations: CountMutations, tmp_path: Path
+) -> None:
+    """Also if the launch has been ended before."""
+    for name in ("told", "not told"):
+        (tmp_path / name).mkdir()
+    told, _ = interpreters.run(said_of_a_peer_that_gave_up, 2, str(tmp_path / "told"), True)
+    assert "rank 1 waited in matmul_reduce_scatter" in told
+    not_told, _ = interpreters.run(said_of_a_peer_that_gave_up, 2, str(tmp_path / "not told"), False)
+    count_mutations("the kernels' protocol (programs in turns)", int(not_told == ""), 1)
+    assert not_told == ""
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -29,13 +29,14 @@ class Turns:
     Args:
         seed: of the order, another for each rank. It also decides at what share of the steps the turn changes.
         standstill: entered. Time passes only while all programs of the rank that are left wait in vain.
+        share: of the steps at which the turn changes; default by the seed.
     """
 
-    def __init__(self, seed: int, standstill: Standstill) -> None:
+    def __init__(self, seed: int, standstill: Standstill, share: float | None = None) -> None:
         from tpkernels.symmetric import signals_kernel
 
         self._random = random.Random(seed)
-        self._share = self._random.choice((0.1, 0.5, 0.9))
+        self._share = self._random.choice((0.1, 0.5, 0.9)) if share is None else share
         self._standstill, self._clock = standstill, signals_kernel._now_ns
         self._now: int = 2**40
         self._changed = threading.Condition()
@@ -80,6 +81,11 @@ class Turns:
         self._turn = -1
         if self._errors:
             raise self._errors[0]
+
+    def until_others_end(self) -> None:
+        """Keep the program that calls this back until all others have ended."""
+        while len(self._left) > 1:
+            self._change(1.0)
 
     def _whole(self, i: int, program: Callable[[], None]) -> None:
         try:
