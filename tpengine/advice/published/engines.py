@@ -3,7 +3,8 @@
 Chosen by what the row says of its system, precision and layout, from the frameworks' own sources and papers; never by
 what was measured.
 
-    FSDP            zero 3: a unit is a block, gathered before each use and scattered in each backward; one flash kernel
+    FSDP            zero 3: a unit is a block, gathered before each use and scattered in each backward; a flash kernel;
+                    the rest each a kernel of eager torch, unless it is compiled
     DeepSpeed       Megatron's layers; gradients in 16 bits, added and reduced so
     Megatron        gradients in float32, added by the products; the loss in float32, step by step; transfers of 1F1B
                     block; before Hopper attention of GPT writes its scores
@@ -15,11 +16,20 @@ from dataclasses import dataclass
 
 from tpengine.advice.published.row import Row, Sizes
 from tpengine.simulate.modelled.engine import Engine
+from tpengine.simulate.modelled.flash import (
+    CUDNN_ON_HOPPER,
+    FLASH_1_ON_AMPERE,
+    FLASH_2_ON_AMPERE,
+    FLASH_2_ON_HOPPER,
+    FlashKernel,
+)
 
 _HOPPER_AND_LATER = ("h100", "h200", "h800", "b200", "b300", "mi3")
 _FRAMEWORKS_WITH_FLASH = ("torchtitan", "mosaic", "nemo", "llama", "internlm", "olmo", "flash")
 # Longer sequences than this are not trained with scores in memory.
 _LONGEST_WITH_SCORES = 4096
+# Composer's and torchtitan's attention is that of torch or of FlashAttention; others call cuDNN on Hopper.
+_WITHOUT_CUDNN = ("torchtitan", "mosaic", "olmo", "picotron")
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,19 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     scores = not in_units and _keeps_scores(row, sizes, system)
     is_gpt = "gelu" in row.text("mlp") and not in_units
     is_one_by_one = sizes.pp > 1 and _schedule_word(row) in ("", "1f1b") and sizes.chunks == 1
+    is_compiled = "torchtitan" in system or "compile" in row.columns.get("notes", "").lower()
+    is_eager = in_units and not is_compiled
+    flash = None if scores else _flash(row, system)
     engine = Engine(
         cuts_rows=cuts,
         keeps_scores=scores,
         computes_scores_again=recompute == "selective",
-        joins_residuals=False,
-        copies_heads=scores,
+        flash=flash,
+        joins_residuals=is_compiled,
+        reads_norms_twice=is_eager,
+        copies_heads=scores or is_eager,
         drops=is_gpt and scores,
-        wide_loss=not in_units,
+        wide_loss=not is_compiled,
         waits_for_transfers=is_one_by_one,
         scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts,
         context_ranks=sizes.cp,
@@ -86,7 +101,9 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     words = [name]
     if sizes.tp > 1:
         words.append("gather and scatter" if cuts else "all-reduce, no sequence parallelism")
-    words.append("scores in memory" if scores else "flash attention")
+    words.append("scores in memory" if scores else flash.name if flash else "flash attention")
+    if is_eager:
+        words.append("kernels of eager torch")
     if recompute != "none":
         words.append("blocks computed again" if recompute == "full" else "scores computed again")
     if in_units:
@@ -106,6 +123,17 @@ def _keeps_scores(row: Row, sizes: Sizes, system: str) -> bool:
     if any(word in everything for word in _FRAMEWORKS_WITH_FLASH) or any(word in gpu for word in _HOPPER_AND_LATER):
         return False
     return "swiglu" not in row.text("mlp") and sizes.seq <= _LONGEST_WITH_SCORES
+
+
+def _flash(row: Row, system: str) -> FlashKernel | None:
+    """Return the attention kernel: what was there when the framework ran, on this kind of GPU."""
+    gpu, is_own = row.text("gpu"), any(word in system for word in _WITHOUT_CUDNN)
+    if any(word in gpu for word in ("h100", "h200", "b200", "b300")):
+        return FLASH_2_ON_HOPPER if is_own else CUDNN_ON_HOPPER
+    if "a100" not in gpu and "a800" not in gpu:
+        return None
+    # llm-foundry's benchmarks ask for attn_impl triton (scripts/train/benchmarking/submit_benchmarks.py).
+    return FLASH_1_ON_AMPERE if "mosaic" in system else FLASH_2_ON_AMPERE
 
 
 def _schedule_word(row: Row) -> str:

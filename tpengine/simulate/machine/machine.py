@@ -17,6 +17,9 @@ from tpengine.simulate.machine.link import Link
 _TILES = MappingProxyType(
     {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (256, 64): 0.88, (128, 64): 0.8, (64, 64): 0.6}
 )
+_LARGEST_TILE = 256 * 128
+# Into how many parts the inner dim may be cut, so that few tiles occupy all processors.
+_PARTS = (1, 2, 4, 8)
 # Until the first operands of a tile have come from memory, and until its results have gone: a latency of half a
 # microsecond each.
 _TILE_S = 1e-6
@@ -45,7 +48,8 @@ class Machine:
         memory_bytes: of one rank; 0 where that is not limited.
         num_nodes: nodes that there are; 0 where that is not said.
         num_processors: that compute a matmul's tiles; 0 where `matmul` says all.
-        tile_share: of the peak, that a large matmul of the largest tiles attains.
+        tile_share: of the peak, that processors attain within the largest tiles.
+        hides_tiles: a processor computes a tile while it writes the one before.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Machine:
     num_nodes: int = 0
     num_processors: int = 0
     tile_share: float = 1.0
+    hides_tiles: bool = False
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""
@@ -89,17 +94,25 @@ class Machine:
         if not self.num_processors:
             return self.matmul_seconds(work, dtype)
         rate = self.peak(dtype) * self.tile_share / self.num_processors
+        bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
         seconds = []
         for (height, width), share in _TILES.items():
             tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
-            rounds = math.ceil(tiles / self.num_processors)
-            seconds.append(rounds * (2 * height * width * inner / (rate * share) + _TILE_S))
-        bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
+            # All processors write at the same time. Of small tiles a processor has two, which take turns.
+            written = height * width * item_bytes * self.num_processors / self.memory_bytes_per_s
+            hidden = 1.0 if self.hides_tiles else 0.0 if height * width == _LARGEST_TILE else 0.5
+            for parts in _PARTS:
+                rounds = math.ceil(tiles * parts / self.num_processors)
+                inside = 2 * height * width * math.ceil(inner / parts) / (rate * share)
+                # Parts of a sum are written in float32, and read to be added.
+                added = (parts > 1) * 2 * parts * 4 * batch * rows * columns / bandwidth
+                seconds.append(rounds * (inside + _TILE_S + written * (1 - hidden)) + added)
         return max(min(seconds), work.memory_bytes / bandwidth) + self.kernel_s
 
-    def attention_seconds(self, work: Work, dtype: str) -> float:
-        """Return the time of attention, forward or backward."""
-        return self._longer(work, self.peak(dtype) * self.attention.at(max(1, work.flops)))
+    def attention_seconds(self, work: Work, dtype: str, share: float | None = None) -> float:
+        """Return the time of attention, forward or backward, at a share of the peak; None for that of the curve."""
+        attained = self.attention.at(max(1, work.flops)) if share is None else share
+        return self._longer(work, self.peak(dtype) * attained)
 
     def other_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of an operator that reads and writes more than it computes."""

@@ -2,5 +2,6 @@
 
 operators.py (the operators of each action, on a machine), costs.py (the step's durations and sizes), bytes.py (what a
 block keeps), activations.py and working.py (what an action holds), memory.py (what a rank holds, by kind).
-Of other engines: engine.py (what they do differently), kept.py (what their layers keep).
+Of other engines: engine.py (what they do differently), flash.py (attention kernels), kept.py
+(what their layers keep).
 """

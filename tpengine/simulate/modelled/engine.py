@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tpengine.simulate.modelled.flash import FlashKernel
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -19,7 +21,9 @@ class Engine:
             which are as many bytes.
         keeps_scores: attention writes scores and probabilities to memory and keeps them; else it is one kernel.
         computes_scores_again: of attention that keeps scores: backward computes them again instead.
+        flash: the kernel of attention that keeps no scores; None for the machine's curve.
         joins_residuals: a norm's kernel adds the residual; else that is a kernel before it.
+        reads_norms_twice: backward of a norm is two kernels, one for its input and one for its weight.
         copies_heads: queries, keys and values are copied apart, and heads side by side again.
         drops: dropout of 0.1 behind attention, its scores and the feed-forward network.
         wide_loss: logits are copied to float32, and each step of the loss is a kernel of its own.
@@ -36,7 +40,9 @@ class Engine:
     cuts_rows: bool = True
     keeps_scores: bool = False
     computes_scores_again: bool = False
+    flash: FlashKernel | None = None
     joins_residuals: bool = True
+    reads_norms_twice: bool = False
     copies_heads: bool = False
     drops: bool = False
     wide_loss: bool = False

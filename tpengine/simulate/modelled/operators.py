@@ -214,7 +214,9 @@ class _ChunkOperators:
         work = (attention_backward_work if backward else attention_work)(
             self.batch, size.seq, size.heads, size.kv_heads, size.head_size, size.item, causal_half=True, pairs=pairs
         )
-        seconds = self.machine.attention_seconds(work, self.dtype)
+        flash = self.engine.flash
+        share = flash.share(size.seq, size.head_size, backward=backward) if flash else None
+        seconds = self.machine.attention_seconds(work, self.dtype, share)
         ring = self._ring(seconds, backward=backward) if self.context > 1 else 0.0
         return copied + _Sum(seconds, ring, 1)
 
@@ -224,6 +226,11 @@ class _ChunkOperators:
             return _Sum()
         elements = self.rows * self.size.hidden
         return self._others(Work(elements, elements * (3 * self.size.item + self.engine.drops)))
+
+    def _norms_again(self) -> _Sum:
+        """Return the gradients of two norms' weights, for which input and output's gradient are read once more."""
+        work = Work(0, 2 * self.rows * self.size.hidden * self.size.item)
+        return self._others(work, work) if self.engine.reads_norms_twice else _Sum()
 
     def _wide_loss(self, bytes_per_logit: int) -> tuple[Work, ...]:
         logits = self.size.tokens * self.size.vocab
@@ -294,6 +301,7 @@ class _ChunkOperators:
                 activation_backward_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
             )
             + self._dropped() * 2
+            + self._norms_again()
         )
         return _total([total, *self._products(1)])
 
