@@ -122,6 +122,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "pipeline schedules against torch.distributed.pipelining; or measured against simulated",
             ),
             (
+                "published",
+                "pipeline.published",
+                "predicted steps and memory of runs that others published, against what they measured",
+            ),
+            (
                 "rival",
                 "training.rival_options",
                 "settings of torch's own parallelism against each other, to compare with the best",

@@ -1,1 +1,1 @@
-"""Schedules against torch's pipelining, and predictions of the simulator against measurements."""
+"""Schedules against torch's pipelining; the simulator's predictions against measured and against published steps."""

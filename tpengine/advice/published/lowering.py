@@ -7,7 +7,7 @@ each block is a chunk, whose weights are gathered while the chunk before it runs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpengine.advice.published.engines import EngineOfRow
 from tpengine.advice.published.row import Row, Sizes
@@ -62,6 +62,7 @@ class Lowering:
         schedule: our name.
         tied: whether the ends share the embedding.
         is_asynchronous: no stage waits for the others before it steps.
+        counts_ends: the plan counts the embedding and the head as a layer each, for chunks that hold nothing else.
     """
 
     config: Config
@@ -70,6 +71,14 @@ class Lowering:
     schedule: str
     tied: bool
     is_asynchronous: bool
+    counts_ends: bool = False
+
+    def with_blocks(self, plan: Plan) -> Plan:
+        """Return a plan whose chunks name the blocks that they hold, for costs; some may hold none."""
+        if not self.counts_ends:
+            return plan
+        pairs = zip(plan.chunks, self.layout.layers, strict=True)
+        return replace(plan, chunks=tuple(replace(chunk, layers=layers) for chunk, layers in pairs))
 
     def plan(self, num_micro_batches: int) -> Plan:
         """Return the verified plan of so many micro-batches."""
@@ -90,6 +99,10 @@ class Lowering:
             )
             for index, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
         )
+        num_layers = config.model.num_layers + 2 * self.counts_ends
+        if self.counts_ends:
+            ranges = split_layers(num_layers, len(chunks))
+            chunks = tuple(replace(chunk, layers=layers) for chunk, layers in zip(chunks, ranges, strict=True))
         shares_rank = layout.ends_share_a_rank
         plan = lower(
             _schedule(self.schedule, layout, num_micro_batches, config.parallel.chunks_per_rank),
@@ -97,7 +110,7 @@ class Lowering:
             [_bucket(index, placed, layout.zero, engine) for index, placed in layout.buckets.items()],
             (Tie(0, (0, last)),) if self.tied and not shares_rank else (),
             num_microbatches=num_micro_batches,
-            num_layers=config.model.num_layers,
+            num_layers=num_layers,
             training=True,
             residency=Residency.USE if engine.in_units and layout.pp == 1 else Residency.STEP,
         )
@@ -115,7 +128,11 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
     chunks_per_rank = {"interleaved": sizes.chunks, "zbv": 2}.get(schedule, 1)
     in_units = engine.in_units and sizes.pp == 1
     ranks = (0,) * sizes.layers if in_units else make_or_loop(schedule, sizes.pp, chunks_per_rank)
-    layers = split_layers(sizes.layers, len(ranks))
+    # One layer less on the first and the last chunk may leave none.
+    counts_ends = len(ranks) == sizes.layers + 2
+    layers = split_layers(sizes.layers + 2 * counts_ends, len(ranks))
+    if counts_ends:
+        layers = tuple((max(0, first - 1), min(sizes.layers, end - 1)) for first, end in layers)
     model, tied = _model(row, sizes)
     dtype = "float16" if "fp16" in row.text("precision") else "bfloat16"
     config = Config(
@@ -140,7 +157,7 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
     )
     buckets = _buckets(model, sizes, layers, 1 if in_units else engine.num_buckets) if sizes.dp * sizes.cp > 1 else {}
     layout = Layout(sizes.pp, sizes.dp * sizes.cp, sizes.tp, ranks, layers, buckets, sizes.zero)
-    return Lowering(config, layout, engine, schedule, tied, is_asynchronous)
+    return Lowering(config, layout, engine, schedule, tied, is_asynchronous, counts_ends)
 
 
 def split_layers(num_layers: int, num_chunks: int) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ further round of micro-batches takes as long as the difference between the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of
@@ -19,8 +19,8 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
 
-# A pipeline of p ranks is full after so many times p micro-batches, and drains after as many.
-_FULL_AFTER = 3
+# A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p - 1.
+_FULL_AFTER = 2
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,18 @@ def step_and_peak(lowering: Lowering, machine: Machine, num_micro_batches: int) 
     more = fewer + period
     if num_micro_batches <= more:
         return _simulated(lowering, machine, num_micro_batches)
-    (first, _), (second, peak) = (_simulated(lowering, machine, number) for number in (fewer, more))
+    first, _ = _simulated(lowering, machine, fewer, holds_bytes=False)
+    second, peak = _simulated(lowering, machine, more)
     return first + (second - first) * (num_micro_batches - fewer) / period, peak
 
 
-def _simulated(lowering: Lowering, machine: Machine, num_micro_batches: int) -> tuple[float, float]:
+def _simulated(
+    lowering: Lowering, machine: Machine, num_micro_batches: int, *, holds_bytes: bool = True
+) -> tuple[float, float]:
     plan = lowering.plan(num_micro_batches)
-    costs = model_costs(lowering.config, lowering.layout, plan, machine, lowering.engine.engine)
+    costs = model_costs(lowering.config, lowering.layout, lowering.with_blocks(plan), machine, lowering.engine.engine)
+    if not holds_bytes:
+        costs = replace(costs, activations={}, resident=(), weights={}, contributions={})
     timeline = simulate(plan, costs)
     peak = max(rank.peak_bytes for rank in timeline.ranks)
     seconds = timeline.makespan

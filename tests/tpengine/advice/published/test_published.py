@@ -22,6 +22,7 @@ from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lowe
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES
 from tpengine.simulate.modelled.costs import model_costs
+from tpengine.simulate.modelled.flash import FLASH_1_ON_AMPERE, FLASH_2_ON_AMPERE, FLASH_2_ON_HOPPER
 
 # A small GPT on 8 GPUs, as a table has it.
 GPT = {
@@ -45,7 +46,7 @@ def lowering(row: Row) -> Lowering:
 
 ANSWERED: list[tuple[dict[str, str], str]] = [
     ({}, "all-reduce, no sequence parallelism; scores in memory"),
-    ({"sequence_parallel": "yes", "gpu": "H100"}, "gather and scatter; flash attention"),
+    ({"sequence_parallel": "yes", "gpu": "H100"}, "gather and scatter; cuDNN's attention"),
     ({"recompute": "full"}, "blocks computed again"),
     ({"recompute": "selective"}, "scores computed again"),
     ({"vpp": "2"}, "interleaved"),
@@ -60,9 +61,11 @@ ANSWERED: list[tuple[dict[str, str], str]] = [
         "assumed heads 8; assumed ffn_hidden 4096; assumed kv_heads 8",
     ),
     ({"micro_batch": "", "recompute": ""}, "assumed micro_batch 1"),
-    ({**FSDP, "notes": "mlp=swiglu; precision=bf16"}, "FSDP; flash attention; a unit is a block"),
-    ({"gpu": "GB200-NVL72", "global_batch": "6,400"}, "flash attention"),
+    ({**FSDP, "notes": "mlp=swiglu; precision=bf16"}, "FSDP; FlashAttention 2; a unit is a block"),
+    ({"gpu": "GB200-NVL72", "global_batch": "6,400"}, "cuDNN's attention"),
     ({"source": "Megatron-DeepSpeed"}, "Megatron-DeepSpeed"),
+    ({**FSDP, "source": "mosaicml"}, "FSDP; FlashAttention 1 in Triton; kernels of eager torch"),
+    ({"vpp": "5"}, "interleaved"),
 ]
 
 
@@ -124,7 +127,7 @@ MANY = [
 def test_many_micro_batches_are_as_the_whole_plan(row: Row) -> None:
     of, machine, num = lowering(row), machine_of(row), Sizes.of(row).num_micro_batches
     plan = of.plan(num)
-    assert plan.num_microbatches == num > 3 * of.layout.pp + 4
+    assert plan.num_microbatches == num > 4 * of.layout.pp
     timeline = simulate(plan, model_costs(of.config, of.layout, plan, machine, of.engine.engine))
     seconds, peak = step_and_peak(of, machine, num)
     assert peak == max(rank.peak_bytes for rank in timeline.ranks)
@@ -213,6 +216,23 @@ def test_units_are_gathered_for_each_use_and_scattered_in_each_backward() -> Non
     gathered = [gather.index for action in actions for gather in action.gathers]
     assert gathered == [*range(8), *reversed(range(8))] * 2
     assert sum(len(action.reduces) for action in actions) == 16
+
+
+def test_chunks_of_the_ends_alone_count_them_as_layers() -> None:
+    of = lowering(row_of(vpp="5", layers="8"))
+    assert of.counts_ends and of.layout.layers == ((0, 0), *((i, i + 1) for i in range(8)), (8, 8))
+    plan = of.plan(4)
+    assert plan.num_layers == 10 and of.with_blocks(plan).chunks[0].layers == (0, 0)
+    compute = model_costs(of.config, of.layout, of.with_blocks(plan), MACHINES["a100"], of.engine.engine).compute
+    assert 0 < compute[Kind.F, 0] < compute[Kind.F, 1]
+
+
+def test_flash_kernels_by_length_and_heads() -> None:
+    """FlashAttention 2 on an H100, forward, causal, heads of 128: 191, 298 and 335 TFLOP/s."""
+    for seq, expected in ((512, 191), (2048, 298), (16384, 335)):
+        assert 989 * FLASH_2_ON_HOPPER.share(seq, 128, backward=False) == pytest.approx(expected)
+    assert FLASH_2_ON_AMPERE.share(8192, 128, backward=True) > FLASH_1_ON_AMPERE.share(8192, 128, backward=True)
+    assert FLASH_2_ON_HOPPER.share(8192, 64, backward=False) < FLASH_2_ON_HOPPER.share(8192, 128, backward=False)
 
 
 def test_attention_in_memory_is_the_whole_square() -> None:

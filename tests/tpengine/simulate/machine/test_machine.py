@@ -60,6 +60,35 @@ def test_an_operator_takes_the_longer_of_flops_and_bytes() -> None:
         machine.matmul_seconds(Work(flops=10), "bfloat16")
 
 
+def test_a_matmul_by_tiles_is_rounds_of_processors() -> None:
+    machine = replace(
+        MACHINES["h200"],
+        **{"flops_per_s": {"float32": 4e6}, "num_processors": 4, "tile_share": 0.5, "hides_tiles": True},
+        **{"memory_bytes_per_s": 1e30, "kernel_s": 0.0},
+    )
+    # Four processors of 0.5e6 flops per second; a tile of 256 x 128 and 1000 takes 131 s.
+    tile = 2 * 256 * 128 * 1000 / 0.5e6
+    assert machine.product_seconds(512, 256, 1000, 4, "float32") == pytest.approx(tile)
+    assert machine.product_seconds(1024, 1024, 1000, 4, "float32") == pytest.approx(8 * tile)
+    assert machine.product_seconds(512, 256, 1000, 4, "float32", batch=3) == pytest.approx(3 * tile)
+    # One tile is cut in four parts, or covered by smaller ones; a little more than a round needs another.
+    assert machine.product_seconds(256, 128, 1000, 4, "float32") < tile / 2
+    assert tile < machine.product_seconds(512, 257, 1000, 4, "float32") <= 2 * tile
+    # What is not hidden is written by all at once: 4 tiles of 256 x 128 x 4 bytes.
+    slow = replace(machine, hides_tiles=False, memory_bytes_per_s=1e5, memory=Curve.flat(1e9))
+    more = slow.product_seconds(512, 256, 1000, 4, "float32") - tile
+    assert 0.0 < more <= 4 * 256 * 128 * 4 / 1e5 + 1e-5
+    without = replace(machine, num_processors=0, matmul=Curve.flat(0.25))
+    assert without.product_seconds(512, 256, 1000, 4, "float32") == pytest.approx(2 * 512 * 256 * 1000 / 1e6)
+
+
+def test_rings_over_nodes_have_few_long_steps() -> None:
+    machine = replace(MACHINES["h200"], ranks_per_node=8, within=Link(100.0, 1.0, 80.0), between=Link(10.0, 9.0, 9.0))
+    assert machine.link(64, 1).latency_s == 1.0 + 8.0 / 8
+    assert machine.link(64, 4).latency_s == 1.0 + 8.0 / 2
+    assert machine.link(64, 8).latency_s == 9.0
+
+
 def test_ranks_of_several_nodes_share_what_leads_out() -> None:
     machine = replace(MACHINES["h200"], ranks_per_node=8, within=Link(100.0, 0.0, 80.0), between=Link(10.0, 1.0, 9.0))
     assert machine.link(8, 1) == machine.link(2, 4) == machine.within
