@@ -85,6 +85,7 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         copies_heads=scores or is_eager,
         drops=is_gpt and scores,
         wide_loss=not is_compiled,
+        frees_reduced=in_units,
         waits_for_transfers=is_one_by_one,
         scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts,
         context_ranks=sizes.cp,
@@ -132,7 +133,7 @@ def _flash(row: Row, system: str) -> FlashKernel | None:
         return FLASH_2_ON_HOPPER if is_own else CUDNN_ON_HOPPER
     if "a100" not in gpu and "a800" not in gpu:
         return None
-    # llm-foundry's benchmarks ask for attn_impl triton (scripts/train/benchmarking/submit_benchmarks.py).
+    # llm-foundry's benchmarks ask for attn_impl triton (its submit_benchmarks).
     return FLASH_1_ON_AMPERE if "mosaic" in system else FLASH_2_ON_AMPERE
 
 

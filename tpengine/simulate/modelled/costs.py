@@ -80,6 +80,9 @@ def model_costs(
             b.index: float(sizes[b.index] * reduced) for b in plan.buckets if b.reduced is Reduced.MICROBATCH
         },
     )
+    if engine.frees_reduced and costs.contributions:
+        held = 2 * max(costs.contributions.values())
+        costs = replace(costs, contributions={}, resident=tuple(size + held for size in costs.resident))
     return _in_series(costs, layout, plan, machine, engine) if engine.waits_for_transfers else costs
 
 

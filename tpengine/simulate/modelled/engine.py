@@ -27,6 +27,8 @@ class Engine:
         copies_heads: queries, keys and values are copied apart, and heads side by side again.
         drops: dropout of 0.1 behind attention, its scores and the feed-forward network.
         wide_loss: logits are copied to float32, and each step of the loss is a kernel of its own.
+        frees_reduced: a gradient that is reduced every micro-batch gives its buffer back as soon as that is done, so
+            that two are held: one being filled, one being reduced.
         waits_for_transfers: a stage computes nothing while it sends.
         scatters_transfers: tp ranks that hold all tokens each send a share of them, and the receivers gather.
         context_ranks: ranks that share a sequence, which attention passes around in a ring.
@@ -46,6 +48,7 @@ class Engine:
     copies_heads: bool = False
     drops: bool = False
     wide_loss: bool = False
+    frees_reduced: bool = False
     waits_for_transfers: bool = False
     scatters_transfers: bool = False
     context_ranks: int = 1
