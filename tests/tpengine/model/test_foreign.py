@@ -278,6 +278,50 @@ def test_it_trains_with_replicas_as_in_one_process(ranks: RankPool, zero: int) -
         assert losses == pytest.approx(wanted, abs=1e-9)
 
 
+def program_of_whole_model(name: str, zero: int) -> list[float]:
+    """Three steps of a model of transformers as it is, its ends tied, on dp 2 and tp 2; the losses."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = (Communicator(mesh.get_group(axis)) for axis in ("dp", "tp"))
+    model = cut(model_of(name), name, tp)
+    replicas = DataParallel(model, dp, zero=zero)
+    optimizer = torch.optim.AdamW(replicas.parameters(), lr=1e-2)
+    tokens, labels = (tensor.chunk(dp.size)[dp.rank] for tensor in batch(8))
+    losses = []
+    for _ in range(3):
+        with Widened():
+            loss = loss_of(model(tokens, use_cache=False).logits, labels)
+            loss.backward()
+        replicas.finish()
+        replicas.clip_grad_norm_(MAX_NORM, tp)
+        optimizer.step()
+        losses.append(float(dp.all_reduce_(loss.detach().clone())) / dp.size)
+    return losses
+
+
+def losses_of_one(name: str) -> list[float]:
+    model = model_of(name)
+    tokens, labels = batch(8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with Widened():
+            loss = loss_of(model(tokens).logits, labels)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "zero"), [("gpt2", 3), ("qwen3", 2), ("phi3", 3), ("llama", 1)])
+def test_a_whole_model_trains_as_in_one_process(ranks: RankPool, name: str, zero: int) -> None:
+    wanted = losses_of_one(name)
+    for losses in ranks.run(program_of_whole_model, 4, name, zero):
+        assert losses == pytest.approx(wanted, abs=1e-9)
+
+
 class Tiny(nn.Module):
     """A model with each kind of layer, for what is refused."""
 

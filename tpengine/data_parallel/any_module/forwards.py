@@ -84,8 +84,11 @@ def tensors_in(output: Any) -> list[Tensor]:
         elif dataclasses.is_dataclass(leaf):
             tensors += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         elif not isinstance(leaf, str | bytes | int | float | complex | bool | torch.Size | torch.dtype | None):
+            kind = type(leaf).__name__
+            # Models of transformers return one by default, in training too.
+            cache = "call the model with use_cache=False" if kind.endswith("Cache") else ""
             raise ValueError(
-                f"backward begins at tensors that a module returns: got a {type(leaf).__name__}: return tensors, or "
-                "tuples, lists, dicts or dataclasses of them"
+                f"backward begins at tensors that a module returns: got a {kind}: "
+                f"{cache or 'return tensors, or tuples, lists, dicts or dataclasses of them'}"
             )
     return tensors

@@ -33,6 +33,15 @@ class Hidden:
         self.x = x
 
 
+class DynamicCache(Hidden):
+    """Of the name that transformers' has."""
+
+
+class Caches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return DynamicCache(super().forward(x))  # type: ignore[return-value]
+
+
 class Hides(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return Hidden(super().forward(x))  # type: ignore[return-value]
@@ -93,6 +102,10 @@ def refused(case: str) -> str:
             case "clip without pp":
                 pipe = Pipeline(model, x, lambda y, _: y.sum(), num_micro_batches=1)
                 DataParallel(pipe.stage, Communicator(None)).clip_grad_norm_(1.0)
+            case "cache":
+                caches = nn.Sequential(Caches(3, 3), nn.Identity())
+                DataParallel(caches, comm, zero=2)
+                caches(x)
             case "two backwards":
                 DataParallel(model, comm, zero=1)
                 model(x).sum().backward()
@@ -119,6 +132,7 @@ WANTED = {
     "unit alone": "RuntimeError: zero 3 gathers weights inside the model's forward: unit '1' was called alone:",
     "used again": "RuntimeError: zero 3 gathers each unit once in a pass, and in one order: 'first' is used after",
     "hidden output": "ValueError: backward begins at tensors that a module returns: got a Hidden:",
+    "cache": "ValueError: backward begins at tensors that a module returns: got a DynamicCache: call the model with",
     "clip the model": "ValueError: from zero 1 on a DataParallel holds slices of the gradients: 0.weight has none",
     "clip without tp": "ValueError: a norm is taken over all ranks that hold a part of the model: it is over 2",
     "clip without pp": "ValueError: a norm is taken over all ranks that hold a part of the model: it is one of 2",
