@@ -277,6 +277,9 @@ def test_bars_are_met_short_or_not_measured() -> None:
         {"case": "host/fused/gather/engine", "host_us": 70.0, "by_engine": True},
         {"case": "train/llama_1b", "mfu_percent": 44.0},
         {"case": "train/llama_1b/against_torch", "speedup_median_ratio": 1.2},
+        {"case": "architectures/gpt2/float32", "kl_over_limit_ratio": 0.01},
+        {"case": "architectures/gpt2/bfloat16", "error_over_transformers_ratio": 1.1},
+        {"case": "architectures/qwen3/bfloat16", "error_over_transformers_ratio": 1.6, "check": "failed: 1.6 times"},
     ]
     found = {verdict.bar: (verdict.state, verdict.found.partition(" ")[0]) for verdict in verdicts(rows)}
     assert list(found.values()) == [
@@ -290,6 +293,8 @@ def test_bars_are_met_short_or_not_measured() -> None:
         ("short", "70"),
         ("short", "44"),
         ("met", "1.2"),
+        ("met", "0.01"),
+        ("short", "1.6"),
     ]
 
 
