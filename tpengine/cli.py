@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine import train
-from tpengine.commands import advise, diagnose, plan_table
+from tpengine.commands import advise, diagnose, plan
 from tpengine.commands.schedule import add_arguments, print_schedule
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -196,9 +196,9 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_arguments(why)
     why.set_defaults(run=diagnose.print_diagnosis)
 
-    plan = commands.add_parser("plan", help="predict steps and memory of published runs")
-    plan_table.add_arguments(plan)
-    plan.set_defaults(run=plan_table.print_table)
+    one = commands.add_parser("plan", help="work one layout out, or predict a table of published runs")
+    plan.add_arguments(one, _count)
+    one.set_defaults(run=plan.print_plan)
 
     data = commands.add_parser(
         "data",

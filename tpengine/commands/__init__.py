@@ -4,6 +4,7 @@ in the ranks that certify starts.
 arguments.py                    the command line of a training run
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
 advise.py                       `tpengine advise`: the fastest layouts on a machine, and why the others lose
+plan.py                         `tpengine plan`: one layout worked out
 plan_table.py                   `tpengine plan --table`: published runs, predicted row by row
 data.py                         `tpengine data`: text files become a token file
 import_weights.py               `tpengine import`: a directory, or a run's checkpoint, as a run that has not begun

@@ -22,7 +22,7 @@ def print_table(args: argparse.Namespace) -> None:
         ValueError: one of the two files is missing; what `predict_table` refuses.
     """
     if args.table is None or args.out is None:
-        given = "neither" if args.table is args.out else "--table alone" if args.out is None else "--out alone"
+        given = "--table alone" if args.out is None else "--out alone"
         raise ValueError(f"--table and --out belong together: got {given}: use --table RUNS.csv --out PREDICTIONS.csv")
     num_rows, num_predicted = predict_table(args.table, args.out)
     print(f"{args.out}: {num_predicted} of {num_rows} rows predicted; the others say why in their notes")

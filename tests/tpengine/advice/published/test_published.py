@@ -299,7 +299,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = str(tmp_path / "out.csv")
     for arguments, rule in (
         (["--table", str(lacks)], "--table and --out belong together: got --table alone"),
-        ([], "--table and --out belong together: got neither"),
+        (["--out", out], "--table and --out belong together: got --out alone"),
         (["--table", str(tmp_path / "no.csv"), "--out", out], "--table needs a readable file"),
         (["--table", str(lacks), "--out", out], "lacks hidden, seq_len, gpu, gpus, global_batch"),
         (["--table", str(binary), "--out", out], "--table needs a CSV file in UTF-8"),

@@ -1,0 +1,90 @@
+"""`tpengine plan`: one layout worked out, or a table of published runs predicted row by row. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tpengine.advice.candidates import Candidate
+from tpengine.advice.memory_sheet import memory_lines
+from tpengine.advice.question import Question
+from tpengine.advice.sheet import Sheet
+from tpengine.advice.words import sheet_json, sheet_lines
+from tpengine.commands import plan_table
+from tpengine.commands.advise import add_question_arguments, question_asked, run_command
+from tpengine.plan import SCHEDULES
+from tpengine.simulate.draw import write_beside
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Add what `tpengine plan` understands; `count` parses a number of at least 1."""
+    add_question_arguments(parser, count)
+    parser.add_argument("--explain-memory", action="store_true", help="print formulas of memory, numbers put in")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE")
+    plan_table.add_arguments(parser)
+
+
+def print_plan(args: argparse.Namespace) -> None:
+    """Print one layout's sheet, or predict a table.
+
+    Raises:
+        ValueError: a layout that no run accepts: the rule, the values, the nearest choice.
+    """
+    if args.table is not None or args.out is not None:
+        plan_table.print_table(args)
+        return
+    if args.ranks is None and all(getattr(args, axis) for axis in ("tp", "pp", "dp")):
+        args.ranks = args.tp * args.pp * args.dp
+    question, name = question_asked(args)
+    layout = _layout(question)
+    sheet = Sheet.of(layout.config(question), question.machine)
+    lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}", *sheet_lines(sheet, question)]
+    if args.explain_memory:
+        lines += memory_lines(sheet)
+    lines.append(f"run it: {run_command(args, question)} {layout.flags()}")
+    if args.json:
+        write_beside(args.json, (json.dumps(sheet_json(sheet), indent=2) + "\n").encode())
+        lines.append(f"wrote {args.json}")
+    print("\n".join(lines))
+
+
+def _layout(question: Question) -> Candidate:
+    """Return the layout that is asked for; what is not said is as a run has it by default.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+    fixed = question.fixed
+    tp, pp = fixed.get("tp", 1), fixed.get("pp", 1)
+    dp = fixed.get("dp", max(1, question.num_ranks // (tp * pp)))
+    if tp * pp * dp != question.num_ranks:
+        raise ValueError(
+            f"tp*pp*dp must equal the number of ranks: tp {tp} pp {pp} dp {dp}, ranks {question.num_ranks}: use "
+            f"--ranks {tp * pp * dp}"
+        )
+    size = fixed.get("micro_batch_size", 1)
+    number, rest = divmod(question.global_batch, dp * size)
+    if rest or not number:
+        near = max(1, round(question.global_batch / (dp * size))) * dp * size
+        raise ValueError(
+            f"the global batch must be divisible by dp and the sequences of a micro-batch: {question.global_batch}, "
+            f"dp {dp}, {size} per micro-batch: use --global-batch {near}"
+        )
+    schedule = fixed.get("schedule", "1f1b")
+    form = SCHEDULES.get(schedule)
+    return Candidate(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        chunks_per_rank=(form.num_chunks if form else 1) or fixed.get("chunks_per_rank", 2),
+        micro_batch_size=size,
+        num_micro_batches=number,
+        zero=fixed.get("zero", 0),
+        residency=fixed.get("residency", "step"),
+        recompute=fixed.get("recompute", "none"),
+        gathered=fixed.get("gathered", "keep"),
+        tp_comm=fixed.get("tp_comm", "fused"),
+    )
