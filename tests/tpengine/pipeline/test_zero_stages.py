@@ -62,10 +62,10 @@ def in_one_process(schedule: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.state_dict())
 
 
-def train(zero: int, schedule: str) -> tuple[int, list[float], dict[str, Tensor], int]:
+def train(zero: int, schedule: str, arena_bytes: int = 0) -> tuple[int, list[float], dict[str, Tensor], int]:
     """Train a stage; return the replica, its losses, the stage's weights, and how many layers had memory at most."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pp, dp = (Communicator(mesh.get_group(axis)) for axis in ("pp", "dp"))
+    pp, dp = (Communicator(mesh.get_group(axis), arena_bytes=arena_bytes) for axis in ("pp", "dp"))
     sample = batch_of(0, 0, 0)[0][:ROWS]
     model = model_of(schedule)
     how = dict(num_micro_batches=MICRO, group=pp.group, schedule=schedule, cut=CUTS[schedule])
@@ -120,3 +120,14 @@ def test_stages_train_as_one_process(ranks: RankPool, zero: int, schedule: str) 
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
         # Zero 3: the layer that computes and the next one, however many micro-batches wait for their backward.
         assert whole <= 3 or zero < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "schedule"), [(1, "zbv"), (2, "1f1b"), (3, "interleaved"), (3, "zb-h1")])
+def test_stages_whose_replicas_share_memory(ranks: RankPool, zero: int, schedule: str) -> None:
+    """Weights exist once on the host, and replicas take turns to read and write them."""
+    losses, wanted = in_one_process(schedule)
+    for replica, got, state, _ in ranks.run(train, 4, zero, schedule, 100_000):
+        assert got == pytest.approx([loss for i, loss in enumerate(losses) if (i % 3 == 2) == replica], abs=1e-12)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-12)
