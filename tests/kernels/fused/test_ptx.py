@@ -257,6 +257,8 @@ def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[
             assert found["cp.async 16"] and bool(found["TMA load"]) == by_tma, kind
         else:
             assert bool(found["TMA load"]) == by_tma != bool(found["cp.async 16"]), kind
+            # A tile is stored in two places, at a peer or in y; for y each 16 bytes are loaded from 8 slots.
+            assert found["ld v4.b32"] >= 8 * found["st v4.b32"] // 2, kind
     # A program of 4 warps copies 4096 elements; one of 8 warps sums 2048 of 8 slots, one masked, and what is own.
     published, summed = (of_kind[f"{name} bfloat16"] for name in ("publish", "sum_slots"))
     assert published["ld v4.b32"] == published["st v4.b32"] == 4096 * 2 // 16 // 128
