@@ -8,6 +8,9 @@ The decision a reader will question: inductor gets a lowering of ours. In torch 
 the chain under the names of buffers, while its scheduler looks for names of operations (pytorch/pytorch 189209). So it
 finds none, and reorders the calls to save memory, by sizes that differ from rank to rank. Inductor's cache on disk does
 not look at effects either: graphs that it keeps from versions without them must be deleted.
+
+torch 2.11 to 2.13 cannot repeat an ordered effect of forward in a compiled backward. torch.utils.checkpoint inside of
+what is compiled needs `context_fn=keep_exchanges`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch._higher_order_ops.effects import _get_effect
 from torch._library.custom_ops import CustomOpDef
 from torch._library.effects import EffectType
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
 
@@ -46,6 +52,22 @@ def exchanges(operator: CustomOpDef) -> Callable[[Fake], Fake]:
         return fake
 
     return register
+
+
+def keep_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts in which a checkpointed region keeps what its exchanges return, and computes the rest again.
+
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanges)
+
+    Cost: backward has no exchanges of the region's forward, and what they returned is kept until then.
+    """
+    forward, again = create_selective_checkpoint_contexts(_keeps)
+    return forward, again
+
+
+def _keeps(_: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_exchange = isinstance(operator, torch._ops.OpOverload) and _get_effect(operator) is EffectType.ORDERED
+    return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _get_effect
 from torch._library.custom_ops import OPDEFS
 from torch._library.effects import EffectType
+from torch.utils.checkpoint import checkpoint
 from tpkernels.exchange.arena import Arena, shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused import ordered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.ordered import keep_exchanges
 
 DIM, WIDTH = 5, 3
 OPERATORS = {
@@ -103,6 +105,39 @@ def exchanges_of(backend: str, broken: str) -> tuple[Exchanges, Exchanges]:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
     return eager, exchanges
+
+
+def exchanges_of_a_checkpoint() -> tuple[Exchanges, Exchanges]:
+    """Return the exchanges of a region that is computed again, as it is and compiled; their results are equal."""
+    comm = hostile_communicator(dist.group.WORLD, 1 << 13)
+    assert comm.arena is not None
+
+    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        (hidden,) = all_gather_matmul(x, [up], comm)
+        return matmul_reduce_scatter(torch.relu(hidden), down, comm)
+
+    def region(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        y = checkpoint(block, x, up, down, use_reentrant=False, context_fn=keep_exchanges)
+        return (x + y).square().sum()
+
+    generator = torch.Generator().manual_seed(5)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((3, DIM), (2, DIM), (DIM, 2))]
+    exchanges = record(comm.arena)
+    wants = values_and_gradients(region, leaves)
+    eager = exchanges.copy()
+    exchanges.clear()
+    gots = values_and_gradients(torch.compile(region, backend="aot_eager", fullgraph=True), leaves)
+    for got, want in zip(gots, wants, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+    return eager, exchanges
+
+
+def test_a_checkpointed_region_keeps_what_it_exchanged(ranks: RankPool) -> None:
+    of_ranks = ranks.run(exchanges_of_a_checkpoint, 2)
+    eager, _ = of_ranks[0]
+    assert len(eager) == 4, "a gather and a scatter in each direction, and none again"
+    assert of_ranks == [(eager, eager)] * 2
 
 
 def without_effects(patch: pytest.MonkeyPatch) -> None:
