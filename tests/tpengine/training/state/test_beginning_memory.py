@@ -65,7 +65,8 @@ class WholeTensors(BoxReader):
     """Makes a tensor of each box before it is copied, as the library does; too much for an embedding."""
 
     def fill_all(self, boxes: Any, num_threads: int = 1) -> None:
-        for stored, offset, target in boxes:
+        # The largest last, when all others are in place: new memory counts once something is written to it.
+        for stored, offset, target in sorted(boxes, key=lambda box: box[2].nbytes):
             target.detach().copy_(self.read(stored, offset, tuple(target.shape), target.dtype))
 
 
