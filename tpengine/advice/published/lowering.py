@@ -151,7 +151,8 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
         train=TrainConfig(
             seq_len=sizes.seq,
             micro_batch_size=sizes.micro_batch,
-            num_micro_batches=sizes.num_micro_batches,
+            # `plan` takes their number.
+            num_micro_batches=1,
             dtype=dtype,  # type: ignore[arg-type]
         ),
     )

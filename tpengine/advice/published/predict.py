@@ -19,6 +19,13 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
 
+# Data sheets count memory in binary units. The context, the libraries' buffers and the communicators hold some; a round
+# number is assumed.
+_BINARY_PER_DECIMAL = 2**30 / 1e9
+_HELD_BY_LIBRARIES = 2 * 2**30
+# Rows of one table often differ by the batch alone: what has been simulated is kept, up to so many steps.
+_MOST_KNOWN = 256
+_known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
 # A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p - 1.
 _FULL_AFTER = 2
 
@@ -62,7 +69,12 @@ def _predicted(row: Row) -> Prediction:
     mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
     said = [*engine.words, lowering.schedule if sizes.pp > 1 else "", *(f"assumed {text}" for text in row.assumed)]
     notes = "; ".join(word for word in said if word)
-    return Prediction(seconds, mfu, int(peak), peak <= machine.memory_bytes, notes)
+    return Prediction(seconds, mfu, int(peak), peak <= usable_bytes(machine), notes)
+
+
+def usable_bytes(machine: Machine) -> float:
+    """Return the bytes of a device that a run's tensors can take."""
+    return machine.memory_bytes * _BINARY_PER_DECIMAL - _HELD_BY_LIBRARIES
 
 
 def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:
@@ -97,6 +109,15 @@ def step_and_peak(lowering: Lowering, machine: Machine, num_micro_batches: int) 
 def _simulated(
     lowering: Lowering, machine: Machine, num_micro_batches: int, *, holds_bytes: bool = True
 ) -> tuple[float, float]:
+    key = repr(lowering), repr(machine), num_micro_batches, holds_bytes
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _simulate(lowering, machine, num_micro_batches, holds_bytes)
+    return _known[key]
+
+
+def _simulate(lowering: Lowering, machine: Machine, num_micro_batches: int, holds_bytes: bool) -> tuple[float, float]:
     plan = lowering.plan(num_micro_batches)
     costs = model_costs(lowering.config, lowering.layout, lowering.with_blocks(plan), machine, lowering.engine.engine)
     if not holds_bytes:

@@ -14,7 +14,7 @@ from tpengine.advice.published import Row, predict_table, predicted
 from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of, split_layers
 from tpengine.advice.published.machines import machine_of, network_bits_per_s
-from tpengine.advice.published.predict import step_and_peak
+from tpengine.advice.published.predict import step_and_peak, usable_bytes
 from tpengine.advice.published.row import Sizes
 from tpengine.advice.published.zb_2p import zb_2p
 from tpengine.cli import main
@@ -135,6 +135,14 @@ def test_many_micro_batches_are_as_the_whole_plan(row: Row) -> None:
         assert seconds == pytest.approx(timeline.makespan, rel=1e-6)
     else:
         assert 0.8 * timeline.makespan < seconds <= timeline.makespan
+
+
+def test_what_fits_is_what_a_device_has_less_the_libraries() -> None:
+    assert usable_bytes(MACHINES["a100"]) == 80 * 2**30 - 2 * 2**30
+    small, large = (predicted(row_of(gpu=gpu, micro_batch="32", layers="48")) for gpu in ("A100-40", "A100-80"))
+    assert small.peak_bytes == large.peak_bytes and small.peak_bytes is not None
+    assert usable_bytes(MACHINES["a100-40"]) < small.peak_bytes < usable_bytes(MACHINES["a100"])
+    assert (small.fits, large.fits) == (False, True)
 
 
 def test_faster_links_more_flops_and_less_work_are_never_slower() -> None:
