@@ -47,11 +47,17 @@ class Evidence:
 
     @property
     def spread(self) -> float:
-        """Return by what share of itself the run's step varies: half of them lie this close together. 0 if unknown."""
-        if len(self.step_seconds) < 3:
-            return 0.0
-        first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
-        return (third - first) / median
+        """Return by what share of itself the run's step varies: 0 if that is not known.
+
+        The larger of two: half of all other steps lie this close together; the median of the recorded steps is this far
+        from the slowest and the fastest of them, on average.
+        """
+        recorded = [step.seconds for step in self.profile.steps]
+        found = (max(recorded) - min(recorded)) / (2 * self.step)
+        if len(self.step_seconds) > 2:
+            first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
+            found = max(found, (third - first) / median)
+        return found
 
 
 def read_evidence(run_dir: Path) -> Evidence:

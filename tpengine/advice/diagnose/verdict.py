@@ -89,9 +89,9 @@ class Diagnosis:
         numbers = [step.step for step in profile.steps]
         which = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
         spread = (
-            f"half of {len(evidence.step_seconds)} steps differ by less than {evidence.spread:.1%}".replace("%", " %")
+            f"the run's steps differ by {evidence.spread:.1%}".replace("%", " %")
             if evidence.spread
-            else "too few steps to say how they differ"
+            else "nothing says how much steps differ"
         )
         return (
             f"{evidence.plan.schedule}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {profile.num_microbatches} "

@@ -261,6 +261,15 @@ def test_what_differs_less_than_the_steps_themselves_is_no_verdict(tmp_path: Pat
     assert noisy.fault is Fault.NONE and noisy.lines()[0].endswith("its own steps differ: less cannot be told")
 
 
+def test_what_differs_less_than_the_recorded_steps_do_is_no_verdict(tmp_path: Path) -> None:
+    """A host that was busy in one of two recorded steps does not make a rank slow."""
+    run = write_run(tmp_path / "run", config_of(2), Truth(slower={(0, 0, 0): 1.15}))
+    content = json.loads((run / "profile.json").read_text())
+    content["steps"][1]["seconds"] *= 1.5
+    (run / "profile.json").write_text(json.dumps(content))
+    assert diagnose(run).fault is Fault.NONE
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(4, m=4, micro_batch_size=8)
     run = write_run(tmp_path / "run", config, Truth(read={0: 0.01}))
