@@ -24,6 +24,8 @@ from tpengine.simulate.modelled.memory import RankMemory
 Family = tuple[int, int, int]
 # A layout that does not fit is told if it takes less than this share of the first row's step.
 _WORTH = 0.99
+# Without any layout that fits, a search goes on for so many times its limit.
+_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class _Search:
             bound, _, look = heapq.heappop(self.heap)
             if bound > self._last_row():
                 break
-            if self.best and self.clock() - self.started > self.limit_seconds:
+            if self.clock() - self.started > self.limit_seconds * (1 if self.best else _PATIENCE):
                 gap = bound
                 break
             look()

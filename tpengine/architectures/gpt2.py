@@ -54,7 +54,7 @@ def numbers(config: ConfigJson) -> ModelConfig:
     hidden, num_heads = config.integer("n_embd"), config.integer("n_head")
     return ModelConfig(
         hidden_size=hidden,
-        num_layers=config.integer("n_layer"),
+        num_layers=config.num_layers("n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         ffn_size=config.integer("n_inner", 4 * hidden),

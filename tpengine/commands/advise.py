@@ -228,7 +228,8 @@ def _nothing_fits(question: Question, found: Found) -> str:
         reason = found.refused[0] if found.refused else "none is legal"
         return f"no layout can run: {reason}"
     limit = question.memory_limit / 1e9
+    seen = "no layout fits" if found.gap is None else f"no layout fits of {found.num_simulated} simulated in time"
     return (
-        f"no layout fits: a rank may hold {limit:.1f} GB; nearest: {too_large_text(question, found.too_large)}: use "
+        f"{seen}: a rank may hold {limit:.1f} GB; nearest: {too_large_text(question, found.too_large)}: use "
         "more ranks, a shorter sequence, or a larger --memory-limit"
     )

@@ -17,6 +17,9 @@ from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.settings import Config, ModelConfig, ParallelConfig, round_up
 from tpengine.plan import Schedule, make_schedule
 
+# Of a model.
+MOST_LAYERS = 2**14
+
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Fill in the sizes that were left out, so that tp * pp * dp is the number of processes.
@@ -145,7 +148,7 @@ _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
 _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
     {
         "model.hidden_size": (1, 2**20),
-        "model.num_layers": (1, 2**14),
+        "model.num_layers": (1, MOST_LAYERS),
         "model.num_heads": (1, 2**16),
         "model.num_kv_heads": (1, 2**16),
         "model.ffn_size": (1, 2**22),

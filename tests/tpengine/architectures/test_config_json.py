@@ -117,3 +117,10 @@ def _name_of(config: Any) -> str:
     names = {"Gemma3TextConfig": "Gemma3ForCausalLM", "GPT2Config": "GPT2LMHeadModel"}
     kind = type(config).__name__
     return names.get(kind, kind.replace("Config", "ForCausalLM"))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
+def test_far_too_many_layers_are_refused_before_they_are_listed(name: str) -> None:
+    values = next(of for of, _ in PUBLISHED.values() if name in of)
+    with pytest.raises(ValueError, match=f"{name} must be at most 16384: got 1000000000: correct it"):
+        model_of(ConfigJson({**values, name: 10**9}))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tpengine.architectures.describe.rope import read_rope
 from tpengine.config.details import RopeScaling
+from tpengine.config.rules import MOST_LAYERS
 
 _REQUIRED = object()
 
@@ -64,6 +65,17 @@ class ConfigJson:
     def integer(self, name: str, default: Any = _REQUIRED) -> int:
         """Return an integer; null is the default."""
         return int(self._typed(name, default, (int,), "an integer"))
+
+    def num_layers(self, name: str) -> int:
+        """Return how many layers there are.
+
+        Raises:
+            ValueError: more than a model may have; refused here, before anything is listed by layers.
+        """
+        found = self.integer(name)
+        if found > MOST_LAYERS:
+            raise ValueError(f"{self.path}: {name} must be at most {MOST_LAYERS}: got {found}: correct it")
+        return found
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a number; null is the default."""

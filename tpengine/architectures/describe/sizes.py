@@ -21,7 +21,7 @@ def llama_sizes(config: ConfigJson, *, ties: bool = False, kv_heads: int | None 
     is_silent = kv_heads is not None and "num_key_value_heads" not in config.values
     return ModelConfig(
         hidden_size=config.integer("hidden_size"),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.num_layers("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=config.integer("num_key_value_heads", kv_heads if is_silent else num_heads),
         ffn_size=config.integer("intermediate_size"),
