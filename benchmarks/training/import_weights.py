@@ -10,9 +10,9 @@ A time is until every page of the weights is the process's own; `returned` until
 
 What limits ours on 2 cores (2026-11-23): of 0.54 CPU seconds for 1 GB of float32 files 0.52 are the system's, which
 makes new pages and copies into them; of 0.88 for half as large bfloat16 files, 0.74. from_pretrained takes 0.65 for the
-first, nearly all when the weights are first written to, and some 1.05 for the second, in several threads. So 4 ranks
-could be 2.5 and 1.3 times as fast on 2 idle cores. Where these had 4 to 8 times as much work, the slowest of 4
-processes decided, and 4 ranks were no faster than one.
+first, nearly all when the weights are first written to, and some 1.05 for the second, in several threads. So by CPU
+time 4 ranks could be 2.5 and 1.3 times as fast on 2 idle cores; they are 1.6 and 0.84 times. Beside 4 to 8 times as
+much work as cores the slowest of 4 processes decides, and 4 ranks are no faster than one.
 """
 
 from __future__ import annotations
