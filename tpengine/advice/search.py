@@ -63,8 +63,7 @@ class Found:
         rows: the fastest layouts, one of each family (tp, pp, dp), fastest first.
         num_layouts, num_fitting: how many there are, and how many fit by the bound of their memory.
         num_simulated: how many were simulated.
-        too_large: the fastest that does not fit, where it is faster than the first row; with no rows, that which is
-            nearest to fitting.
+        too_large: of the layouts that do not fit the one that is nearest to it; only faster ones than the first row.
         refused: messages of layouts that no run accepts, by how often each was met.
         gap: None if nothing else can be faster than the last row; else a bound of what was not looked at, because time
             was up.
@@ -167,6 +166,7 @@ class _Search:
             found = estimate(layout, self.question)
         except ValueError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            self._push_next(chain)
             return
         self.num_simulated += 1
         if found.peak_bytes > self.question.memory_limit:

@@ -165,3 +165,16 @@ def test_settings_that_are_fixed_stay() -> None:
     assert layouts
     for layout in layouts:
         assert all(getattr(layout, name) == value for name, value in fixed.items())
+
+
+def test_a_setting_that_no_run_accepts_does_not_hide_the_next() -> None:
+    """Exact mode refuses to gather again, which is tried between two settings that it accepts."""
+    base = Config(model=LARGE, train=TrainConfig(seq_len=2048, dtype="bfloat16", reduction="exact"))
+    machine = MACHINES["h200"]
+    fixed = {"tp": 2, "micro_batch_size": 8, "zero": 0}
+    whole = Question(base, machine, 2, 16, fixed | {"recompute": "none", "gathered": "keep"})
+    enough = search(whole, num_rows=1, limit_seconds=1e9).rows[0].sheet.peak_bytes
+    base = replace(base, parallel=replace(base.parallel, memory_limit=int(0.9 * enough)))
+    found = search(Question(base, machine, 2, 16, fixed), num_rows=1, limit_seconds=1e9)
+    assert any("gathered" in message for message in found.refused)
+    assert found.rows and found.rows[0].layout.recompute != "none" and found.rows[0].layout.gathered == "keep"
