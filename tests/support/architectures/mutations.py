@@ -24,7 +24,7 @@ from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec
 from tpengine.layout.stored import FileBox, Stored
 
 # The package names a function of the same name.
-export = importlib.import_module("tpengine.commands.export")
+export = importlib.import_module("tpengine.commands.weights.export")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.registry import model_of
 from tpengine.cli import main
-from tpengine.commands.export import config_json, export
+from tpengine.commands.weights.export import config_json, export
 from tpengine.config import Config
 
 # What transformers 4 alone reads.

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from tpengine.commands.progress import ByteProgress
+from tpengine.commands.weights.progress import ByteProgress
 
 
 class _Terminal(io.StringIO):

@@ -29,8 +29,8 @@ from tpengine.checkpoint.index import (
 )
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.run_directory import write_config
-from tpengine.commands.export import read_weight
-from tpengine.commands.progress import shown
+from tpengine.commands.weights.export import read_weight
+from tpengine.commands.weights.progress import shown
 from tpengine.config import Config, ModelConfig
 from tpengine.files import new_directory, sync_directory
 from tpengine.hugging_face.check import check_tied

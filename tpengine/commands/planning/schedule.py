@@ -13,10 +13,11 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from tpengine.commands.schedule_model import (
+from tpengine.commands.parsing import count
+from tpengine.commands.planning.schedule_model import (
     add_model_arguments,
     config_asked_for,
     counted,
@@ -78,8 +79,8 @@ _DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": 4, "micro_batche
 _NOMINAL = ("link", "latency", "reduce", "bytes")
 
 
-def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Add what `tpengine schedule` understands; `count` parses a number of at least 1."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine schedule` understands."""
     names = ", ".join(SCHEDULES)
     parser.add_argument("--schedule", help=f"one of {names}, or the path of a file (default 1f1b)")
     parser.add_argument("--pp", type=count, help="pipeline stages (default 4)")
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
         metavar="FILE",
         help="instead of all these: the profile.json of a run with --train.profile-steps, in seconds",
     )
-    add_model_arguments(parser, count)
+    add_model_arguments(parser)
 
 
 def print_schedule(args: argparse.Namespace) -> None:

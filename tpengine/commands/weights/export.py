@@ -24,7 +24,7 @@ from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import Index, check_file
 from tpengine.checkpoint.resume import saved_config
 from tpengine.checkpoint.storage import fill
-from tpengine.commands.progress import shown
+from tpengine.commands.weights.progress import shown
 from tpengine.config import Config, ModelConfig
 from tpengine.files import new_directory
 from tpengine.hugging_face.companions import copy_companions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from tpengine.advice.candidates import Candidate
@@ -12,15 +11,15 @@ from tpengine.advice.memory_sheet import memory_lines
 from tpengine.advice.question import Question
 from tpengine.advice.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
-from tpengine.commands import plan_table
-from tpengine.commands.advise import add_question_arguments, question_asked, run_command
+from tpengine.commands.planning import plan_table
+from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
 
-def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Add what `tpengine plan` understands; `count` parses a number of at least 1."""
-    add_question_arguments(parser, count)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine plan` understands."""
+    add_question_arguments(parser)
     parser.add_argument("--explain-memory", action="store_true", help="print formulas of memory, numbers put in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE")
     plan_table.add_arguments(parser)

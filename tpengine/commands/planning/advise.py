@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tpengine.advice.question import AXES, Question
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
 from tpengine.architectures.model_path import model_at, run_of
+from tpengine.commands.parsing import count
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -27,9 +27,9 @@ from tpengine.simulate.machine import MACHINES, machine_named
 _NUM_PICTURES = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Add what `tpengine advise` understands; `count` parses a number of at least 1."""
-    add_question_arguments(parser, count)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine advise` understands."""
+    add_question_arguments(parser)
     parser.add_argument("--top", type=count, default=5, metavar="N", help="rows of the answer (default 5)")
     parser.add_argument("--explain", type=count, metavar="N", help="print the whole sheet of row N, too")
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
     parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the first three rows to DIR/advice.svg")
 
 
-def add_question_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says model, machine, batch and fixed settings."""
     parser.add_argument(
         "--model",

@@ -30,8 +30,8 @@ from benchmarks.harness.resident_memory import (
 from tpengine.checkpoint.index import read_index
 from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint
 from tpengine.cli import main
-from tpengine.commands import import_weights
-from tpengine.commands.export import export
+from tpengine.commands.weights import import_weights
+from tpengine.commands.weights.export import export
 from tpengine.config import Config
 from tpengine.config.toml import load_toml
 from tpengine.data import open_corpus

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tpengine.architectures.model_path import model_at
+from tpengine.commands.parsing import count
 from tpengine.config import Config, validate
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -29,8 +30,8 @@ _T = TypeVar("_T")
 _OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Add the options that make a configuration; `count` parses a number of at least 1."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make a configuration."""
     model = parser.add_argument_group(
         "the plan of a training run, in seconds and bytes",
         "Instead of the costs above. Durations and bytes are modelled, from flops, bytes and a machine's rates, not "

@@ -1,0 +1,38 @@
+"""What the parsers of all subcommands share: mistakes raise, counts are at least 1."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise, in one line."""
+        raise ValueError(f"{message}: see {self.prog} --help")
+
+
+class Version(argparse.Action):
+    """Print the version and leave; looked up only here, since that takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        try:
+            version = importlib.metadata.version("tpengine")
+        except importlib.metadata.PackageNotFoundError:
+            version = "of a checkout that is not installed"
+        print(f"tpengine {version}")
+        parser.exit()
+
+
+def count(text: str) -> int:
+    """Parse a number of at least 1.
+
+    Raises: argparse.ArgumentTypeError: anything else, with the nearest one.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        near = 1 if text.removeprefix("-").isdecimal() else 4
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1: got {text!r}: use {near}")
+    return int(text)

@@ -1,0 +1,8 @@
+"""Subcommands that look at a step without running it, or after it has run. No torch.
+
+advise.py                       `tpengine advise`: the fastest layouts on a machine, and why the others lose
+plan.py                         `tpengine plan`: one layout worked out
+plan_table.py                   `tpengine plan --table`: published runs, predicted row by row
+schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
+diagnose.py                     `tpengine diagnose`: why the steps of a run take as long as they do
+"""
