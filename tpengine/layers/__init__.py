@@ -2,6 +2,7 @@
 
 linear.py attention.py mlp.py norm.py embedding.py loss.py   the layers of a transformer
 bias.py            biases, and learned positions
+documents.py       documents packed into a micro-batch: where each begins
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
@@ -12,6 +13,7 @@ Exact mode, which computes a layer shard by shard, is in model/exact.py.
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention
+from tpengine.layers.documents import Documents
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
 from tpengine.layers.loss import vocab_parallel_cross_entropy
@@ -24,6 +26,7 @@ __all__ = [
     "IGNORED_LABEL",
     "Attention",
     "ColumnParallelLinear",
+    "Documents",
     "PackedWeights",
     "RMSNorm",
     "RowParallelLinear",

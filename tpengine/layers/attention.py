@@ -18,6 +18,7 @@ from tpkernels.ops.rope import RopeScaling, rope_tables
 from tpkernels.ops.rope import rope as rope_of_tokens
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.documents import Documents, length_of
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
@@ -107,14 +108,14 @@ def attend(
     qkv: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    seq: int,
+    rows: int | Documents,
     scores: Scores,
     dropout: AttentionDropout | None,
     head_norms: tuple[Norm, Norm] | None = None,
     *,
     may_be_torchs: bool = False,
 ) -> Tensor:
-    """Rotate q and k by their positions, then attend causally within each sequence.
+    """Rotate q and k by their positions, then attend causally within each sequence, or document.
 
         q[T, H*E], k[T, G*E], v[T, G*E] = the columns of qkv, side by side
         y[T, H*E] = softmax(scale * rope(norm(q)) rope(norm(k)).T, over the keys that a query sees) v
@@ -122,7 +123,7 @@ def attend(
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
         num_heads, num_kv_heads: H and G of this rank.
-        seq: S, the number of tokens per sequence.
+        rows: S, the number of tokens per sequence, or the documents that the T tokens are.
         scores: rotation, window, scale.
         dropout: drops attention probabilities; None drops none.
         head_norms: norms of each head's queries and keys [E]; None for none.
@@ -135,30 +136,38 @@ def attend(
         q, k, v = qkv.split([n * head_size for n in heads], dim=1)
         normed = (norm(of.reshape(-1, head_size)).view(of.shape) for norm, of in zip(head_norms, (q, k), strict=True))
         qkv = torch.cat((*normed, v), dim=1)
+    seq, documents = length_of(rows), rows if isinstance(rows, Documents) else None
     window = None if scores.window is None or scores.window >= seq else scores.window
     cos, sin = None, None
     if scores.rotation is not None:
         cos, sin = tables_of(seq, head_size, scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
     backend = None
-    if may_be_torchs and window is None and dropout is None:
+    if may_be_torchs and window is None and dropout is None and documents is None:
         backend = chosen_backend(qkv, seq, num_heads, num_kv_heads, head_size)
     if backend is not None:
         return by_torch(qkv, heads, seq, cos, sin, scores.scale, backend)
     if has_kernel(qkv, head_size):
-        options: dict[str, Any] = dict(window=window, scale=scores.scale, dropout=dropout)
-        return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, cos=cos, sin=sin, **options)
+        options: dict[str, Any] = dict(window=window, scale=scores.scale, dropout=dropout, cos=cos, sin=sin)
+        if documents is not None:
+            return attention_qkv(qkv, num_heads, num_kv_heads, starts=documents.starts, **options)
+        return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, **options)
     # On a CPU matmuls are faster when each head is contiguous. The rotation writes q and k that way at no extra cost.
     # v is copied too: otherwise it would be a view that keeps all of qkv until backward.
     parts = qkv.split([n * head_size for n in heads], dim=1)
-    q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=seq, e=head_size) for part in parts)
+    together = seq if documents is None else len(qkv)
+    q, k, v = (rearrange(part, "(b s) (h e) -> b h s e", s=together, e=head_size) for part in parts)
+    if documents is not None and cos is not None and sin is not None:
+        cos, sin = cos[documents.places], sin[documents.places]
     if cos is not None and sin is not None:
         q, k = rope(q, cos, sin), rope(k, cos, sin)
     else:
         q, k = (of.clone(memory_format=torch.contiguous_format) for of in (q, k))
     v = v.clone(memory_format=torch.contiguous_format)
-    if window is not None:
+    if window is not None or documents is not None:
         q, k, v = (of.transpose(1, 2) for of in (q, k, v))
-        return attention(q, k, v, window=window, scale=scores.scale, dropout=dropout).flatten(2).flatten(0, 1)
+        starts = None if documents is None else documents.starts
+        y = attention(q, k, v, window=window, scale=scores.scale, query_starts=starts, dropout=dropout)
+        return y.flatten(2).flatten(0, 1)
     if scores.scale is not None:
         q = q * (scores.scale * head_size**0.5)
     return rearrange(causal_attention(q, k, v, dropout), "b h s e -> (b s) (h e)")
@@ -205,7 +214,7 @@ class Attention(nn.Module):
     Raises:
         ValueError: heads that do not divide.
 
-    Shape: x [T/tp, D] with T = batch * seq, batch first. Positions start at 0 in every sequence.
+    Shape: x [T/tp, D] with T = batch * seq, batch first. Positions start at 0 in every sequence, or document.
     Cost: keeps gathered x, rotated q and k, v and the attention output for backward.
     """
 
@@ -258,10 +267,16 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(q_size, hidden_size, comm, bias=output_bias, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
 
-    def forward(self, x: Tensor, seq: int) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences."""
+    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, or within each document."""
         num_tokens = x.shape[0] * self.o_proj.comm.size
-        if num_tokens % seq:
+        if isinstance(seq, Documents):
+            if len(seq.places) != num_tokens:
+                raise ValueError(
+                    f"documents must be those of all ranks' tokens: {len(seq.places)} in documents, {num_tokens} "
+                    "over all ranks: pass the documents of the whole micro-batch"
+                )
+        elif num_tokens % seq:
             raise ValueError(
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"

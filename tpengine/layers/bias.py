@@ -20,6 +20,7 @@ from tpkernels.derivatives import refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
 from tpengine.layers.collectives import Communicator
+from tpengine.layers.documents import Documents, length_of
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
 
 Biases = Sequence[tuple[Parameter, Communicator | None]]
@@ -141,14 +142,18 @@ class LearnedPositions(nn.Module):
         self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor, seq: int) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D]; T consists of sequences of `seq` tokens."""
+    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]; T consists of sequences of `seq` tokens, or of documents."""
         return self.in_blocks(x, seq, self.comm.rank * len(x), (self.sink,))
 
-    def in_blocks(self, x: Tensor, seq: int, first: int, sinks: Sequence[GradientSink]) -> Tensor:
+    def in_blocks(self, x: Tensor, seq: int | Documents, first: int, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""
-        if seq > len(self.weight):
-            raise ValueError(f"learned positions end at {len(self.weight)}: sequences of {seq} tokens: use fewer")
-        places = torch.arange(first, first + len(x), device=x.device) % seq
+        length = length_of(seq)
+        if length > len(self.weight):
+            raise ValueError(f"learned positions end at {len(self.weight)}: sequences of {length} tokens: use fewer")
+        if isinstance(seq, Documents):
+            places = seq.places[first : first + len(x)].long()
+        else:
+            places = torch.arange(first, first + len(x), device=x.device) % seq
         y: Tensor = _AddPositions.apply(x, self.weight, places, self.comm, sinks)
         return y

@@ -13,6 +13,7 @@ from tpkernels.ops.attention.host import AttentionDropout
 from tpkernels.ops.dropout import DropoutStream, dropout
 
 from tpengine.config import ModelConfig
+from tpengine.layers.documents import Documents
 
 
 @dataclass
@@ -22,11 +23,13 @@ class Position:
     Attributes:
         step, microbatch: 0-based; micro-batches are counted over all replicas.
         training: False while nothing is dropped: in held-out loss and sampling.
+        documents: those packed into the micro-batch; None where sequences are whole.
     """
 
     step: int = 0
     microbatch: int = 0
     training: bool = False
+    documents: Documents | None = None
 
 
 class Dropout:

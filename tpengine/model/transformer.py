@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from tpkernels.random import normal_block
 
 from tpengine.architectures.registry import architecture_of
+from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
     Attributes:
         pieces: what this rank holds of each parameter of the table, by the piece's name.
         held: the parameters themselves, by the piece's name.
-        position: the micro-batch that comes next, for dropout.
+        position: the micro-batch that comes next, for dropout, and the documents packed into it.
 
     The weights are uninitialised: call `initialise`.
     """
@@ -99,22 +100,23 @@ class Transformer(nn.Module):
             chunk: number in `chunks`.
         """
         first, last = self.chunks[chunk]
+        rows = seq if self.position.documents is None else self.position.documents
         if first == 0:
-            x = self._embedded(x, seq)
+            x = self._embedded(x, rows)
         for i in range(first, last):
             block = self.layers[str(i)]
-            x = computed_again(block, x, seq) if self.recompute is Recompute.BLOCK else block(x, seq)
+            x = computed_again(block, x, rows) if self.recompute is Recompute.BLOCK else block(x, rows)
         if last == self.model.num_layers:
             x = self.lm_head(self.norm(x))
         return x
 
-    def _embedded(self, tokens: Tensor, seq: int) -> Tensor:
+    def _embedded(self, tokens: Tensor, rows: int | Documents) -> Tensor:
         x: Tensor = self.embed_tokens(tokens)
         if self.ends.embedding_scale != 1.0:
             # Rounded to float32 in every dtype, as transformers has it.
             x = x * torch.tensor(self.ends.embedding_scale, dtype=torch.float32, device=x.device).to(x.dtype)
         if self.ends.has_positions:
-            x = self.embed_positions(x, seq)
+            x = self.embed_positions(x, rows)
         return x
 
     @torch.no_grad()

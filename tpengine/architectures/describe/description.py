@@ -40,6 +40,6 @@ class Architecture:
     table: Table
     block: Callable[[ModelConfig, int], Mapping[str, Part]]
     numbers: Callable[[ConfigJson], ModelConfig]
-    order: Callable[[Any, Any, int], Any] = pre_norm
+    order: Callable[[Any, Any, Any], Any] = pre_norm
     ends: Callable[[ModelConfig], Ends] = _plain_ends
     prefix: str = "model."
