@@ -78,7 +78,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "compile",
-                "compile",
+                "launches.compile",
                 "every Triton kernel compiled for every target, without a GPU: registers, spills",
             ),
             (
@@ -98,7 +98,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "host",
-                "host_time",
+                "launches.host_time",
                 "the host's time of every fused call, its launches and copies; needs no GPU",
             ),
             (

@@ -5,7 +5,7 @@ its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host 
 exists for Linux alone) the modules still import, and the host paths are all there is.
 
 Everything launches through `run`, or again through `Launches`, so that whoever wants to know what would be launched,
-for which target, can look without a GPU (`observed`): benchmarks/compile.py compiles exactly that.
+for which target, can look without a GPU (`observed`): benchmarks/launches/compile.py compiles exactly that.
 
 The decision a reader will question: configurations are chosen by small functions of sizes, dtype and target beside each
 kernel, not by @triton.autotune, which picks by time, differently on two ranks or in two runs, and which the interpreter

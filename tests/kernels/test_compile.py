@@ -31,9 +31,9 @@ import triton
 from tpkernels.launch import jit, observed, run, tl
 
 from benchmarks import compile as benchmark
-from benchmarks import launches
-from benchmarks.compile import TARGETS, Compiled, compile_all, read_lock, source_key, specialised
-from benchmarks.launches import LAUNCHES
+from benchmarks.launches import operators
+from benchmarks.launches.compile import TARGETS, Compiled, compile_all, read_lock, source_key, specialised
+from benchmarks.launches.operators import LAUNCHES
 from benchmarks.run import main
 
 # What products of 16-bit matrices must become. sm_80 has no other instruction than mma.sync.
@@ -273,7 +273,7 @@ def test_what_does_not_compile_costs_the_others_nothing(compilers: RankPool, tmp
 def test_another_number_of_tokens_compiles_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variants: list[set[tuple[object, ...]]] = []
     for num_tokens in (4096, 4104, 4088, 4000):
-        monkeypatch.setattr(launches, "SEQUENCES", (num_tokens,))
+        monkeypatch.setattr(operators, "SEQUENCES", (num_tokens,))
         seen: set[tuple[object, ...]] = set()
         with observed(TARGETS["sm_90"], lambda kernel, _, *rest, seen=seen: seen.add(specialised(kernel, *rest))):
             LAUNCHES[op]()

@@ -24,7 +24,7 @@ from tpkernels.fused.exchange_matmul import matmul_scatter
 from tpkernels.launch import Launches
 
 from benchmarks.harness.still_gpu import still_gpu, why_not_still
-from benchmarks.host_time import CALLS, Rank
+from benchmarks.launches.host_time import CALLS, Rank
 
 needs_still_gpu = pytest.mark.skipif(why_not_still() is not None, reason=str(why_not_still()))
 

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 import triton
 from tpkernels.launch import dot, jit, observed, run, tl
 
-from benchmarks.compile import TARGETS, describe, pretend
-from benchmarks.launches import LAUNCHES
+from benchmarks.launches.compile import TARGETS, describe, pretend
+from benchmarks.launches.operators import LAUNCHES
 
 # Operators whose kernels multiply matrices.
 OPERATORS = ("all_gather_matmul", "attention", "matmul", "matmul_reduce_scatter")

@@ -36,7 +36,7 @@ from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 from tpkernels.symmetric.signals import PeerError
 
-from benchmarks.compile import TARGETS
+from benchmarks.launches.compile import TARGETS
 
 README = (ROOT / "kernels/tpkernels/fused/README.md").read_text()
 EXAMPLE = ROOT / "tpengine/examples/swap.py"

@@ -20,9 +20,9 @@ import torch
 import triton
 from tpkernels.launch import Target, observed
 
-from benchmarks.compile import TARGETS, describe, pretend
 from benchmarks.harness.shapes import MODELS
-from benchmarks.launches import LAUNCHES, Sizes
+from benchmarks.launches.compile import TARGETS, describe, pretend
+from benchmarks.launches.operators import LAUNCHES, Sizes
 
 # Fused operators are launched by the second case already, and attention takes the compiler longest.
 _FIRST = ("all_gather_matmul", "matmul_reduce_scatter", "attention", "matmul")

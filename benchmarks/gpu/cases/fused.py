@@ -18,12 +18,12 @@ from tpkernels.fused.gather_kernel import launch_publish
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.symmetric.signals import PeerError
 
-from benchmarks import host_time
 from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, on_device, write
 from benchmarks.gpu.cases.engines import copies_beside_a_full_gpu
 from benchmarks.harness.shapes import MODELS, REHEARSED, Model
 from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave
+from benchmarks.launches import host_time
 from benchmarks.overlap.cases import GATHER, SCATTER, Operands
 from benchmarks.overlap.gpu import arenas_for, measure_on_gpu
 from benchmarks.overlap.ranks import (

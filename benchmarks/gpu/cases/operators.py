@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import compile as compiling
 from benchmarks.gpu.cases.clock import device_here, write
 from benchmarks.harness.timing import PASSED
 from benchmarks.kernels import command as kernels
 from benchmarks.kernels.cases.cases import OURS, Shape, cases_of
 from benchmarks.kernels.check import FEWEST_DRAWS, check
+from benchmarks.launches import compile as compiling
 
 
 def smoke(rows: Path, families: Mapping[str, str], model: str, seq: int) -> int:

@@ -15,13 +15,13 @@ from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.tuned import Tile, TunedAttention, path_for, read_tuned
 
-from benchmarks.compile import describe
 from benchmarks.gpu import command
 from benchmarks.gpu.cases.ahead import Launch, each_share
 from benchmarks.gpu.cases.tiles import save
 from benchmarks.gpu.report import print_report
 from benchmarks.gpu.rows import PREFLIGHT
 from benchmarks.harness.journal import append, read
+from benchmarks.launches.compile import describe
 
 H200, NAME = Target("cuda", 90), "NVIDIA H200"
 TILES = [

@@ -27,8 +27,8 @@ from tpkernels.fused import gather_kernel, scatter_kernel, slots
 from tpkernels.launch import observed
 from tpkernels.symmetric import signals_kernel, wait_kernels
 
-from benchmarks.compile import TARGETS
-from benchmarks.launches import LAUNCHES
+from benchmarks.launches.compile import TARGETS
+from benchmarks.launches.operators import LAUNCHES
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
 SOURCES = (signals_kernel, wait_kernels, gather_kernel, slots, scatter_kernel)

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from tpkernels.symmetric import device_clock, signals_kernel
 
-from benchmarks.compile import TARGETS
+from benchmarks.launches.compile import TARGETS
 
 SOURCES = (device_clock, signals_kernel)
 

@@ -22,7 +22,7 @@ CACHE_VARIABLE = "TPENGINE_COMPILED"
 
 def pretend(target_name: str) -> Any:
     """Have triton compile for a target that need not be here; return the target."""
-    from benchmarks import compile as benchmark
+    from benchmarks.launches import compile as benchmark
 
     target = benchmark.TARGETS[target_name]
     benchmark.pretend(target, _cache() / "triton")

@@ -15,7 +15,7 @@ from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from benchmarks.host_time import CALLS, counted
+from benchmarks.launches.host_time import CALLS, counted
 from benchmarks.run import main
 
 WORLDS = (2, 3, 8)

@@ -39,7 +39,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.harness.journal import append
 from benchmarks.harness.revision import ROOT
 from benchmarks.harness.rows import make_row
-from benchmarks.launches import LAUNCHES
+from benchmarks.launches.operators import LAUNCHES
 from tpengine.files import write_beside
 
 TARGETS = {
