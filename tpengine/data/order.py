@@ -13,19 +13,21 @@ from numpy.typing import NDArray
 _NUM_ROUNDS = 6
 
 
-def permute(places: NDArray[np.int64], num: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Map places in [0, num) to places in [0, num), one to one, in an order keyed by (seed, epoch).
+def permute(
+    places: NDArray[np.int64], num: int, seed: int, epoch: int, what: str = "sample order"
+) -> NDArray[np.int64]:
+    """Map places in [0, num) to places in [0, num), one to one, in an order keyed by (what, seed, epoch).
 
     A balanced Feistel network permutes the smallest power of four that holds num. A place that it maps outside is
     mapped again until it is inside (cycle walking), fewer than four times on average.
 
-    Args: places: int64, any shape. num: at least 1. seed, epoch: key.
+    Args: places: int64, any shape. num: at least 1. seed, epoch, what: key.
     Returns: int64, same shape.
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3 and 4; the round
         function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
-    digest = hashlib.blake2b(f"sample order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+    digest = hashlib.blake2b(f"{what} {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     result = _feistel(places.astype(np.uint64), keys, half_bits)
     while (outside := result >= num).any():

@@ -1,0 +1,104 @@
+"""Rung: pure. Shares of a mixture: exact after every block, without drift; every sample of a source occurs once."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpengine.data import mixture as module
+from tpengine.data.mixture import BLOCK, Mixture, steps_until
+
+WEIGHTS = st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=12).map(tuple)
+# Early blocks, and blocks after which a sum of rounding errors would show.
+BLOCKS = st.integers(0, 3) | st.integers(10**6, 10**6 + 3) | st.integers(10**12, 10**12 + 3)
+
+
+def assert_shares(mixture: Mixture, num_blocks: int) -> None:
+    n, counts = num_blocks * mixture.block, mixture.counts_at(num_blocks)
+    assert sum(counts) == n
+    for count, share in zip(counts, mixture.shares, strict=True):
+        assert abs(count - share * n) < 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights=WEIGHTS, num_blocks=BLOCKS, seed=st.integers(0, 5))
+def test_counts_keep_to_the_weights_after_every_block(weights: tuple[float, ...], num_blocks: int, seed: int) -> None:
+    mixture = Mixture(weights, seed)
+    assert mixture.shares[0] == Fraction(repr(weights[0])) / sum(Fraction(repr(weight)) for weight in weights)
+    assert_shares(mixture, num_blocks)
+    before, after = mixture.counts_at(num_blocks), mixture.counts_at(num_blocks + 1)
+    assert all(last >= first for first, last in zip(before, after, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=WEIGHTS, block=BLOCKS, seed=st.integers(0, 5))
+def test_a_block_has_each_of_its_samples_once(weights: tuple[float, ...], block: int, seed: int) -> None:
+    mixture = Mixture(weights, seed)
+    first = block * mixture.block
+    sources, numbers = mixture.place(np.arange(first, first + mixture.block))
+    before, after = mixture.counts_at(block), mixture.counts_at(block + 1)
+    for source in range(len(weights)):
+        assert sorted(numbers[sources == source].tolist()) == list(range(before[source], after[source]))
+    # Any part of it, asked for by itself, is the same: there is no state.
+    some = np.array([5, 700, 6, mixture.block - 1]) + first
+    again = mixture.place(some)
+    assert (again[0] == sources[some - first]).all() and (again[1] == numbers[some - first]).all()
+    until = mixture.counts(first + 700)
+    expected = [n + int((sources[:700] == k).sum()) for k, n in enumerate(before)]
+    assert list(until) == expected
+
+
+def test_orders_of_blocks_and_seeds_differ() -> None:
+    def sources(seed: int, block: int) -> list[int]:
+        return Mixture((1.0, 2.0, 1.0), seed).place(np.arange(block * BLOCK, (block + 1) * BLOCK))[0].tolist()
+
+    assert sources(0, 0) != sources(0, 1) != sources(1, 1)
+    # A source of a quarter is a quarter of each half of a block, about: they are mixed, not one after the other.
+    assert 90 < sources(0, 0)[:512].count(0) < 166
+
+
+def test_blocks_are_larger_where_a_source_is_rarer_than_one_in_1024() -> None:
+    mixture = Mixture((1.0, 1e-5, 2e-5), 0)
+    assert mixture.block == 131072
+    for block in range(40):
+        assert_shares(mixture, block)
+        before, after = mixture.counts_at(block), mixture.counts_at(block + 1)
+        assert all(last >= first for first, last in zip(before, after, strict=True))
+
+
+def test_weights_count_as_they_are_written() -> None:
+    # As binary numbers 0.1 and 0.7 are not these.
+    mixture = Mixture((0.1, 0.7, 0.2), 0)
+    assert mixture.shares == (Fraction(1, 10), Fraction(7, 10), Fraction(1, 5))
+    assert mixture.counts_at(10**12)[1] == 7 * 1024 * 10**11
+
+
+def test_a_source_lasts_as_many_steps_as_it_has_samples_for() -> None:
+    mixture = Mixture((1.0, 3.0), 2)
+    for num_samples in (1, 100, 1000):
+        steps = steps_until(mixture, 0, num_samples, 8)
+        assert mixture.counts(8 * steps)[0] <= num_samples < mixture.counts(8 * (steps + 1))[0]
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 0.0), (1.0, -2.0), (float("nan"),), (float("inf"), 1.0)])
+def test_weights_that_are_none_are_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="weights of sources must be above 0"):
+        Mixture(weights, 0)
+
+
+def test_shares_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def floats(self: Mixture, num_blocks: int) -> tuple[int, ...]:
+        """Each block's counts rounded by themselves, and added up: wrong by a sample every few blocks."""
+        of_block = [round(float(share) * self.block) for share in self.shares]
+        of_block[-1] = self.block - sum(of_block[:-1])
+        return tuple(count * num_blocks for count in of_block)
+
+    mixture = Mixture((0.3, 0.7), 0)
+    assert_shares(mixture, 1000)
+    monkeypatch.setattr(module.Mixture, "counts_at", floats)
+    with pytest.raises(AssertionError):
+        assert_shares(mixture, 1000)
