@@ -25,7 +25,7 @@ from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, reduced_of
 from tpengine.plan import Reduced
 
-# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
+# AdamW (training/update/optimizer.py) keeps two moments per element, in the accumulation dtype.
 _MOMENTS = 2
 _STAGE_OF_SLICED_WEIGHTS = 3
 

@@ -40,10 +40,10 @@ from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Recompute, Residency
 from tpengine.training.assembly import assemble
-from tpengine.training.gradient_norm import GradientNorm
-from tpengine.training.loss_scale import LossScale
-from tpengine.training.optimizer import AdamW, clip_, learning_rate
 from tpengine.training.step_batch import BatchReader, TrainingBatch
+from tpengine.training.update.gradient_norm import GradientNorm
+from tpengine.training.update.loss_scale import LossScale
+from tpengine.training.update.optimizer import AdamW, clip_, learning_rate
 from tpengine.training.weight_moves import WeightMoves
 
 

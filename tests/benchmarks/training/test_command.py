@@ -97,7 +97,7 @@ def test_a_revision_is_compared_with_its_own_sources(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for package in ("tpengine", "kernels/tpkernels", "benchmarks"):
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    optim = tree / "tpengine/training/optimizer.py"
+    optim = tree / "tpengine/training/update/optimizer.py"
     text = optim.read_text()
     assert text.count("return config.lr * (step + 1)") == 1
     optim.write_text(text.replace("return config.lr * (step + 1)", "return 9 * config.lr * (step + 1)"))

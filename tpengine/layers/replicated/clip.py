@@ -1,6 +1,6 @@
 """Clip gradients by their global norm, in a model of your own over tensor-parallel ranks and pipeline stages.
 
-The engine's own clipping works on flat buffers (training/optimizer.py).
+The engine's own clipping works on flat buffers (training/update/optimizer.py).
 """
 
 from __future__ import annotations

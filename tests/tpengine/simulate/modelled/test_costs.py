@@ -19,7 +19,7 @@ from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
 from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
 from tpengine.simulate.modelled.operators import action_seconds
-from tpengine.training.optimizer import AdamW
+from tpengine.training.update.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
 

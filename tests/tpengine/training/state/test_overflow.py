@@ -24,10 +24,10 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.layers.collectives import Work
-from tpengine.training.loss_scale import FIRST_SCALE, FLOOR
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.update.loss_scale import FIRST_SCALE, FLOOR
 
 OVERFLOW, STEPS = 2, 4
 Digests = dict[Any, Any]

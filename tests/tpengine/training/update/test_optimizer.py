@@ -8,8 +8,8 @@ from support.kernels.rungs import Rung
 from torch.nn import Parameter
 
 from tpengine.config import OptimConfig
-from tpengine.training.gradient_norm import squares_of_blocks
-from tpengine.training.optimizer import AdamW, clip_, learning_rate
+from tpengine.training.update.gradient_norm import squares_of_blocks
+from tpengine.training.update.optimizer import AdamW, clip_, learning_rate
 
 
 def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:
