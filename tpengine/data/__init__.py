@@ -2,6 +2,7 @@
 
 from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
 from tpengine.data.order import permute
+from tpengine.data.position import Position
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
 from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.text.sources import stdlib_text
@@ -12,6 +13,7 @@ __all__ = [
     "GPU_SHARE",
     "ContentCheck",
     "Corpus",
+    "Position",
     "Samples",
     "StoredTokens",
     "TokenFile",

@@ -40,6 +40,7 @@ class Samples:
         vocab_size: of the model; a larger token is an error when its window is read.
         ignore_token: labels equal to it become IGNORED_LABEL.
         seed: key of the order; None for the order of the text. Either way the text is repeated without end.
+        phase: the phase of a run whose order this is, key of it besides.
     """
 
     tokens: StoredTokens | Tokens
@@ -47,6 +48,7 @@ class Samples:
     vocab_size: int
     ignore_token: int | None = None
     seed: int | None = None
+    phase: int = 0
 
     @property
     def num_windows(self) -> int:
@@ -54,7 +56,11 @@ class Samples:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def batch(self, first_sample_index: int, count: int) -> Batch:
-        """Read samples first_sample_index, first_sample_index + 1, ...
+        """Read samples first_sample_index, first_sample_index + 1, ...; as `read`."""
+        return self.read(np.arange(first_sample_index, first_sample_index + count, dtype=np.int64))
+
+    def read(self, samples: NDArray[np.int64]) -> Batch:
+        """Read samples by their numbers in the order.
 
         Returns: tokens[count, S] and labels[count, S], int64, contiguous, writable.
         Raises: ValueError: a token outside the model's vocabulary; not one whole window; a file that was cut short.
@@ -64,7 +70,7 @@ class Samples:
                 f"a window must fit the text: {len(self.tokens)} tokens, seq_len {self.seq_len} and one more: "
                 "use a smaller seq_len or more text"
             )
-        starts = self._windows(first_sample_index, count) * self.seq_len
+        starts = self._windows(samples) * self.seq_len
         text = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()])
         check_tokens(text, self.vocab_size, "model.vocab_size")
         tokens, labels = text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
@@ -72,14 +78,15 @@ class Samples:
             labels[labels == self.ignore_token] = IGNORED_LABEL
         return tokens, labels
 
-    def _windows(self, first_sample_index: int, count: int) -> NDArray[np.int64]:
+    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The window of each sample; each pass over the text has an order of its own over all windows."""
-        samples = np.arange(first_sample_index, first_sample_index + count, dtype=np.int64)
         epochs, places = np.divmod(samples, self.num_windows)
         if self.seed is not None:
+            # A run of one phase has the order that it had before there were phases.
+            what = f"sample order of phase {self.phase}" if self.phase else "sample order"
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                places[now] = permute(places[now], self.num_windows, self.seed, int(epoch))
+                places[now] = permute(places[now], self.num_windows, self.seed, int(epoch), what)
         return places
 
 
