@@ -3,7 +3,7 @@
     sample i of a run = the i-th number of the order that is not in a left-out range
 
 So a step keeps its number of samples, whatever is left out. The position before a step follows from the step alone
-(config/phases.py), and a checkpoint holds it.
+(Trainer.position), and a checkpoint holds it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
 
     Hashed are the tokens and the last label of each sample: all other labels are tokens too.
 
-    Args: tokens, labels: int64 [count, S], as `Samples.batch` returns them.
+    Args: tokens, labels: int64 [count, S], as `Samples.read` returns them.
     Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, different ones with
         probability 2**-63.
     Cost: one pass over 4 bytes per token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.

@@ -10,7 +10,7 @@ update of a batch that is not usable.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config
+from tpengine.data import Position as SamplePosition
 from tpengine.data import Samples, batch_digest, first_sample_index
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
@@ -147,15 +148,23 @@ class BatchReader:
         mesh: places of the ranks.
         ends: the stages that hold the model's first chunk and its last.
         device: where this rank computes.
+        position: step -> where the run is in the samples before it; default after equal steps, nothing left out.
 
     Attributes:
         seconds: how long this rank read samples of the current step; 0 if it needs none.
     """
 
     def __init__(
-        self, config: Config, samples: Samples, mesh: Mesh, ends: tuple[int, int], device: torch.device
+        self,
+        config: Config,
+        samples: Samples,
+        mesh: Mesh,
+        ends: tuple[int, int],
+        device: torch.device,
+        position: Callable[[int], SamplePosition] | None = None,
     ) -> None:
         self._train, self._samples, self._mesh, self._ends, self._device = config.train, samples, mesh, ends, device
+        self._position = position or self._after_equal_steps
         self.seconds = 0.0
 
     def read(self, step: int) -> StepBatch:
@@ -175,7 +184,8 @@ class BatchReader:
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORED_LABEL)
             try:
-                arrays = self._samples.batch(self._first_sample(step), train.num_micro_batches * train.micro_batch_size)
+                wanted = train.num_micro_batches * train.micro_batch_size
+                arrays = self._samples.read(self._position(step).samples(self._first_in_step(), wanted))
             except ValueError as problem:
                 mine, error = Report(_UNREADABLE), str(problem)
             else:
@@ -189,15 +199,19 @@ class BatchReader:
             to_device(tokens, self._device), to_device(labels, self._device), scale, usable, reports, error
         )
 
-    def _first_sample(self, step: int) -> int:
+    def _first_in_step(self) -> int:
         return first_sample_index(
-            step,
+            0,
             self._mesh.at.dp,
             self._mesh.shape.dp,
             0,
             num_micro_batches=self._train.num_micro_batches,
             micro_batch_size=self._train.micro_batch_size,
         )
+
+    def _after_equal_steps(self, step: int) -> SamplePosition:
+        train = self._train
+        return SamplePosition(0, step * self._mesh.shape.dp * train.num_micro_batches * train.micro_batch_size)
 
     def _gathered(self, mine: Report) -> Tensor:
         """Return all ranks' reports [pp, dp, tp, 3] on the device."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.config import Config, decay_steps_of
-from tpengine.data import Corpus
+from tpengine.data import Corpus, Position
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
@@ -103,6 +103,7 @@ class Trainer:
         plan, layout, mesh, comms, gradients, optimizer: see their types.
         sliced, moves: the weights where replicas own slices of them (ZeRO), else None; what gathers and frees them.
         reader: reads a step's micro-batches.
+        left_out: ranges of numbers of the order of samples that no step reads; see data/position.py.
         batch: the micro-batches of the current step, and their losses.
         grad_norm: gradient norm of the current step, before clipping.
         norm: computes it.
@@ -172,8 +173,9 @@ class Trainer:
             device=device,
         )
         self.reader = BatchReader(
-            config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device
+            config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device, self.position
         )
+        self.left_out: tuple[tuple[int, int], ...] = ()
         # State of the current step.
         self.num_updates = 0
         self.loss_scale = LossScale(config.train.dtype)
@@ -198,6 +200,12 @@ class Trainer:
         self.preloads = must_preload(self.mesh.pp)
         if self.preloads:
             connect(self.plan, at, self.mesh.pp, link_device(device))
+
+    def position(self, step: int) -> Position:
+        """Return where the run is in its samples before a step."""
+        train = self.config.train
+        samples = train.micro_batch_size * train.num_micro_batches * self.mesh.shape.dp
+        return Position(0, step * samples, self.left_out)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -223,10 +223,10 @@ class SlowText:
     def __init__(self, samples: Any, seconds: float) -> None:
         self._samples, self._seconds = samples, seconds
 
-    def batch(self, first: int, count: int) -> Any:
-        """As Samples.batch."""
+    def read(self, samples: Any) -> Any:
+        """As Samples.read."""
         time.sleep(self._seconds)
-        return self._samples.batch(first, count)
+        return self._samples.read(samples)
 
 
 class SlowLink:

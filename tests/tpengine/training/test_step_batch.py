@@ -119,9 +119,9 @@ def test_what_one_replica_cannot_read_is_said_by_all_ranks(
 
 def windows_read(config: Config) -> int:
     trainer = Trainer(config, open_corpus(config), CPU)
-    with patch.object(Samples, "batch", autospec=True, side_effect=Samples.batch) as batch:
+    with patch.object(Samples, "read", autospec=True, side_effect=Samples.read) as read:
         trainer.train_step(0)
-    return batch.call_count
+    return read.call_count
 
 
 def test_only_the_first_and_the_last_stage_read(ranks: RankPool) -> None:
