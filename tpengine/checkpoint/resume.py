@@ -109,7 +109,7 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
         ValueError: no layout fits the processes; the micro-batches of a step do not divide over the replicas.
     """
     flags = wanted.parallel
-    if wanted.optim.decay_steps < 0:
+    if wanted.optim.decay_steps == -1:
         wanted = replace(wanted, optim=replace(wanted.optim, decay_steps=saved.optim.decay_steps))
     given = flags
     if base is not None:

@@ -1,6 +1,7 @@
 """The configuration of a run, and which configurations are legal. No torch.
 
 settings.py      the settings: dataclasses, nothing else
+amounts.py       lengths in steps or in tokens
 details.py       what an architecture adds to the sizes of a model, out of its config.json
 rules.py         which values are legal, and how sizes that were left out are filled in
 toml.py          a configuration written as TOML and read back

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from tpengine.config.amounts import Amount, amount_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.settings import Config, ModelConfig, ParallelConfig, round_up
 from tpengine.plan import Schedule, make_schedule
@@ -72,6 +73,7 @@ def validate(config: Config, world_size: int) -> Config:
     """
     _check_ranges(config)
     profiled_steps(config)
+    _check_learning_rate(config)
     _check_model(config.model)
     config = replace(config, parallel=resolve_layout(config.parallel, world_size))
     _check_layout(config)
@@ -179,8 +181,6 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "optim.beta2": (0, _BELOW_ONE),
         "optim.eps": (_POSITIVE, None),
         "optim.weight_decay": (0, None),
-        "optim.warmup_steps": (0, None),
-        "optim.decay_steps": (0, 2**40),
         "optim.min_lr_ratio": (0, 1),
         "optim.clip_norm": (0, None),
     }
@@ -208,6 +208,7 @@ def _check_ranges(config: Config) -> None:
         (config.parallel, "parallel.", "residency"),
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
+        (config.optim, "optim.", "schedule"),
         (config, "", "device"),
     ):
         key, value = section + name, getattr(owner, name)
@@ -219,6 +220,21 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(
             f"data.ignore_token must be a token of the vocabulary: got {token}, vocab_size {vocab}: "
             f"use 0 to {vocab - 1}"
+        )
+
+
+def _check_learning_rate(config: Config) -> None:
+    optim = config.optim
+    amounts = {
+        name: amount_of(getattr(optim, name), f"optim.{name}") for name in ("warmup_steps", "decay_steps", "decay_from")
+    }
+    begin, end = amounts["decay_from"], amounts["decay_steps"]
+    if not end.number:
+        end = Amount(config.train.steps, "steps")
+    if begin.number and begin.unit == end.unit and begin.number >= end.number:
+        raise ValueError(
+            f"a schedule's decay must begin before its end: optim.decay_from {begin}, optim.decay_steps {end}: use "
+            f"optim.decay_from {end.number * 4 // 5} or another optim.decay_steps"
         )
 
 

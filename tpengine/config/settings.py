@@ -156,7 +156,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with warm-up, cosine decay and clipping by global norm."""
+    """AdamW with warm-up, decay and clipping by global norm."""
 
     lr: float = 3e-3
     """Peak learning rate."""
@@ -168,11 +168,17 @@ class OptimConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    decay_steps: int = 0
-    """Steps after which the learning rate has reached its end, warm-up included; 0 for the number of steps that the run
-    begins with. A resumed run keeps it, even if it is made longer."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What the learning rate does after its warm-up: it falls as a cosine or linearly, stays, or (wsd) stays, and falls
+    as 1 - sqrt at the end."""
+    warmup_steps: int | str = 20
+    """Steps of linear warm-up, or tokens: "2e9 tokens"."""
+    decay_steps: int | str = 0
+    """Steps, or tokens, after which the learning rate has reached its end, warm-up included; 0 for the number of steps
+    that the run begins with. A resumed run keeps it, even if it is made longer."""
+    decay_from: int | str = 0
+    """Steps, or tokens, after which the learning rate falls; 0 for the end of the warm-up, with wsd for four fifths of
+    decay_steps."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak."""
     clip_norm: float = 1.0
@@ -196,8 +202,8 @@ class Config:
     """Continue the run in --run-dir from its newest checkpoint, in the same or another layout."""
 
 
-def decay_steps_of(config: Config) -> int:
-    """Return the length of the learning-rate schedule in steps."""
+def decay_steps_of(config: Config) -> int | str:
+    """Return the length of the learning-rate schedule, in steps or tokens."""
     return config.optim.decay_steps or config.train.steps
 
 

@@ -58,5 +58,5 @@ def _num_attention_parameters(config: Config) -> int:
         math.prod(spec.shape)
         for layer in range(config.model.num_layers)
         for spec in layer_specs(config.model, 1, layer)
-        if spec.decays and ".self_attn." in spec.name
+        if spec.is_matrix and ".self_attn." in spec.name
     )

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from tpengine.architectures.describe import Norm
@@ -81,8 +82,8 @@ class ParameterSpec:
         return math.prod(self.block(tp, 0)[1])
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norm weights."""
+    def is_matrix(self) -> bool:
+        """Whether it is no norm weight and no bias."""
         return len(self.shape) > 1
 
 
@@ -197,6 +198,12 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[Par
     return tuple(specs)
 
 
+def decays(model: ModelConfig, spec: ParameterSpec) -> bool:
+    """Return whether weight decay applies: to matrices, but for those that the architecture names."""
+    passed_over = architecture_of(model).undecayed
+    return spec.is_matrix and not any(fnmatchcase(spec.name, pattern) for pattern in passed_over)
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, tied ones counted once, vocabulary padding not counted."""
     total = 0
@@ -213,7 +220,7 @@ def num_matmul_parameters(model: ModelConfig) -> int:
         math.prod(spec.shape)
         for layer in range(model.num_layers)
         for spec in layer_specs(model, 1, layer)
-        if spec.decays
+        if spec.is_matrix
     )
     return blocks + head
 

@@ -129,7 +129,7 @@ def layer_ranges(
     products = {
         spec.name: matmul_work(seq, spec.shape[0], spec.shape[1], item).flops
         for spec in layer_specs(model, 1, 0)
-        if spec.decays
+        if spec.is_matrix
     }
     matrices = sum(products.values())
     projections = sum(flops for name, flops in products.items() if ".self_attn." in name)

@@ -18,11 +18,13 @@ from rich.console import Console
 from tpengine.checkpoint.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
+from tpengine.config.amounts import amount_of
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
+from tpengine.files import write_beside
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
 from tpengine.last_words import forget_last_words
@@ -41,6 +43,7 @@ from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.update.picture import draw_learning_rate
 
 _PROMPT_TOKENS = 16
 
@@ -290,6 +293,8 @@ def open_writer(
         try:
             _write_config(trainer, job.run_dir)
             _keep_beginning(job)
+            picture = draw_learning_rate(trainer.rate, trainer.config.train.steps)
+            write_beside(job.run_dir / "learning_rate.svg", picture.encode())
             writer = MetricsWriter(job.run_dir, first_step or None)
         except OSError as error:
             problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
@@ -348,8 +353,10 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
 def _say_where_learning_ends(console: Console, config: Config) -> None:
     """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
     steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
-    last = max(decay_steps_of(config), config.optim.warmup_steps + 2)
-    if last < steps:
+    amounts = (decay_steps_of(config), config.optim.warmup_steps)
+    end, warmup = (amount_of(amount, "a schedule") for amount in amounts)
+    last = max(end.number, warmup.number + 2)
+    if config.optim.schedule != "constant" and end.unit == warmup.unit == "steps" and last < steps:
         line = (
             f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
             "stretch its schedule over the whole run"

@@ -30,7 +30,7 @@ from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
 from tpengine.layers.collectives import Work
 from tpengine.layers.gradient_sink import WeightHalves, accumulation_dtype
-from tpengine.layout.parameters import EMBEDDING, kv_replicas
+from tpengine.layout.parameters import EMBEDDING, decays, kv_replicas
 from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Executor, Handler, Trace
@@ -42,8 +42,9 @@ from tpengine.plan import Action, Kind, Recompute, Residency
 from tpengine.training.assembly import assemble
 from tpengine.training.step_batch import BatchReader, TrainingBatch
 from tpengine.training.update.gradient_norm import GradientNorm
+from tpengine.training.update.learning_rate import learning_rate
 from tpengine.training.update.loss_scale import LossScale
-from tpengine.training.update.optimizer import AdamW, clip_, learning_rate
+from tpengine.training.update.optimizer import AdamW, clip_
 from tpengine.training.weight_moves import WeightMoves
 
 
@@ -152,7 +153,7 @@ class Trainer:
         self.optimizer = AdamW(
             self.weights,
             self.gradients.of,
-            [name for name, piece in self.model.pieces.items() if piece.spec.decays],
+            [name for name, piece in self.model.pieces.items() if decays(config.model, piece.spec)],
             config.optim,
         )
         if draws:
@@ -206,6 +207,12 @@ class Trainer:
         train = self.config.train
         samples = train.micro_batch_size * train.num_micro_batches * self.mesh.shape.dp
         return Position(0, step * samples, self.left_out)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        train = self.config.train
+        tokens = train.micro_batch_size * train.num_micro_batches * self.mesh.shape.dp * train.seq_len
+        return learning_rate(self.config.optim, step, decay_steps_of(self.config), lambda before: before * tokens)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -272,7 +279,7 @@ class Trainer:
         self.activity.begin("counting its targets")
         self.batch.step, self.batch.scale = self.reader.read(step), self.loss_scale.value
         # Run the plan: forward, backward, reductions, clipping and update.
-        self._lr = learning_rate(self.config.optim, step, decay_steps_of(self.config))
+        self._lr = self.rate(step)
         self._run_plan(step)
         # Wait for the device, and compare the outcome over all ranks.
         self.activity.begin("ending the step with all ranks")

@@ -43,13 +43,13 @@ def setting_names(config: Any) -> list[str]:
 
 def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
-    length of the learning rate's schedule, what replicas shard (2) within what memory, and where a model comes from
-    (2).
+    length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
+    (2), and what the learning rate does after its warm-up (2).
     """
     names = setting_names(Config())
-    # Only a path is the data's and the model's.
-    assert sorted(names) == sorted([*set(names), "path"])
-    assert len(names) <= 57
+    # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
+    assert sorted(names) == sorted([*set(names), "path", "schedule"])
+    assert len(names) <= 59
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tpengine.architectures import llama
 from tpengine.config import ModelConfig
 from tpengine.layout.parameters import (
     bucket_layouts,
+    decays,
     gradients_of,
     layer_specs,
     num_matmul_parameters,
@@ -122,3 +125,19 @@ def test_counts_of_a_model_known_by_hand() -> None:
 def test_axes_over_which_gradients_are_partial(name: str, axes: str) -> None:
     specs = {spec.name: spec for spec in layer_specs(ModelConfig(num_kv_heads=2), 4, 3)}
     assert specs[f"layers.3.{name}"].reduce_over == axes
+
+
+def test_weight_decay_passes_over_vectors_and_what_the_architecture_names(tmp_path: Path) -> None:
+    source = Path(llama.__file__).read_text()
+    assert source.count("ARCHITECTURE = Architecture(") == 1
+    own = tmp_path / "own.py"
+    own.write_text(source + '\nARCHITECTURE = replace(ARCHITECTURE, undecayed=("embed_*", "*.k_proj.weight"))\n')
+    plain = ModelConfig()
+    model = replace(plain, architecture=str(own))
+    decayed = {spec.name for spec in stage_specs(plain, 1, 0, 4) if decays(plain, spec)}
+    fewer = {spec.name for spec in stage_specs(model, 1, 0, 4) if decays(model, spec)}
+    assert "embed_tokens.weight" in decayed and not any("norm" in name for name in decayed)
+    assert decayed - fewer == {"embed_tokens.weight", *(f"layers.{i}.self_attn.k_proj.weight" for i in range(4))}
+    assert num_parameters(model) == num_parameters(plain) and num_matmul_parameters(model) == num_matmul_parameters(
+        plain
+    )

@@ -34,6 +34,8 @@ class Architecture:
         order: how a block's parts are put together: a function of orders.py, or one of your own.
         ends: what stands before and behind the blocks.
         prefix: what the names in the files begin with, the output head's apart.
+        undecayed: patterns of names (our names, as fnmatch has them) of matrices that weight decay passes over, such as
+            "embed_*". Norm weights and biases never decay.
     """
 
     name: str
@@ -43,3 +45,4 @@ class Architecture:
     order: Callable[[Any, Any, Any], Any] = pre_norm
     ends: Callable[[ModelConfig], Ends] = _plain_ends
     prefix: str = "model."
+    undecayed: tuple[str, ...] = ()

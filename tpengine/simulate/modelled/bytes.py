@@ -98,7 +98,7 @@ class BlockBytes:
             num_gated=1 + any(part.gated for part in parts if isinstance(part, FeedForward)),
             norms_heads=any(part.head_norm is not None for part in parts if isinstance(part, Attention)),
             norm_statistics=1 + (ends.norm.kind == "layer"),
-            vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.decays),
+            vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.is_matrix),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
             is_windowed=is_windowed,

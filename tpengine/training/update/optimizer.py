@@ -1,8 +1,7 @@
-"""Optimizer: AdamW over the flat gradients, the learning-rate schedule, and the global gradient norm."""
+"""Optimizer: AdamW over the flat gradients, and clipping."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,23 +12,6 @@ from tpkernels import adamw_
 from tpkernels.launch import by_triton
 
 from tpengine.config import OptimConfig
-
-
-def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Return the rate of a step: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio`, where it stays.
-
-        step < w:  lr (step+1)/w          else  lr (r + (1-r) (1 + cos(pi (step-w)/(n-1-w))) / 2)
-
-    Args:
-        step: 0-based.
-        num_steps: n, length of the schedule (config.decay_steps_of).
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    span = max(1, num_steps - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 from tpengine.config import OptimConfig
 from tpengine.training.update.gradient_norm import squares_of_blocks
-from tpengine.training.update.optimizer import AdamW, clip_, learning_rate
+from tpengine.training.update.learning_rate import learning_rate
+from tpengine.training.update.optimizer import AdamW, clip_
 
 
 def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:
