@@ -34,7 +34,8 @@ from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.plan import Residency
-from tpengine.training.evaluate import held_out_loss, read_prompt, sample
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import read_prompt, sample
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.profiler.waiting import awaited, explain, keep_last_words

@@ -50,7 +50,8 @@ from tpengine.data_parallel import BlockSums
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.norm import Norm
-from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import sample
 from tpengine.training.step_batch import TrainingBatch
 from tpengine.training.trainer import Trainer
 

@@ -21,7 +21,8 @@ from tpengine.data import open_corpus, write_tokens
 from tpengine.layers.collectives import Work
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import parse_action
-from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import sample
 from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")

@@ -31,7 +31,8 @@ from tpengine.data_parallel import DataParallel
 from tpengine.layers.collectives import Communicator
 from tpengine.observe.metrics import step_record
 from tpengine.pipeline import Pipeline
-from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import sample
 from tpengine.training.state.training_state import blocks_of, restore
 from tpengine.training.trainer import Trainer
 

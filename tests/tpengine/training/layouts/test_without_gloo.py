@@ -23,7 +23,8 @@ from tpengine.data import Corpus, open_corpus
 from tpengine.data_parallel import DataParallel
 from tpengine.pipeline import Pipeline
 from tpengine.training import step_batch
-from tpengine.training.evaluate import held_out_loss, sample
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import sample
 from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")

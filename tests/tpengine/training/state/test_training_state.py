@@ -24,7 +24,7 @@ from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.evaluate import ForwardPass
+from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.state.training_state import blocks_of, restore
 from tpengine.training.trainer import Trainer
 

@@ -17,7 +17,8 @@ from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Samples, open_corpus, write_tokens
-from tpengine.training.evaluate import held_out_loss, read_prompt
+from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.sampling import read_prompt
 from tpengine.training.trainer import RunError, Trainer
 
 CPU = torch.device("cpu")

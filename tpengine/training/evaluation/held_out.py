@@ -1,0 +1,89 @@
+"""The loss on the held-out text: the same mean in every layout."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tpengine.data import batch_digest
+from tpengine.distributed.messages import all_gather_json
+from tpengine.distributed.process import to_device
+from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
+from tpengine.layout.step_plan import evaluation_micro_batches
+from tpengine.training.evaluation.forward_pass import ForwardPass
+from tpengine.training.trainer import RunError, Trainer
+
+
+def held_out_loss(trainer: Trainer) -> float | None:
+    """Return the mean loss over the valid targets of the first held-out samples, in nats; the same in every layout.
+
+    `eval_micro_batches` is a number over all replicas, which share them as evenly as possible. No sample counts twice,
+    so that a short held-out text gives fewer. Collective; equal on all ranks.
+
+    Returns:
+        The mean; None if no target is valid.
+
+    Raises:
+        RunError: on all ranks alike: a rank cannot read its samples, or ranks of a replica have read different ones.
+    """
+    config, mesh = trainer.config, trainer.mesh
+    size = config.train.micro_batch_size
+    # Read this replica's samples; those beyond the last one do not count.
+    each = evaluation_micro_batches(config)
+    first = mesh.at.dp * each * size
+    tokens, labels = _read_held_out(trainer, first, each * size)
+    last = min(config.train.eval_micro_batches * size, trainer.corpus.held_out.num_windows)
+    labels[max(last - first, 0) :] = IGNORED_LABEL
+    tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
+    # Loss and number of targets of each micro-batch have a place: others add zeros there, which is exact in any order.
+    sums = torch.zeros(2, mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
+
+    def add_loss(logits: Tensor, microbatch: int) -> None:
+        target, place = labels[microbatch], mesh.at.dp * each + microbatch
+        sums[0, place] = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
+        sums[1, place] = (target != IGNORED_LABEL).sum()
+
+    # Run the model, then sum over replicas and stages.
+    ForwardPass(trainer, each, size).run(tokens, add_loss)
+    trainer.activity.begin("summing the held-out loss")
+    trainer.comms.dp.all_reduce_(sums)
+    trainer.comms.pp.all_reduce_(sums)
+    total, num_valid = math.fsum(sums[0].tolist()), float(sums[1].sum())
+    trainer.comms.tp.check()
+    return total / num_valid if num_valid else None
+
+
+def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
+
+    Args: first, count: first sample of this rank's replica, and their number.
+    Returns: tokens[count, S] and labels[count, S], int64, on the host; zeros on stages that use neither.
+    """
+    trainer.activity.begin("reading the held-out text")
+    samples, model = trainer.corpus.held_out, trainer.model
+    tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
+    error, digest = "", None
+    if model.is_first or model.is_last:
+        try:
+            arrays = samples.batch(first, count)
+        except ValueError as problem:
+            error = str(problem)
+        else:
+            digest = batch_digest(*arrays)
+            tokens, labels = (torch.from_numpy(array) for array in arrays)
+    everyone = all_gather_json([trainer.mesh.at.dp, error, digest])
+    failed = [rank for rank, (_, of_rank, _) in enumerate(everyone) if of_rank]
+    if failed:
+        others = any(of_rank is not None for _, _, of_rank in everyone)
+        raise RunError(everyone[failed[0]][1] + (f" (ranks {failed} alone found this)" if others else ""))
+    read = [(rank, dp, of_rank) for rank, (dp, _, of_rank) in enumerate(everyone) if of_rank is not None]
+    of_replica = {dp: (rank, of_rank) for rank, dp, of_rank in reversed(read)}
+    differing = [rank for rank, dp, of_rank in read if of_rank != of_replica[dp][1]]
+    if differing:
+        raise RunError(
+            f"all ranks of a replica must read the same held-out text: ranks {differing} have read other tokens than "
+            "the first of theirs: give every host the same file"
+        )
+    return tokens, labels
