@@ -48,7 +48,7 @@ class _Prepared:
     """
 
     config: Config
-    corpus: Corpus
+    corpora: tuple[Corpus, ...]
     device: torch.device
     shared_cores: int
     residency: Residency
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
         if prepared is not None and watch.timeout_seconds:  # 0 is for ever
             # Until the first step: another host may still be reading its text.
-            watch.timeout_seconds += prepared.corpus.reading_seconds
+            watch.timeout_seconds += max(corpus.reading_seconds for corpus in prepared.corpora)
         meeting = meet(launch, mistake, watch)
         assert prepared is not None
         message = _train(prepared, launch, meeting, watch)
@@ -101,11 +101,13 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     from tpengine.checkpoint.resume import find_checkpoint
     from tpengine.checkpoint.run_directory import open_run_dir
     from tpengine.commands.arguments import parse_config
-    from tpengine.data import open_corpus
+    from tpengine.config import phases_of
+    from tpengine.data import open_corpora
 
     config = parse_config(argv, launch.world_size)
     # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
-    corpus = open_corpus(config, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
+    phases = phases_of(config)
+    corpora = open_corpora(phases, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
     shared_cores = _take_threads(config, launch)
     from tpengine.distributed.process import choose_device
 
@@ -120,18 +122,19 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     residency = fitting_residency(config, launch, device)
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
-        corpus.note_hash(run_dir)
+        for corpus in corpora:
+            corpus.note_hash(run_dir)
     checkpoint = None
     if config.resume:
-        ends = corpus.fingerprint_of_ends
-        checkpoint = find_checkpoint(config, corpus.fingerprint(), fingerprint_of_ends=ends)
+        ends, fingerprints = corpora[0].fingerprint_of_ends, [corpus.fingerprint() for corpus in corpora]
+        checkpoint = find_checkpoint(config, fingerprints, fingerprint_of_ends=ends)
     beginning = None
     if config.model.path and checkpoint is None:
         from tpengine.training.state.beginning import check_beginning
 
         beginning = check_beginning(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Prepared(config, corpus, device, cores, residency, run_dir, lock, checkpoint, beginning)
+    return _Prepared(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
 
 
 def _take_threads(config: Config, launch: Launch) -> int:
@@ -192,11 +195,11 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
     from tpengine.training.run import Job, train
     from tpengine.training.trainer import RunError
 
-    config, corpus, device, cores = prepared.config, prepared.corpus, prepared.device, prepared.shared_cores
+    config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:
         residency, run_dir = prepared.residency, prepared.run_dir
         found = prepared.checkpoint, prepared.beginning
-        train(Job(config, corpus, launch, device, cores, residency, meeting, run_dir, *found), watch)
+        train(Job(config, corpora, launch, device, cores, residency, meeting, run_dir, *found), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

@@ -15,16 +15,28 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.config import Config, ParallelConfig, decay_steps_of, resolve_layout, validate
+from tpengine.config import (
+    Config,
+    ParallelConfig,
+    Phases,
+    decay_steps_of,
+    phases_of,
+    resolve_layout,
+    samples_per_step,
+    validate_run,
+)
 from tpengine.config.toml import load_toml
 from tpengine.plan import SCHEDULES
+
+# The copy of a user's file of phases in the run's directory.
+PHASES_FILE = "phases.toml"
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,9 @@ def saved_config(run_dir: str) -> Config:
         # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run. A run that
         # was imported and has not begun leaves it open.
         saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
-    # Use the run's copies of the files of a schedule and an architecture, wherever the run directory is now.
+    # Use the run's copies of the files of phases, a schedule and an architecture, wherever the run directory is now.
+    if saved.phases and path.with_name(PHASES_FILE).is_file():
+        saved = replace(saved, phases=str(path.with_name(PHASES_FILE)))
     own = path.with_name(Path(saved.model.architecture).name)
     if own.suffix == ".py" and own.is_file():
         saved = replace(saved, model=replace(saved.model, architecture=str(own)))
@@ -162,7 +176,7 @@ def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
     If another micro-batch size does not divide the global batch, return that of the saved size. It makes too many or
     too few samples, and find_checkpoint refuses it with a remedy.
     """
-    number, rest = divmod(_samples_per_step(saved), max(1, micro_batch_size))
+    number, rest = divmod(samples_per_step(saved), max(1, micro_batch_size))
     return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
 
 
@@ -173,7 +187,7 @@ def _laid_out(wanted: Config, layout: ParallelConfig, in_all: int) -> Config:
 
 def _is_legal(config: Config, world_size: int) -> bool:
     try:
-        validate(config, world_size)
+        validate_run(config, world_size)
     except ValueError:
         return False
     return True
@@ -222,6 +236,8 @@ def _is_the_same(name: str, before: object, now: object) -> bool:
         return "auto" in (before, now)
     if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
         return Path(str(before)).stem == Path(str(now)).stem
+    if name == "phases":
+        return bool(before) and bool(now)
     if name == "model.architecture":
         return Path(str(before)).name == Path(str(now)).name
     return False
@@ -232,27 +248,42 @@ def _spelled(value: object) -> str:
 
 
 def state_of(
-    config: Config, fingerprint: str, step: int, num_updates: int | None = None, threads: int | None = None
+    config: Config,
+    fingerprint: str,
+    step: int,
+    num_updates: int | None = None,
+    threads: int | None = None,
+    phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Return what a checkpoint after `step` steps holds besides tensors, as JSON.
 
     Args:
+        fingerprint: of the text of the last of these steps.
         num_updates: how many of the steps were applied; default all of them.
         threads: number of threads that rank 0 computes with on a CPU. In fast mode bits depend on it, because libraries
             cut sums over threads.
+        phases: of the run; default what the configuration says. The state is that of the phase of the last step.
     """
+    phase = (phases or phases_of(config)).at(max(step - 1, 0))
+    config = replace(phase.config, device=config.device, resume=False)
     return {
         "updates": step if num_updates is None else num_updates,
         "threads": threads,
-        "config": _plain(replace(config, resume=False)),
-        "data": {"fingerprint": fingerprint, "next_sample": step * _samples_per_step(config)},
+        "config": _plain(config),
+        "data": {
+            "fingerprint": fingerprint,
+            "next_sample": phase.samples_before(step),
+            "samples_per_step": phase.samples_per_step,
+            "phase": phase.number,
+            "order": phase.order,
+        },
         "random": {"generator": "philox4x32-10, counter-based: no state besides the seed", "seed": config.train.seed},
     }
 
 
 def find_checkpoint(
     config: Config,
-    fingerprint: str,
+    fingerprint: str | Sequence[str],
     damaged: Mapping[int, str] | None = None,
     *,
     fingerprint_of_ends: Callable[[], str] | None = None,
@@ -264,7 +295,7 @@ def find_checkpoint(
 
     Args:
         config: validated.
-        fingerprint: of the text (Corpus.fingerprint).
+        fingerprint: of the text (Corpus.fingerprint), or of each phase's.
         damaged: checkpoints known to be damaged: by step, why.
         fingerprint_of_ends: computes the fingerprint that older checkpoints have (Corpus.fingerprint_of_ends).
 
@@ -277,6 +308,7 @@ def find_checkpoint(
     """
     checkpoints = checkpoints_of(config.run_dir)
     passed = dict(damaged or {})
+    phases = phases_of(config)
     for step in reversed(checkpoints.steps()):
         if step in passed:
             continue
@@ -288,7 +320,9 @@ def find_checkpoint(
             continue
         if fingerprint_of_ends is not None and _is_of_ends(index):
             fingerprint = fingerprint_of_ends()
-        _check_continues(directory, index, config, fingerprint)
+        if not isinstance(fingerprint, str):
+            fingerprint = fingerprint[phases.at(max(step - 1, 0)).number]
+        _check_continues(directory, index, config, fingerprint, phases)
         return Checkpoint(directory, index, passed)
     if passed:
         reasons = "; ".join(
@@ -316,15 +350,11 @@ def _is_of_ends(index: Index) -> bool:
     return isinstance(saved, str) and re.fullmatch("[0-9a-f]{64}", saved) is not None
 
 
-def _samples_per_step(config: Config) -> int:
-    return config.train.micro_batch_size * config.train.num_micro_batches * (config.parallel.dp or 1)
-
-
-def _check_continues(directory: Path, index: Index, config: Config, fingerprint: str) -> None:
+def _check_continues(directory: Path, index: Index, config: Config, fingerprint: str, phases: Phases) -> None:
     try:
         saved, now = (
             _decisive(state, index.step, config.train.reduction == "exact")
-            for state in (index.state, state_of(config, fingerprint, index.step))
+            for state in (index.state, state_of(config, fingerprint, index.step, phases=phases))
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
@@ -344,6 +374,8 @@ def _check_continues(directory: Path, index: Index, config: Config, fingerprint:
 
 
 _REMEDIES = {
+    "the number of samples read": "give the phases until then the steps and batches that they had",
+    "the phase that began its order of samples": "give it the phases until then that it had",
     "the text": "use the text it was trained on",
     "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",
 }
@@ -368,7 +400,10 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
         # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
-        "samples per step": state["data"]["next_sample"] / step,
+        # Before there were phases all steps of a run had equally many.
+        "samples per step": state["data"].get("samples_per_step", state["data"]["next_sample"] / step),
+        "the number of samples read": state["data"]["next_sample"],
+        "the phase that began its order of samples": state["data"].get("order", 0) + 1,
         "the text": state["data"]["fingerprint"],
         "the seed of its random numbers": state["random"]["seed"],
     }

@@ -31,6 +31,9 @@ from tpengine.checkpoint.storage import Writer
 from tpengine.distributed.messages import broadcast_json, gather_bytes
 from tpengine.last_words import one_line
 
+# A block's name, offset and shape.
+_Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+
 
 class Saver:
     """Saves the checkpoints of one run; the constructor is collective.
@@ -48,7 +51,7 @@ class Saver:
     def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
         self.directory, self._keep = directory, keep
         self._group: ProcessGroup = dist.new_group(backend="gloo")
-        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure: str | None = None
@@ -72,6 +75,9 @@ class Saver:
             name: [part for part in parts_of(entry) if part.stored and part.tensor.numel()]
             for name, entry in blocks.items()
         }
+        # A phase may have cut the model otherwise: let go of copies of other blocks.
+        places = {_place(name, part) for name, parts in stored.items() for part in parts}
+        self._copies = {place: copy for place, copy in self._copies.items() if place in places}
         copies = {
             name: Blocks(tuple(self._copy(name, part) for part in parts)) for name, parts in stored.items() if parts
         }
@@ -103,7 +109,7 @@ class Saver:
         return failure
 
     def _copy(self, name: str, block: Block) -> Block:
-        place = name, block.offset
+        place = _place(name, block)
         if place not in self._copies:
             pinned = block.tensor.is_cuda
             self._copies[place] = torch.empty(block.tensor.shape, dtype=block.tensor.dtype, pin_memory=pinned)
@@ -142,3 +148,7 @@ class Saver:
         # Every rank: receive whether the checkpoint is on disk.
         failure: str | None = broadcast_json("; ".join(sorted(failures)) or None, self._group)
         return failure
+
+
+def _place(name: str, block: Block) -> _Place:
+    return name, block.offset, tuple(block.tensor.shape)

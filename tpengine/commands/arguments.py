@@ -23,7 +23,7 @@ import tyro
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
-from tpengine.config import Config, decay_steps_of, validate
+from tpengine.config import Config, decay_steps_of, validate_run
 from tpengine.config.details import ModelDetails
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -82,7 +82,13 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
         check_architecture(config.model)
-        config = validate(config, world_size)
+        asked = config.train.steps
+        config = validate_run(config, world_size)
+        if asked not in (config.train.steps, base.train.steps):
+            raise ValueError(
+                f"a run with phases ends with its last one: train.steps {asked}, {config.phases} ends at step "
+                f"{config.train.steps}: change `until` of its last phase, or leave it out there"
+            )
         return replace(config, optim=replace(config.optim, decay_steps=decay_steps_of(config)))
     except ValueError as error:
         raise ConfigError(one_line(str(error))) from None
@@ -116,7 +122,7 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
         config = replace(config, model=model, run_dir=out, resume=False)
         check_architecture(model)
         parallel = config.parallel
-        validate(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
+        validate_run(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
     except HelpRequested:
         raise ConfigError("the settings of a run have a help of their own: see tpengine train --help") from None
     except ValueError as error:

@@ -4,12 +4,14 @@ settings.py      the settings: dataclasses, nothing else
 amounts.py       lengths in steps or in tokens
 details.py       what an architecture adds to the sizes of a model, out of its config.json
 rules.py         which values are legal, and how sizes that were left out are filled in
+phases.py        the phases of a run: their steps, their settings, where their samples begin
 toml.py          a configuration written as TOML and read back
 presets.py       named runs
 exact_sizes.py   how exact mode cuts model and batch, independently of the layout
 """
 
 from tpengine.config.exact_sizes import num_blocks, num_shards_of, shards_said
+from tpengine.config.phases import Phase, Phases, phases_of, samples_per_step, validate_run
 from tpengine.config.rules import profiled_steps, resolve_layout, schedule_of, validate
 from tpengine.config.settings import (
     IGNORED_LABEL,
@@ -29,13 +31,18 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "Phase",
+    "Phases",
     "TrainConfig",
     "decay_steps_of",
     "num_blocks",
     "num_shards_of",
+    "phases_of",
     "profiled_steps",
     "resolve_layout",
+    "samples_per_step",
     "schedule_of",
     "shards_said",
     "validate",
+    "validate_run",
 ]

@@ -200,6 +200,9 @@ class Config:
     """Where config.toml, metrics.jsonl and checkpoints go; empty means runs/<date>-<time>."""
     resume: bool = False
     """Continue the run in --run-dir from its newest checkpoint, in the same or another layout."""
+    phases: str = ""
+    """TOML file of phases: from which step on batch, sequence length, data or learning rate are others. Empty for
+    none."""
 
 
 def decay_steps_of(config: Config) -> int | str:

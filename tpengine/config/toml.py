@@ -13,8 +13,8 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpengine.config import Config
 from tpengine.config.details import ModelDetails
+from tpengine.config.settings import Config
 
 
 def dump_toml(config: Config) -> str:
@@ -47,8 +47,17 @@ def load_toml(path: str | Path, base: Config) -> Config:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--config needs valid TOML: {path}: {error}: correct the file") from None
-    updated: Config = _updated(base, values, "", str(path))
-    return updated
+    return updated(base, values, str(path))
+
+
+def updated(base: Config, values: Mapping[str, Any], path: str) -> Config:
+    """Return `base` with values of a TOML file, sections as tables.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type; `path` begins the message.
+    """
+    changed: Config = _updated(base, values, "", path)
+    return changed
 
 
 def _updated(base: Any, values: Mapping[str, Any], prefix: str, path: str) -> Any:

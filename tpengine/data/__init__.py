@@ -1,6 +1,7 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
 from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
+from tpengine.data.corpora import for_phase, open_corpora
 from tpengine.data.order import permute
 from tpengine.data.position import Position
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
@@ -19,6 +20,8 @@ __all__ = [
     "TokenFile",
     "batch_digest",
     "first_sample_index",
+    "for_phase",
+    "open_corpora",
     "open_corpus",
     "open_tokens",
     "permute",

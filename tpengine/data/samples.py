@@ -169,10 +169,7 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     train_tokens, held_out_tokens = _cut(text.tokens, num_train)
     train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed)
     held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token)
-    needs_held_out = train.eval_micro_batches > 0 or train.sample_tokens > 0
-    _check_length("training", train_samples, config)
-    if needs_held_out:
-        _check_length("held-out", held_out_samples, config)
+    check_lengths(train_samples, held_out_samples, config)
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
     text, is_noted = _with_hash(text, config.run_dir, say)
     return Corpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S)
@@ -244,6 +241,13 @@ def _with_hash(text: TokenFile, run_dir: str, say: Callable[[str], None]) -> tup
     if is_noted:
         forget_on_host(tokens)
     return text._replace(sha256=sha256), is_noted
+
+
+def check_lengths(train: Samples, held_out: Samples, config: Config) -> None:
+    """Raise ValueError if a part of a text has no window that a run needs."""
+    _check_length("training", train, config)
+    if config.train.eval_micro_batches > 0 or config.train.sample_tokens > 0:
+        _check_length("held-out", held_out, config)
 
 
 def _check_length(part: str, samples: Samples, config: Config) -> None:

@@ -20,12 +20,15 @@ class BlockSums:
         flat: the buffers that micro-batches accumulate into, by bucket index.
         num_blocks: blocks of a step on this rank, a power of two.
 
+    Attributes:
+        num_blocks: as given.
+
     Memory: log2(num_blocks) buffers besides each bucket's own.
     """
 
     def __init__(self, flat: Mapping[int, Tensor], num_blocks: int) -> None:
         assert num_blocks & (num_blocks - 1) == 0, f"{num_blocks} blocks are no power of two"
-        self._flat, self._num_blocks = flat, num_blocks
+        self._flat, self.num_blocks = flat, num_blocks
         num_levels = num_blocks.bit_length() - 1
         self._subtrees = {
             index: [buffer.new_empty(buffer.shape) for _ in range(num_levels)] for index, buffer in flat.items()
@@ -39,9 +42,9 @@ class BlockSums:
     def end_block(self, index: int) -> None:
         """Add what bucket `index` holds; after the last block it holds the total, else zeros."""
         number, buffer = self._ended[index], self._flat[index]
-        assert number < self._num_blocks, f"bucket {index} has had all its {self._num_blocks} blocks"
+        assert number < self.num_blocks, f"bucket {index} has had all its {self.num_blocks} blocks"
         self._ended[index] = number + 1
-        is_last = number + 1 == self._num_blocks
+        is_last = number + 1 == self.num_blocks
         # A carry adds the complete subtrees of 1, 2, 4, ... blocks: as many as the number has ones before its lowest 0.
         level = (~number & (number + 1)).bit_length() - 1
         carried = self._subtrees[index][:level]

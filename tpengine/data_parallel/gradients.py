@@ -188,6 +188,12 @@ class ExactGradients:
             sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_rank(i).items()}, self.buckets)
             head_sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_head(i).items()}, self.buckets)
 
+    def set_blocks(self, num_micro_batches: int, num_blocks: int) -> None:
+        """Sum other numbers of micro-batches and blocks from now on: between steps."""
+        self._block_length = num_micro_batches // num_blocks
+        if num_blocks != self.blocks.num_blocks:
+            self.blocks = BlockSums(self.buckets.flat, num_blocks)
+
     def bucket_of(self, piece: str) -> int:
         """Return the bucket in which the first buffer of a piece lies."""
         return self.buckets.place(self._first_leaf[piece])[1]

@@ -152,16 +152,17 @@ def layer_ranges(
     )
 
 
-def layout_of(config: Config, residency: Residency | None = None) -> Layout:
+def layout_of(config: Config, residency: Residency | None = None, balanced_for: int = 0) -> Layout:
     """Describe a validated configuration (config.validate): who holds which layers and buckets.
 
     Args:
         residency: what was decided where the configuration leaves it open (`residency auto`); default STEP there.
+        balanced_for: the sequence length that layers are balanced for; 0 for the configuration's.
     """
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
     schedule = schedule_of(config)
-    layers = layer_ranges(model, config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
+    layers = layer_ranges(model, balanced_for or config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
     gradients = chunk_gradients(config, schedule.ranks, layers)
     item = gradient_bytes(config.train.dtype)
     placed: list[PlacedBucket] = []

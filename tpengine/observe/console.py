@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tpengine.config import Config, num_blocks, shards_said
+from tpengine.config import Config, Phase, Phases, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan, clock
@@ -71,6 +71,29 @@ def show_plan(
     lines.append(("output", str(run_dir)))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
+
+
+def show_phases(console: Console, phases: Phases, peaks: Sequence[int]) -> None:
+    """Print a line for each phase, if there are several.
+
+    Args:
+        peaks: the most bytes that a rank holds by the plan, by phase.
+    """
+    for phase, peak in zip(phases, peaks, strict=True):
+        if len(phases) > 1:
+            console.print(f"{f'phase {phase.number + 1}':10}{phase_words(phase, peak)}", markup=False, highlight=False)
+
+
+def phase_words(phase: Phase, peak: int) -> str:
+    """Return what a phase is: steps, tokens, batch, sequence length, memory."""
+    train, num_steps = phase.config.train, phase.end_step - phase.first_step
+    in_all = train.num_micro_batches * (phase.config.parallel.dp or 1)
+    own = ", samples from the first" if phase.order == phase.number and phase.number else ""
+    return (
+        f"steps {phase.first_step + 1} to {phase.end_step}, {num_steps * phase.tokens_per_step:,} tokens: "
+        f"{in_all} micro-batches of {train.micro_batch_size} x {train.seq_len} tokens per step{own}; "
+        f"at most {peak / 1e6:.1f} MB per rank"
+    )
 
 
 def _blocks(config: Config) -> str:

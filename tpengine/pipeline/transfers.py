@@ -51,7 +51,7 @@ def open_mailbox(
     plan = plans[0]
     if device.type != "cpu" or dist.get_world_size(group) == 1 or not _is_ring(plan):
         return None
-    specs = [chunk.input for chunk in plan.chunks if chunk.input is not None]
+    specs = [chunk.input for each in plans for chunk in each.chunks if chunk.input is not None]
     slot_bytes = max(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
     num_slots = max(num_slots_for(plan) for plan in plans)
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tpkernels.symmetric.host_memory import available_bytes
 
-from tpengine.config import Config
+from tpengine.config import Config, phases_of
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape
+from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
@@ -41,8 +44,20 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
     """
     machine = MACHINES["h200"] if device.type == "cuda" else CPU_CORE
     limit = memory_limit(config, launch, device)
-    residency = decided_residency(config, limit, machine)
-    needed = _on_stages(config, residency, machine)[Shape.of(config.parallel).coordinates(launch.rank).pp]
+    phases = phases_of(config)
+    decided = [decided_residency(phase.config, limit, machine) for phase in phases]
+    residency = next((one for one in decided if one is Residency.USE), decided[0])
+    for phase, layout in zip(phases, phase_layouts(phases, residency), strict=True):
+        where = f"in phase {phase.number + 1} " if len(phases) > 1 else ""
+        needed = memory_of(phase.config, layout, training_plan(phase.config, layout), machine)
+        _check_fits(phase.config, needed, limit, launch, machine, where)
+    return residency
+
+
+def _check_fits(
+    config: Config, on_stages: Sequence[RankMemory], limit: int, launch: Launch, machine: Machine, when: str
+) -> None:
+    needed = on_stages[Shape.of(config.parallel).coordinates(launch.rank).pp]
     if limit and needed.peak > limit:
         fitting = (
             words
@@ -53,11 +68,11 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
         remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
         where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
         raise ValueError(
-            f"a rank's memory must be enough: by the plan rank {launch.rank} would hold {needed.peak / 1e6:,.1f} MB in "
-            f"{needed.action}, {(needed.peak - limit) / 1e6:,.1f} MB more than {where}, {limit / 1e6:,.1f} MB: {remedy}"
+            f"a rank's memory must be enough: by the plan {when}rank {launch.rank} would hold "
+            f"{needed.peak / 1e6:,.1f} MB in {needed.action}, "
+            f"{(needed.peak - limit) / 1e6:,.1f} MB more than {where}, {limit / 1e6:,.1f} MB: {remedy}"
             f", or allow it with --parallel.memory-limit {needed.peak}"
         )
-    return residency
 
 
 def _on_stages(config: Config, residency: Residency | None, machine: Machine) -> tuple[RankMemory, ...]:

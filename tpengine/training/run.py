@@ -29,13 +29,15 @@ from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
-from tpengine.observe.console import ProgressLine, console_for, show_plan, show_result
+from tpengine.observe.console import ProgressLine, console_for, show_phases, show_plan, show_result
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.plan import Residency
+from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.evaluation.held_out import held_out_loss
 from tpengine.training.evaluation.sampling import read_prompt, sample
+from tpengine.training.phase_parts import PhasePart, enter_phase_of
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.profiler.waiting import awaited, explain, keep_last_words
@@ -55,7 +57,7 @@ class Job:
 
     Attributes:
         config: validated configuration.
-        corpus: the configuration's text.
+        corpora: the text of each phase.
         launch, device: this rank, and the device where it computes.
         shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
         meeting: where the ranks have met.
@@ -66,7 +68,7 @@ class Job:
     """
 
     config: Config
-    corpus: Corpus
+    corpora: tuple[Corpus, ...]
     launch: Launch
     device: torch.device
     shared_cores: int
@@ -147,7 +149,15 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
     draws = job.checkpoint is None and job.beginning is None
-    trainer = Trainer(job.config, job.corpus, job.device, activity=watch.activity, residency=job.residency, draws=draws)
+    trainer = Trainer(
+        job.config,
+        job.corpora[0],
+        job.device,
+        activity=watch.activity,
+        residency=job.residency,
+        draws=draws,
+        corpora=job.corpora,
+    )
     peers = Peers(job.device)
     watch.explain = partial(explain, trainer, peers)
     watch.keep = _keeper(job, trainer, peers)
@@ -160,9 +170,10 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     elif checkpoint is None and not draws:
         # The checkpoint that was there has been removed meanwhile.
         trainer.draw_weights()
+    enter_phase_of(trainer, 0 if checkpoint is None else checkpoint.index.step)
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
-    content = ContentCheck(job.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
+    content = ContentCheck(trainer.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     return _Run(job, watch, console_for(job.launch.rank), trainer, checkpoint, checkpoints, skipped, content)
 
 
@@ -189,6 +200,8 @@ def _loop(run: _Run) -> None:
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
                     checkpoints.after_step(step + 1)
                     continue
+                if enter_phase_of(trainer, step):
+                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
                 # Train.
                 profiler.begin(step)
                 begin = time.perf_counter()
@@ -197,7 +210,7 @@ def _loop(run: _Run) -> None:
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 seconds = max(seconds, time.perf_counter() - begin)
                 record = step_record(
-                    job.config,
+                    trainer.config,
                     job.device,
                     step=step,
                     loss=result.loss,
@@ -250,7 +263,7 @@ def _end_steps(run: _Run) -> None:
 
 def _evaluate(run: _Run) -> None:
     """Compute and show the held-out loss and a sample; collective."""
-    config, trainer, held_out = run.job.config, run.trainer, None
+    config, trainer, held_out = run.trainer.config, run.trainer, None
     if config.train.eval_micro_batches:
         held_out = held_out_loss(trainer)
         if held_out is None:
@@ -294,7 +307,9 @@ def open_writer(
         try:
             _write_config(trainer, job.run_dir)
             _keep_beginning(job)
-            picture = draw_learning_rate(trainer.rate, trainer.config.train.steps)
+            picture = draw_learning_rate(
+                trainer.rate, trainer.config.train.steps, [phase.first_step for phase in trainer.phases][1:]
+            )
             write_beside(job.run_dir / "learning_rate.svg", picture.encode())
             writer = MetricsWriter(job.run_dir, first_step or None)
         except OSError as error:
@@ -317,10 +332,18 @@ def _say_what_will_happen(
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    show_phases(console, trainer.phases, [_peak(part) for part in trainer.parts])
     if config.resume:
-        used = replace(config, device="cuda" if device.type == "cuda" else "cpu")
+        # What a checkpoint has are the settings of its last step's phase.
+        done = 0 if checkpoint is None else checkpoint.index.step
+        phase_config = trainer.phases.at(max(done - 1, 0)).config
+        used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
         _say_what_is_resumed(console, used, checkpoint)
-    _say_where_learning_ends(console, config)
+    _say_where_learning_ends(console, trainer)
+
+
+def _peak(part: PhasePart) -> int:
+    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan))
 
 
 def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
@@ -351,8 +374,11 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _say_where_learning_ends(console: Console, config: Config) -> None:
+def _say_where_learning_ends(console: Console, trainer: Trainer) -> None:
     """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
+    config = trainer.run_config
+    if trainer.phases[-1].schedule:
+        return  # a schedule of a later phase's own, which is as long as that
     steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
     amounts = (decay_steps_of(config), config.optim.warmup_steps)
     end, warmup = (amount_of(amount, "a schedule") for amount in amounts)
@@ -368,9 +394,12 @@ def _say_where_learning_ends(console: Console, config: Config) -> None:
 def _write_config(trainer: Trainer, run_dir: Path) -> None:
     """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
     resolved = replace(
-        trainer.config, run_dir=str(run_dir), device="cuda" if trainer.device.type == "cuda" else "cpu", resume=False
+        trainer.run_config,
+        run_dir=str(run_dir),
+        device="cuda" if trainer.device.type == "cuda" else "cpu",
+        resume=False,
     )
-    write_config(resolved, run_dir, keeps_equal=trainer.config.resume)
+    write_config(resolved, run_dir, keeps_equal=trainer.run_config.resume)
 
 
 def _keep_beginning(job: Job) -> None:

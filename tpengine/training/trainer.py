@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpengine.config import Config, decay_steps_of
+from tpengine.config import Config, phases_of
 from tpengine.data import Corpus, Position
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.groups import Communicators, exchange_seconds
@@ -31,18 +31,19 @@ from tpengine.distributed.process import differing_ranks, link_device, read_with
 from tpengine.layers.collectives import Work
 from tpengine.layers.gradient_sink import WeightHalves, accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, decays, kv_replicas
-from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Executor, Handler, Trace
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.pipeline.preload import connect, must_preload, preload
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
-from tpengine.plan import Action, Kind, Recompute, Residency
+from tpengine.plan import Action, Kind, Plan, Recompute, Residency
 from tpengine.training.assembly import assemble
+from tpengine.training.phase_parts import PhasePart, largest, planned
 from tpengine.training.step_batch import BatchReader, TrainingBatch
 from tpengine.training.update.gradient_norm import GradientNorm
-from tpengine.training.update.learning_rate import learning_rate
+from tpengine.training.update.learning_rate import rate_of_step
 from tpengine.training.update.loss_scale import LossScale
 from tpengine.training.update.optimizer import AdamW, clip_
 from tpengine.training.weight_moves import WeightMoves
@@ -96,12 +97,17 @@ class Trainer:
         activity: told what this rank does; None if nothing watches it.
         residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
+        corpora: the text of each phase (data.open_corpora); default `corpus` in all of them.
 
     Attributes:
+        run_config: the configuration without what phases change.
+        phases, parts: of the run, with their plans.
+        config, layout, plan, corpus: of the current phase.
+        phase: the current one; `training.phase_parts.enter_phase_of` changes it.
         model: this rank's shards of this rank's chunks.
         stages: the chunks at run time, by their number.
         pipeline: runs the stages and their transfers.
-        plan, layout, mesh, comms, gradients, optimizer: see their types.
+        mesh, comms, gradients, optimizer: see their types.
         sliced, moves: the weights where replicas own slices of them (ZeRO), else None; what gathers and frees them.
         reader: reads a step's micro-batches.
         left_out: ranges of numbers of the order of samples that no step reads; see data/position.py.
@@ -131,24 +137,60 @@ class Trainer:
         activity: Activity | None = None,
         residency: Residency | None = None,
         draws: bool = True,
+        corpora: Sequence[Corpus] | None = None,
     ) -> None:
-        self.config, self.corpus, self.device = config, corpus, device
+        self.run_config, self.device = config, device
         self.activity = activity or Activity()
-        # Plan: who holds what, and the order of actions.
-        self.layout: Layout = layout_of(config, residency)
-        self.plan = training_plan(config, self.layout)
+        # Plan: who holds what, and the order of actions, in every phase.
+        self.phases = phases_of(config)
+        self.parts = planned(self.phases, corpus, corpora, residency)
+        self.config, self.layout, self.plan, self.corpus = self._take(self.parts[0])
         # Compare first: ranks that differ in layout could not make the groups below.
         self._check_same_run()
         # Connect: the mesh, its groups and their communicators.
         shape = Shape.of(config.parallel)
         ends = (self.layout.ranks[0], self.layout.ranks[-1]) if config.model.tie_embeddings else None
         self.mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
-        self.comms = Communicators.of(self.mesh, config, device)
+        self.comms = Communicators.of(self.mesh, largest(self.phases), device)
         self.comms.connect(link_device(device))
 
-        # Build: model, gradient buckets, optimizer and initial weights.
-        halves = WeightHalves()
-        self.model, self.gradients, self.sliced = assemble(config, self.layout, self.mesh, self.comms, device, halves)
+        self.num_updates = 0
+        self.loss_scale = LossScale(config.train.dtype)
+        self.left_out: tuple[tuple[int, int], ...] = ()
+        self._probe: Probe | None = None
+        self._trace = trace
+        self.build()
+        if draws:
+            self.draw_weights()
+        else:
+            self._clear_padding()
+        # State of the current step.
+        self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._skip = torch.zeros((), dtype=torch.bool, device=device)
+        self._lr = 0.0
+        # Evaluation and sampling use the mailbox too.
+        passes = (
+            forward_plan(part.config, part.layout, num_micro_batches, part.config.train.micro_batch_size)
+            for part in self.parts
+            for num_micro_batches in {1, max(1, evaluation_micro_batches(part.config))}
+        )
+        plans = (*(part.plan for part in self.parts), *passes)
+        self.mailbox = open_mailbox(plans, self.mesh.pp, device, exchange_seconds(config))
+        self.run_phase()
+        if self.preloads:
+            connect(self.plan, self.mesh.at.pp, self.mesh.pp, link_device(device))
+
+    def _take(self, part: PhasePart) -> tuple[Config, Layout, Plan, Corpus]:
+        """Make a phase the current one."""
+        self.phase = part.phase
+        return part.config, part.layout, part.plan, part.corpus
+
+    def build(self) -> None:
+        """Build the current phase's model, which holds anything, its gradient buckets, optimizer and norm."""
+        config, device = self.config, self.device
+        self._halves = WeightHalves()
+        assembled = assemble(config, self.layout, self.mesh, self.comms, device, self._halves)
+        self.model, self.gradients, self.sliced = assembled
         self.buckets = self.gradients.buckets
         self.optimizer = AdamW(
             self.weights,
@@ -156,14 +198,11 @@ class Trainer:
             [name for name, piece in self.model.pieces.items() if decays(config.model, piece.spec)],
             config.optim,
         )
-        if draws:
-            self.draw_weights()
-        else:
-            self._clear_padding()
         # Preparing weights costs memory for two more copies of all matrices. It saves most over tp, where shards are
         # multiplied as they arrive. Without tp it saves some 2 % of a step: in a pipeline not worth the memory.
         # Exact mode must always multiply by prepared weights: other layouts give other bits. Weights that come and go
         # (ZeRO) are prepared, if at all, by the layers themselves.
+        shape = self.mesh.shape
         prepares = config.train.reduction == "exact" or shape.tp > 1 or shape.pp == 1
         self._prepares_weights = prepares and self.sliced is None
         self.norm = GradientNorm(
@@ -173,46 +212,43 @@ class Trainer:
             exact=config.train.reduction == "exact",
             device=device,
         )
-        self.reader = BatchReader(
-            config, corpus.train, self.mesh, (self.layout.ranks[0], self.layout.ranks[-1]), device, self.position
-        )
-        self.left_out: tuple[tuple[int, int], ...] = ()
-        # State of the current step.
-        self.num_updates = 0
-        self.loss_scale = LossScale(config.train.dtype)
-        self._probe: Probe | None = None
-        self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
         self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
-        self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self._skip = torch.zeros((), dtype=torch.bool, device=device)
-        self._lr = 0.0
-        # Run time: stages, transfers and the executor. Evaluation and sampling use the mailbox too.
-        at = self.mesh.at.pp
+
+    def enter(self, number: int) -> None:
+        """Make another phase the current one: its plan, its batch, its data; weights and moments stay.
+
+        Args:
+            number: of a phase with the same cut of the model (layout/phase_layouts.cut_of), or `build` has followed
+                and somebody loads what the model held.
+        """
+        self.model.release()
+        self.config, self.layout, self.plan, self.corpus = self._take(self.parts[number])
+        self.optimizer.use(self.config.optim)
+
+    def run_phase(self) -> None:
+        """Make what runs the steps of the current phase: batch, stages, transfers and executor."""
+        config, device, at = self.config, self.device, self.mesh.at.pp
+        ends = self.layout.ranks[0], self.layout.ranks[-1]
+        self.reader = BatchReader(config, self.corpus.train, self.mesh, ends, device, self.position)
+        self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
         self.stages = self.make_stages(self.batch)
-        passes = (
-            forward_plan(config, self.layout, num_micro_batches, config.train.micro_batch_size)
-            for num_micro_batches in {1, max(1, evaluation_micro_batches(config))}
+        self.pipeline = RankPipeline(
+            self.plan, at, self.stages, self.mesh.pp, device, self.mailbox, halves=self._halves
         )
-        self.mailbox = open_mailbox((self.plan, *passes), self.mesh.pp, device, exchange_seconds(config))
-        self.pipeline = RankPipeline(self.plan, at, self.stages, self.mesh.pp, device, self.mailbox, halves=halves)
         self.moves = WeightMoves(self.sliced, self._mark, self.model.release)
-        self.executor = Executor(dist.get_rank(), self._handlers(), trace, self.activity)
+        self.executor = Executor(dist.get_rank(), self._handlers(), self._trace, self.activity)
         self.executor.check(self.plan.actions[at])
+        # A phase has shapes of its own, and so kernels of its own.
         self.preloads = must_preload(self.mesh.pp)
-        if self.preloads:
-            connect(self.plan, at, self.mesh.pp, link_device(device))
 
     def position(self, step: int) -> Position:
         """Return where the run is in its samples before a step."""
-        train = self.config.train
-        samples = train.micro_batch_size * train.num_micro_batches * self.mesh.shape.dp
-        return Position(0, step * samples, self.left_out)
+        phase = self.phases.at(step)
+        return Position(phase.order, phase.samples_before(step), self.left_out)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        train = self.config.train
-        tokens = train.micro_batch_size * train.num_micro_batches * self.mesh.shape.dp * train.seq_len
-        return learning_rate(self.config.optim, step, decay_steps_of(self.config), lambda before: before * tokens)
+        return rate_of_step(self.phases, step)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -274,6 +310,7 @@ class Trainer:
 
         Order: one wait for the device, at the end.
         """
+        assert self.phases.at(step) is self.phase or step >= self.phase.end_step, "enter the step's phase first"
         # Read the batch, and tell all ranks about it.
         self.activity.step = step
         self.activity.begin("counting its targets")
@@ -448,8 +485,10 @@ class Trainer:
 
     def _check_same_run(self) -> None:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
-        settings = json.dumps(asdict(replace(self.config, run_dir="")))
-        mine = (self.plan.digest(), settings, self.corpus.fingerprint())
+        parts = self.parts
+        plans = " ".join(part.plan.digest() for part in parts)
+        settings = json.dumps([asdict(replace(part.config, run_dir="", phases="")) for part in parts])
+        mine = (plans, settings, " ".join(part.corpus.fingerprint() for part in parts))
         names = ("plan", "configuration", "text")
         for name, value in zip(names, mine, strict=True):
             differing = differing_ranks(value, self.device)

@@ -208,7 +208,7 @@ def test_layout_steps_and_learning_rate_may_change(tmp_path: Path) -> None:
             "train",
             "num_micro_batches",
             8,
-            "must keep samples per step: {} was saved with 16.0, this run has 32.0: choose",
+            "must keep samples per step: {} was saved with 16, this run has 32: choose",
         ),
         ("data", "ignore_token", 7, "must keep data.ignore_token"),
         ("data", "held_out_fraction", 0.5, "must keep data.held_out_fraction"),

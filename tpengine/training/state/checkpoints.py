@@ -125,10 +125,11 @@ class RunCheckpoints:
         check_replicas(trainer, num_steps)
         # Copy it; a thread writes the copy while training goes on.
         trainer.activity.begin("copying a checkpoint aside", timed=False)
-        config = replace(trainer.config, device="cuda" if trainer.device.type == "cuda" else "cpu")
+        config = replace(trainer.run_config, device="cuda" if trainer.device.type == "cuda" else "cpu")
         threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
-        fingerprint = trainer.corpus.fingerprint()
-        state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads)
+        phase = trainer.phases.at(max(num_steps - 1, 0))
+        fingerprint = trainer.parts[phase.number].corpus.fingerprint()
+        state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads, trainer.phases)
         state["loss_scale"] = trainer.loss_scale.state()
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)

@@ -87,9 +87,9 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
 def _find(trainer: Trainer, damaged: Mapping[int, str]) -> tuple[Checkpoint | None, str]:
     """Return what find_checkpoint returns, or the message of what it raises: one rank must not raise alone."""
     try:
-        corpus = trainer.corpus
-        ends = corpus.fingerprint_of_ends
-        return find_checkpoint(trainer.config, corpus.fingerprint(), damaged, fingerprint_of_ends=ends), ""
+        fingerprints = [part.corpus.fingerprint() for part in trainer.parts]
+        ends = trainer.parts[0].corpus.fingerprint_of_ends
+        return find_checkpoint(trainer.run_config, fingerprints, damaged, fingerprint_of_ends=ends), ""
     except ValueError as error:
         # A checkpoint is refused, or the ends of the text cannot be read.
         return None, str(error)

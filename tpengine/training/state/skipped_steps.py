@@ -78,12 +78,12 @@ class SkippedSteps:
         if not result.skipped or result.overflowed:
             return
         train = self._train
-        num_samples = train.micro_batch_size * train.num_micro_batches * self._trainer.mesh.shape.dp
+        phase = self._trainer.phases.at(step)
         self._skipped.add(step)
         self._in_a_row.append(step)
         record = {
             "step": step,
-            "samples": [step * num_samples, (step + 1) * num_samples],
+            "samples": [phase.samples_before(step), phase.samples_before(step + 1)],
             "tensor": None,
             "layer": None,
             "micro_batch": None,

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from tpengine.config import OptimConfig
+from tpengine.config import OptimConfig, Phases, decay_steps_of
 from tpengine.config.amounts import Amount, amount_of
 
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -61,6 +62,28 @@ def learning_rate(
     progress = min(1.0, max(0, now - begin) / max(1, span))
     shape = _SHAPES[config.schedule](progress)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def rate_of_step(phases: Phases, step: int) -> float:
+    """Return the rate of a step of a run, by the schedule of its phase.
+
+    Args: phases: of the run. step: 0-based.
+    """
+    return _rate(phases, phases.at(step).schedule, step)
+
+
+def _rate(phases: Phases, number: int, step: int) -> float:
+    """Return the rate of a step by the schedule that phase `number` began."""
+    begun = phases[number]
+    first, tokens = begun.first_step, begun.tokens_before
+    optim = begun.config.optim
+    # What the schedule before would have had for this phase's first step.
+    before = _rate(phases, phases[number - 1].schedule, first) if number else 0.0
+    if begun.keeps_rate:
+        optim = replace(optim, lr=before)
+    return learning_rate(
+        optim, step - first, decay_steps_of(begun.config), lambda n: phases.tokens_before(first + n) - tokens, before
+    )
 
 
 def _decay_begin(config: OptimConfig, warmup: Amount, end: Amount, tokens_before: Callable[[int], int]) -> int:

@@ -85,10 +85,12 @@ class AdamW:
             )
             for name, master in self.masters.items()
         }
-        self._groups = [
-            (config.weight_decay, [name for name in self.masters if name in decayed]),
-            (0.0, [name for name in self.masters if name not in decayed]),
-        ]
+        self._decayed = [name for name in self.masters if name in decayed]
+        self._others = [name for name in self.masters if name not in decayed]
+
+    def use(self, config: OptimConfig) -> None:
+        """Go on with other betas, eps and weight decay."""
+        self._config = config
 
     @staticmethod
     def states_per_element(master_is_parameter: bool) -> int:
@@ -128,7 +130,7 @@ class AdamW:
             skip: bool [] on the device. If it is true, no parameter and no moment changes. The host does not wait to
                 know it.
         """
-        for weight_decay, names in self._groups:
+        for weight_decay, names in ((self._config.weight_decay, self._decayed), (0.0, self._others)):
             numbers: dict[str, Any] = {
                 "lr": lr,
                 "beta1": self._config.beta1,

@@ -56,6 +56,6 @@ def draw_learning_rate(rate: Callable[[int], float], num_steps: int, borders: Se
         parts.append(f'<text text-anchor="middle" x="{x(step):.1f}" y="{_HEIGHT - 14}">{step + 1:,}</text>')
     for number, step in enumerate(borders, 2):
         parts.append(f'<path class="border" d="M{x(step):.1f},{_TOP}V{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{x(step) + 3:.1f}" y="{_TOP + 8}">phase {number}</text>')
+        parts.append(f'<text x="{x(step) + 3:.1f}" y="{_HEIGHT - _BOTTOM - 4}">phase {number}</text>')
     points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, rates, strict=True))
     return "\n".join([*parts, f'<polyline class="rate" points="{points}"/>', "</svg>"]) + "\n"

@@ -321,9 +321,11 @@ def with_parallel(run: Path, name: str, value: str) -> None:
 
 def replaced(run: Path, name: str, value: Any) -> None:
     lines = (run / "config.toml").read_text().splitlines()
-    changed_lines = [f"{name} = {value}" if line.startswith(f"{name} =") else line for line in lines]
-    assert changed_lines != lines
-    (run / "config.toml").write_text("\n".join(changed_lines) + "\n")
+    # The first of that name: a schedule is the pipeline's, and further down the learning rate's.
+    place = next(number for number, line in enumerate(lines) if line.startswith(f"{name} ="))
+    assert lines[place] != f"{name} = {value}"
+    lines[place] = f"{name} = {value}"
+    (run / "config.toml").write_text("\n".join(lines) + "\n")
 
 
 def without_ranks(run: Path) -> None:

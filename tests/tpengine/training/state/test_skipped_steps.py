@@ -37,7 +37,7 @@ from torch import Tensor
 from tpengine import train
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
-from tpengine.config import Config
+from tpengine.config import Config, phases_of
 from tpengine.data import open_corpus
 from tpengine.observe.activity import Activity
 from tpengine.training import run
@@ -218,9 +218,7 @@ def listed(run_dir: Path, what: str) -> list[Any]:
     sought, what the next start knows, and the tensors of the list.
     """
     config = replace(config_for(1, 1, 1), resume=True)
-    trainer: Any = SimpleNamespace(
-        config=config, activity=Activity(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
-    )
+    trainer: Any = SimpleNamespace(config=config, activity=Activity(), phases=phases_of(config), num_updates=0)
     path, seen = run_dir / "skipped.jsonl", []
 
     def find(_: Trainer, step: int) -> Finding:
@@ -279,9 +277,8 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
             super().begin(what, timed=timed)
             done.append((str(what), timed, sum(mark.exists() for mark in marks)))
 
-    trainer: Any = SimpleNamespace(
-        config=config_for(1, 1, 1), activity=Noting(), mesh=SimpleNamespace(shape=SimpleNamespace(dp=1)), num_updates=0
-    )
+    config = config_for(1, 1, 1)
+    trainer: Any = SimpleNamespace(config=config, activity=Noting(), phases=phases_of(config), num_updates=0)
     write, left = SkippedSteps.write, iter(marks)
 
     def slowly(self: SkippedSteps, record: dict[str, Any], without: str) -> None:

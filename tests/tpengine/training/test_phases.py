@@ -1,0 +1,107 @@
+"""Rung: gloo ranks. Phases of one run: the bits of exact mode through every border, killed and resumed elsewhere.
+
+Only a GPU checks that a phase's kernels are loaded before its first receive is posted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.engine.exactness import exact_config
+from support.ranks.rank_pool import RankPool
+
+from tpengine.checkpoint.resume import find_checkpoint
+from tpengine.config import Config, phases_of, validate_run
+from tpengine.data import open_corpora
+from tpengine.training.phase_parts import enter_phase_of
+from tpengine.training.state.checkpoints import RunCheckpoints
+from tpengine.training.state.restoring import restore_newest
+from tpengine.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+# Batch ramp-up; longer sequences, of which exact mode makes 2 shards instead of 4; annealing with other sums again.
+PHASES = """
+[[phase]]
+until = 3
+
+[[phase]]
+until = 6
+micro_batches = 8
+train.seq_len = 31
+
+[[phase]]
+train.seq_len = 48
+train.micro_batch_size = 1
+data.ignore_token = 101
+optim.schedule = "linear"
+optim.min_lr_ratio = 0.0
+optim.beta1 = 0.8
+optim.clip_norm = 0.1
+"""
+STEPS = 9
+
+
+def config_of(tmp_path: Path, tp: int, pp: int, dp: int, text: str = PHASES, **more: object) -> Config:
+    file = tmp_path / "given.toml"
+    file.write_text(text)
+    base = exact_config(dp, tp, pp, **more)  # type: ignore[arg-type]
+    train = replace(base.train, steps=STEPS, checkpoint_every=2, keep_checkpoints=9)
+    config = replace(base, train=train, phases=str(file), run_dir=str(tmp_path / "run"), resume=True)
+    return validate_run(config, tp * pp * dp)
+
+
+def go_on(config: Config, dies_before: int) -> dict[int, tuple[str, str, float, int]]:
+    """Continue a run until it dies, or ends; (loss, norm, rate, shards) of each step."""
+    phases = phases_of(config)
+    corpora = open_corpora(phases)
+    trainer = Trainer(config, corpora[0], CPU, corpora=corpora)
+    found = restore_newest(trainer, find_checkpoint(config, [corpus.fingerprint() for corpus in corpora]))
+    first = 0 if found is None else found.index.step
+    run_dir = Path(config.run_dir) if torch.distributed.get_rank() == 0 else None
+    if run_dir is not None:
+        run_dir.mkdir(exist_ok=True)
+    numbers = {}
+    with RunCheckpoints(trainer, run_dir) as checkpoints:
+        for step in range(first, dies_before):
+            enter_phase_of(trainer, step)
+            result = trainer.train_step(step)
+            numbers[step] = result.loss.hex(), result.grad_norm.hex(), result.lr, trainer.model.parts.table_size
+            checkpoints.after_step(step + 1)
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_run_of_three_phases_killed_in_each_and_resumed_elsewhere_has_the_undisturbed_bits(
+    ranks: RankPool, tmp_path: Path, dtype: str
+) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (want,) = ranks.run(go_on, 1, config_of(whole, 1, 1, 1, dtype=dtype), STEPS)
+    assert [shards for *_, shards in want.values()] == [4, 4, 4, 2, 2, 2, 4, 4, 4]
+    # Dies after 2 saved steps of 3, in the second phase, at the border to the third.
+    layouts = [(2, 1, 1, 0, 3), (1, 2, 1, 0, 5), (1, 1, 2, 3, 7), (2, 2, 1, 0, 9)]
+    for tp, pp, dp, zero, dies in layouts:
+        config = config_of(tmp_path, tp, pp, dp, dtype=dtype, zero=zero)
+        for found in ranks.run(go_on, tp * pp * dp, config, dies):
+            assert found == {step: want[step] for step in found}
+            assert max(found) == dies - 1
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [2, 4, 6, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("tp", "zero"),
+    [(1, 3), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 1), (2, 0)))],
+)
+def test_a_model_that_is_cut_otherwise_goes_on_with_the_same_state(
+    ranks: RankPool, tmp_path: Path, tp: int, zero: int
+) -> None:
+    """Through both borders without a checkpoint between."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (want,) = ranks.run(go_on, 1, config_of(whole, 1, 1, 1), 7)
+    config = config_of(tmp_path, tp, 1, 2, zero=zero)
+    for found in ranks.run(go_on, 2 * tp, config, 7):
+        assert found == want

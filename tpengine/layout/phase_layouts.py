@@ -1,0 +1,26 @@
+"""The layout of each phase of a run: one, as far as the same model and gradient buffers serve them all. No torch."""
+
+from __future__ import annotations
+
+from tpengine.config import Config, Phases, num_shards_of
+from tpengine.layout.step_plan import Layout, layout_of
+from tpengine.plan import Residency
+
+
+def phase_layouts(phases: Phases, residency: Residency | None = None) -> tuple[Layout, ...]:
+    """Return the layout of each phase.
+
+    Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. In exact
+    mode phases whose models are cut into other numbers of shards have other buckets.
+    """
+    longest = max(phases, key=lambda phase: (phase.end_step - phase.first_step) * phase.tokens_per_step)
+    found: dict[int, Layout] = {}
+    for phase in (longest, *phases):
+        if cut_of(phase.config) not in found:
+            found[cut_of(phase.config)] = layout_of(phase.config, residency, longest.config.train.seq_len)
+    return tuple(found[cut_of(phase.config)] for phase in phases)
+
+
+def cut_of(config: Config) -> int:
+    """Return into how many shards exact mode cuts the model: phases with another number have another model."""
+    return num_shards_of(config) if config.train.reduction == "exact" else 1
