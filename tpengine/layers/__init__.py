@@ -2,6 +2,7 @@
 
 linear.py attention.py mlp.py norm.py embedding.py loss.py   the layers of a transformer
 bias.py            biases, and learned positions
+cache.py           keys and values of earlier tokens, for generation
 documents.py       documents packed into a micro-batch: where each begins
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
@@ -13,6 +14,7 @@ Exact mode, which computes a layer shard by shard, is in model/exact.py.
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention
+from tpengine.layers.cache import KeyValueCache
 from tpengine.layers.documents import Documents
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
@@ -27,6 +29,7 @@ __all__ = [
     "Attention",
     "ColumnParallelLinear",
     "Documents",
+    "KeyValueCache",
     "PackedWeights",
     "RMSNorm",
     "RowParallelLinear",

@@ -17,8 +17,9 @@ from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
 from tpkernels.ops.rope import rope as rope_of_tokens
 
+from tpengine.layers.cache import KeyValueCache, Rows, length_of
 from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.documents import Documents, length_of
+from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
@@ -131,11 +132,7 @@ def attend(
     """
     heads = num_heads, num_kv_heads, num_kv_heads
     head_size = qkv.shape[1] // sum(heads)
-    if head_norms is not None:
-        # A norm's rows are heads; the packed columns are put together again behind it.
-        q, k, v = qkv.split([n * head_size for n in heads], dim=1)
-        normed = (norm(of.reshape(-1, head_size)).view(of.shape) for norm, of in zip(head_norms, (q, k), strict=True))
-        qkv = torch.cat((*normed, v), dim=1)
+    qkv = _with_normed_heads(qkv, heads, head_norms)
     seq, documents = length_of(rows), rows if isinstance(rows, Documents) else None
     window = None if scores.window is None or scores.window >= seq else scores.window
     cos, sin = None, None
@@ -171,6 +168,51 @@ def attend(
     if scores.scale is not None:
         q = q * (scores.scale * head_size**0.5)
     return rearrange(causal_attention(q, k, v, dropout), "b h s e -> (b s) (h e)")
+
+
+def _with_normed_heads(qkv: Tensor, heads: tuple[int, int, int], head_norms: tuple[Norm, Norm] | None) -> Tensor:
+    if head_norms is None:
+        return qkv
+    # A norm's rows are heads; the packed columns are put together again behind it.
+    head_size = qkv.shape[1] // sum(heads)
+    q, k, v = qkv.split([n * head_size for n in heads], dim=1)
+    normed = (norm(of.reshape(-1, head_size)).view(of.shape) for norm, of in zip(head_norms, (q, k), strict=True))
+    return torch.cat((*normed, v), dim=1)
+
+
+def attend_on_cache(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    cache: KeyValueCache,
+    layer: nn.Module,
+    scores: Scores,
+    head_norms: tuple[Norm, Norm] | None = None,
+) -> Tensor:
+    """Do as `attend` for tokens that follow on a cache: write their keys and values, then attend to all that are in it.
+
+    Args:
+        qkv: [T, (H + 2G) * E], what follows on each sequence, batch first, and padding.
+        heads: H, G, G of this rank.
+        cache: of the whole model.
+        layer: whose keys and values these are.
+        scores, head_norms: as attend.
+
+    Returns:
+        y[T, H*E]; rows of padding are zero.
+    """
+    qkv = _with_normed_heads(qkv, heads, head_norms)
+    q, k, v = qkv[: cache.num_tokens].unflatten(1, (sum(heads), -1)).split(heads, dim=1)
+    if scores.rotation is not None:
+        places = cache.places[: cache.num_tokens]
+        cos, sin = tables_of(cache.seq, q.shape[2], scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
+        q, k = rope_of_tokens(q, cos, sin, places), rope_of_tokens(k, cos, sin, places)
+    q, k, v = (of.unflatten(0, (cache.num_sequences, -1)) for of in (q, k, v))
+    seen = cache.extend(layer, k, v)
+    parts = [
+        attention(queries, keys, values, window=scores.window, scale=scores.scale)
+        for queries, (keys, values) in zip(q.chunk(len(seen)), seen, strict=True)
+    ]
+    return cache.rows(torch.cat(parts).flatten(2).flatten(0, 1))
 
 
 def by_torch(
@@ -267,8 +309,8 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(q_size, hidden_size, comm, bias=output_bias, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
 
-    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, or within each document."""
+    def forward(self, x: Tensor, seq: Rows) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, each document, or on a cache."""
         num_tokens = x.shape[0] * self.o_proj.comm.size
         if isinstance(seq, Documents):
             if len(seq.places) != num_tokens:
@@ -276,7 +318,7 @@ class Attention(nn.Module):
                     f"documents must be those of all ranks' tokens: {len(seq.places)} in documents, {num_tokens} "
                     "over all ranks: pass the documents of the whole micro-batch"
                 )
-        elif num_tokens % seq:
+        elif isinstance(seq, int) and num_tokens % seq:
             raise ValueError(
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"
@@ -286,6 +328,11 @@ class Attention(nn.Module):
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
         qkv = self._qkv.forward_packed(x)
         norms = (self.q_norm, self.k_norm) if self._norms_heads else None
+        if isinstance(seq, KeyValueCache):
+            attended: Tensor = self.o_proj(
+                attend_on_cache(qkv, (heads, kv_heads, kv_heads), seq, self, self.scores, norms)
+            )
+            return attended
         # A shard of exact mode has the same bits wherever it is computed.
         may_be_torchs = not isinstance(comm, ShardCommunicator)
         mixed = attend(qkv, heads, kv_heads, seq, self.scores, drop, norms, may_be_torchs=may_be_torchs)

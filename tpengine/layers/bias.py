@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
+from tpengine.layers.cache import Rows, length_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.documents import Documents, length_of
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
 
 Biases = Sequence[tuple[Parameter, Communicator | None]]
@@ -142,18 +142,18 @@ class LearnedPositions(nn.Module):
         self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D]; T consists of sequences of `seq` tokens, or of documents."""
+    def forward(self, x: Tensor, seq: Rows) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]; `seq` says what the T rows are."""
         return self.in_blocks(x, seq, self.comm.rank * len(x), (self.sink,))
 
-    def in_blocks(self, x: Tensor, seq: int | Documents, first: int, sinks: Sequence[GradientSink]) -> Tensor:
+    def in_blocks(self, x: Tensor, seq: Rows, first: int, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""
         length = length_of(seq)
         if length > len(self.weight):
             raise ValueError(f"learned positions end at {len(self.weight)}: sequences of {length} tokens: use fewer")
-        if isinstance(seq, Documents):
-            places = seq.places[first : first + len(x)].long()
-        else:
+        if isinstance(seq, int):
             places = torch.arange(first, first + len(x), device=x.device) % seq
+        else:
+            places = seq.places[first : first + len(x)].long()
         y: Tensor = _AddPositions.apply(x, self.weight, places, self.comm, sinks)
         return y

@@ -42,8 +42,3 @@ class Documents(NamedTuple):
             )
         places = document_positions(on_host, int(on_host[-1]))
         return cls(on_host.to(device), places.to(device), seq)
-
-
-def length_of(rows: int | Documents) -> int:
-    """Return the tokens of a sequence, whether documents are packed into it or not."""
-    return rows.seq if isinstance(rows, Documents) else rows

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tpengine.architectures import describe
-from tpengine.layers.documents import Documents
+from tpengine.layers.cache import Rows
 from tpengine.layers.dropout import LayerDropouts
 from tpengine.model.parts import Parts
 
-Order = Callable[["Block", Tensor, int | Documents], Tensor]
+Order = Callable[["Block", Tensor, Rows], Tensor]
 
 
 class Block(nn.Module):
@@ -50,11 +50,11 @@ class Block(nn.Module):
                 module, self._feed_forward = parts.feed_forward(part, dropouts.mlp if dropouts else None), name
             self.add_module(name, module)
 
-    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D], sequences of `seq` tokens, or documents."""
+    def forward(self, x: Tensor, seq: Rows) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.cache.Rows."""
         return self.order(self, x, seq)
 
-    def attend(self, x: Tensor, seq: int | Documents) -> Tensor:
+    def attend(self, x: Tensor, seq: Rows) -> Tensor:
         """Return attention of x[T/tp, D], and its dropout."""
         y: Tensor = self.get_submodule(self._attention)(x, seq)
         return y if self.dropouts is None else self.dropouts.attention_residual(y, *self._place(y))

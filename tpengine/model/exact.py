@@ -33,8 +33,8 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.bias import LearnedPositions
+from tpengine.layers.cache import Rows
 from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.documents import Documents
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
 from tpengine.layers.norm import Norm
 from tpengine.layout.parameters import ALIGNMENT_BYTES
@@ -309,7 +309,7 @@ class ExactPositions(HeldShards):
     def __init__(self, shards: Shards, layers: Sequence[LearnedPositions]) -> None:
         super().__init__(shards, layers)
 
-    def forward(self, x: Tensor, seq: int | Documents) -> Tensor:
+    def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
         layers: list[Any] = list(self.shards.values())
         first = self.cut.comm.rank * len(x)

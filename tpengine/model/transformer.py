@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tpkernels.random import normal_block
 
 from tpengine.architectures.registry import architecture_of
-from tpengine.layers.documents import Documents
+from tpengine.layers.cache import Rows
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again
@@ -93,10 +93,11 @@ class Transformer(nn.Module):
         }
         self.held = self._held_pieces()
 
-    def forward(self, x: Tensor, seq: int, chunk: int = 0) -> Tensor:
+    def forward(self, x: Tensor, seq: Rows, chunk: int = 0) -> Tensor:
         """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens.
 
         Args:
+            seq: or the cache that the tokens follow on.
             chunk: number in `chunks`.
         """
         first, last = self.chunks[chunk]
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
             x = self.lm_head(self.norm(x))
         return x
 
-    def _embedded(self, tokens: Tensor, rows: int | Documents) -> Tensor:
+    def _embedded(self, tokens: Tensor, rows: Rows) -> Tensor:
         x: Tensor = self.embed_tokens(tokens)
         if self.ends.embedding_scale != 1.0:
             # Rounded to float32 in every dtype, as transformers has it.

@@ -1,0 +1,116 @@
+"""Keys and values of the tokens that have been computed, so that a token that follows costs a token.
+
+Layers are given a cache where they are otherwise given the length of sequences: their tokens then follow on what is in
+it. Nothing else about a layer changes. Tokens are cut over tp as in training, so T must be divisible by tp: where few
+follow, rows of padding behind them fill it up, and nobody reads what becomes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tpengine.layers.documents import Documents
+
+
+class KeyValueCache:
+    """Keys and values of B sequences, for each attention layer of a model that has been run with it.
+
+    Sequences of different lengths end together: a shorter one begins with padding, which no token sees and which has no
+    position. So the tokens that follow are at one place in all of them.
+
+    Args:
+        seq: N, the tokens of a sequence that there is room for.
+        lengths: how many tokens of the prompt each sequence has; the longest has no padding.
+        multiple: of the number of rows: tp, or the shards of exact mode.
+        device: where places are.
+
+    Attributes:
+        seq: as given.
+        num_held: places of each sequence that earlier passes have filled.
+        num_new: places of each sequence that this pass fills.
+        places: int64 [T]: the position of each row's token in its sequence; 0 for padding.
+
+    Memory: 2 * B * N * G/tp * E elements per layer (`cache_bytes`), as soon as a layer has run.
+    """
+
+    def __init__(
+        self, seq: int, lengths: Sequence[int], multiple: int = 1, device: torch.device | str | None = None
+    ) -> None:
+        self.seq, self.num_held, self.num_new = seq, 0, 0
+        self._padding = [max(lengths) - length for length in lengths]
+        self._multiple, self._device = multiple, device
+        self._of_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.places = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return len(self._padding)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of this pass that are no padding behind the last sequence: B * num_new."""
+        return self.num_sequences * self.num_new
+
+    def follow(self, num_new: int) -> None:
+        """Begin a pass over the next tokens of each sequence, batch first.
+
+        Raises:
+            ValueError: there is no room for them.
+        """
+        end = self.num_held + self.num_new + num_new
+        if end > self.seq:
+            raise ValueError(f"a cache has room for {self.seq} tokens: {end} are too many: make a larger one")
+        self.num_held, self.num_new = end - num_new, num_new
+        places = torch.arange(end - num_new, end, device=self._device)
+        each = places - torch.tensor(self._padding, device=self._device)[:, None]
+        self.places = self.rows(each.clamp_min(0).flatten())
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Return tokens [B * num_new, ...] and the padding behind them: [T, ...]."""
+        missing = -len(tokens) % self._multiple
+        return pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing)) if missing else tokens
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Write this pass's keys and values of a layer; return all that its queries may see.
+
+        Args:
+            layer: an attention layer, or that of one shard.
+            k, v: [B, num_new, G, E].
+
+        Returns:
+            For parts of the batch, in order, k and v [b, S', G, E], views: the last of their keys is the last query's.
+            One part, unless sequences begin with padding.
+        """
+        if layer not in self._of_layer:
+            batch, _, heads, size = k.shape
+            # A head's keys lie together: it is what a CPU's matmul reads.
+            self._of_layer[layer] = (
+                k.new_empty(batch, heads, self.seq, size),
+                k.new_empty(batch, heads, self.seq, size),
+            )
+        held = [of.transpose(1, 2)[:, : self.num_held + self.num_new] for of in self._of_layer[layer]]
+        for all_of, new in zip(held, (k, v), strict=True):
+            all_of[:, self.num_held :] = new
+        keys, values = held
+        if not any(self._padding):
+            return [(keys, values)]
+        return [(keys[i : i + 1, first:], values[i : i + 1, first:]) for i, first in enumerate(self._padding)]
+
+
+Rows = int | Documents | KeyValueCache
+"""What the rows of a layer's input are: sequences of so many tokens, documents, or what follows on a cache."""
+
+
+def cache_bytes(num_layers: int, num_sequences: int, seq: int, num_kv_heads: int, head_size: int, item: int) -> int:
+    """Return the bytes of a rank's cache: of its layers, and its heads."""
+    return 2 * num_layers * num_sequences * seq * num_kv_heads * head_size * item
+
+
+def length_of(rows: Rows) -> int:
+    """Return the most tokens that a sequence can have."""
+    return rows if isinstance(rows, int) else rows.seq
