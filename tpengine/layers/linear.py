@@ -15,6 +15,7 @@ accumulates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,13 +37,18 @@ from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 class PreparedWeight:
     """The two forms in which a weight w[out, in] is multiplied, copied into the layout that a matmul reads fastest.
 
-    forward:  m = w.T       dgrad:  m = w
+    forward:  m = w.T       dgrad:  m = w, copied when a backward first asks for it
     """
 
     def __init__(self, weight: Tensor, num_rows: int, parameters: Sequence[Tensor]) -> None:
+        self._weight, self._num_rows = weight, num_rows
         self.forward = PreparedMatrix(weight.T, num_rows)
-        self.dgrad = PreparedMatrix(weight, num_rows)
         self._made_of = contents_of(parameters)
+
+    @functools.cached_property
+    def dgrad(self) -> PreparedMatrix:
+        """The form that dgrad multiplies by; without a backward nobody pays for it."""
+        return PreparedMatrix(self._weight, self._num_rows)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copied layer has another weight, which is not prepared."""
