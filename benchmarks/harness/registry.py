@@ -102,6 +102,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "the host's time of every fused call, its launches and copies; needs no GPU",
             ),
             (
+                "generate",
+                "training.generate",
+                "a model continues a prompt, with a cache of keys and values and without one",
+            ),
+            (
                 "import",
                 "training.import_weights",
                 "a directory of weights becomes a model, on 1 rank and on 4, against transformers' from_pretrained",

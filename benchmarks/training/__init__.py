@@ -1,1 +1,1 @@
-"""Whole training steps against torch's own parallelism and other revisions; importing weights against transformers."""
+"""Whole steps against torch's own parallelism and other revisions; importing weights, and generating text."""
