@@ -88,6 +88,7 @@ def test_public_kernel_names_resolve() -> None:
 IMPORT_LATE = {
     "tpengine/commands/certify/arguments.py",
     "tpengine/commands/data/arguments.py",
+    "tpengine/commands/generate/arguments.py",
     "tpengine/commands/weights/arguments.py",
     "tpengine/train.py",
     "tpengine/distributed/local_ranks.py",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tpengine import train
 from tpengine.commands.certify import arguments as certify
 from tpengine.commands.data import arguments as data
+from tpengine.commands.generate import arguments as generate
 from tpengine.commands.parsing import Parser, Version
 from tpengine.commands.planning import advise, diagnose, plan, schedule
 from tpengine.commands.stopping import Stopped
@@ -64,6 +65,9 @@ _COMMANDS = {
         weights.add_export_arguments,
         weights.run_export,
         "write a checkpoint of a run as a directory that transformers loads",
+    ),
+    "generate": _Command(
+        generate.add_arguments, generate.run_generate, "continue prompts by a model's tokens", generate.DESCRIPTION
     ),
     "certify": _Command(
         certify.add_arguments,

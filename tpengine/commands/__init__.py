@@ -9,5 +9,6 @@ stopping.py    signals that end a command
 planning/      advise, plan, schedule, diagnose: a step that is not run here
 data/          token files from text
 weights/       import and export
+generate/      continue prompts by a model's tokens
 certify/       compare what the ranks computed in two layouts
 """

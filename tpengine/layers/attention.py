@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.derivatives import differentiable_once
@@ -201,18 +202,40 @@ def attend_on_cache(
         y[T, H*E]; rows of padding are zero.
     """
     qkv = _with_normed_heads(qkv, heads, head_norms)
-    q, k, v = qkv[: cache.num_tokens].unflatten(1, (sum(heads), -1)).split(heads, dim=1)
+    # [B, S, heads, E] -> [B, heads, S, E]
+    shape = cache.num_sequences, cache.num_new, sum(heads), -1
+    q, k, v = qkv[: cache.num_tokens].view(shape).transpose(1, 2).split(heads, dim=1)
     if scores.rotation is not None:
-        places = cache.places[: cache.num_tokens]
-        cos, sin = tables_of(cache.seq, q.shape[2], scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
-        q, k = rope_of_tokens(q, cos, sin, places), rope_of_tokens(k, cos, sin, places)
-    q, k, v = (of.unflatten(0, (cache.num_sequences, -1)) for of in (q, k, v))
+        cos, sin = tables_of(cache.seq, q.shape[3], scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
+        places = cache.places[: cache.num_tokens].view(cache.num_sequences, 1, cache.num_new)
+        q, k = rope(q, cos[places], sin[places]), rope(k, cos[places], sin[places])
     seen = cache.extend(layer, k, v)
     parts = [
-        attention(queries, keys, values, window=scores.window, scale=scores.scale)
+        _attend_to(queries, keys, values, scores)
         for queries, (keys, values) in zip(q.chunk(len(seen)), seen, strict=True)
     ]
-    return cache.rows(torch.cat(parts).flatten(2).flatten(0, 1))
+    return cache.rows(rearrange(torch.cat(parts), "b h s e -> (b s) (h e)"))
+
+
+def _attend_to(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Return y[B, H, S, E] of rotated q; the last query is at the last key of k, v[B, G, S', E]."""
+    num_queries, num_keys, window = q.shape[2], k.shape[2], scores.window
+    if num_queries > num_keys:
+        # Padding before a sequence begins sees nothing.
+        y = _attend_to(q[:, :, num_queries - num_keys :], k, v, scores)
+        return F.pad(y, (0, 0, num_queries - num_keys, 0))
+    if has_kernel(q, q.shape[3]):
+        q, k, v = (of.transpose(1, 2) for of in (q, k, v))
+        return attention(q, k, v, window=window, scale=scores.scale).transpose(1, 2)
+    mask = None
+    if num_queries == 1:
+        k, v = (of[:, :, -window:] if window else of for of in (k, v))
+    else:
+        back = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
+        back = back - torch.arange(num_keys, device=q.device)
+        mask = (back >= 0) & (back < (window or num_keys))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=grouped)
 
 
 def by_torch(

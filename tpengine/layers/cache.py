@@ -80,26 +80,22 @@ class KeyValueCache:
 
         Args:
             layer: an attention layer, or that of one shard.
-            k, v: [B, num_new, G, E].
+            k, v: [B, G, num_new, E].
 
         Returns:
-            For parts of the batch, in order, k and v [b, S', G, E], views: the last of their keys is the last query's.
+            For parts of the batch, in order, k and v [b, G, S', E], views: the last of their keys is the last query's.
             One part, unless sequences begin with padding.
         """
+        batch, heads, _, size = k.shape
         if layer not in self._of_layer:
-            batch, _, heads, size = k.shape
-            # A head's keys lie together: it is what a CPU's matmul reads.
-            self._of_layer[layer] = (
-                k.new_empty(batch, heads, self.seq, size),
-                k.new_empty(batch, heads, self.seq, size),
-            )
-        held = [of.transpose(1, 2)[:, : self.num_held + self.num_new] for of in self._of_layer[layer]]
-        for all_of, new in zip(held, (k, v), strict=True):
-            all_of[:, self.num_held :] = new
-        keys, values = held
+            room = batch, heads, self.seq, size
+            self._of_layer[layer] = k.new_empty(room), k.new_empty(room)
+        keys, values = (of[:, :, : self.num_held + self.num_new] for of in self._of_layer[layer])
+        keys[:, :, self.num_held :] = k
+        values[:, :, self.num_held :] = v
         if not any(self._padding):
             return [(keys, values)]
-        return [(keys[i : i + 1, first:], values[i : i + 1, first:]) for i, first in enumerate(self._padding)]
+        return [(keys[i : i + 1, :, first:], values[i : i + 1, :, first:]) for i, first in enumerate(self._padding)]
 
 
 Rows = int | Documents | KeyValueCache

@@ -91,6 +91,11 @@ class TextTokenizer:
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that a model continues, with the marks that transformers puts before it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens as they are written; ids that it does not know are a U+FFFD each."""
         parts: list[str] = []

@@ -6,13 +6,14 @@ rank with what it holds. Moments begin at zero and steps at 0: only weights are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tpengine.architectures.model_path import run_of
+from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import ModelConfig
@@ -71,7 +72,7 @@ def begin_from(trainer: Trainer, found: Beginning) -> None:
         RunError: on all ranks alike: a file cannot be read, or is damaged.
     """
     if isinstance(found, ModelDirectory):
-        _on_all_ranks(lambda: _fill_from_files(trainer, found))
+        on_all_ranks(lambda: _fill_from_files(trainer, found))
         return
     try:
         load_weights(trainer, *found)
@@ -80,20 +81,27 @@ def begin_from(trainer: Trainer, found: Beginning) -> None:
 
 
 def _fill_from_files(trainer: Trainer, directory: ModelDirectory) -> None:
-    model = trainer.config.model
-    places = stored_of(model)
-    # On a GPU copies over the bus take turns.
-    num_threads = torch.get_num_threads() if trainer.device.type == "cpu" else 1
-    with BoxReader(directory) as reader:
-        if (tied := tied_names(model)) is not None:
-            check_tied(directory, reader.source, *tied, (dist.get_rank(), dist.get_world_size()))
-        boxes = [(places[name][1], block.offset, block.tensor) for name, block in masters_of(trainer)]
-        reader.fill_all(boxes, num_threads)
+    fill_from_files(trainer.config.model, directory, masters_of(trainer))
     trainer.optimizer.round_masters()
 
 
-def _on_all_ranks(fill: Callable[[], None]) -> None:
-    """Run a function on every rank; if it fails on one, raise on all."""
+def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Iterable[tuple[str, Block]]) -> None:
+    """Fill blocks of parameters, each by the parameter's name; the tied head is compared, a share of it on each rank.
+
+    Raises:
+        ValueError: on this rank: a file cannot be read, or the tied head differs.
+    """
+    places, found = stored_of(model), list(blocks)
+    # On a GPU copies over the bus take turns.
+    num_threads = torch.get_num_threads() if all(block.tensor.device.type == "cpu" for _, block in found) else 1
+    with BoxReader(directory) as reader:
+        if (tied := tied_names(model)) is not None:
+            check_tied(directory, reader.source, *tied, (dist.get_rank(), dist.get_world_size()))
+        reader.fill_all([(places[name][1], block.offset, block.tensor) for name, block in found], num_threads)
+
+
+def on_all_ranks(fill: Callable[[], None]) -> None:
+    """Run a function on every rank; if it fails on one, raise RunError on all."""
     problem = ""
     try:
         fill()

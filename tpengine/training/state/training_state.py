@@ -13,7 +13,7 @@ No name or shape depends on the layout, so that any layout can read what any oth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
+from tpengine.model.transformer import Transformer
 from tpengine.training.trainer import Trainer
 
 # What the name of a weight's wider copy begins with.
@@ -53,6 +54,12 @@ def masters_of(trainer: Trainer) -> Iterator[tuple[str, Block]]:
             part = None if trainer.sliced is None else trainer.sliced.parts[name].in_tensor
             for block in _boxes(piece, trainer.optimizer.masters[name], part, False):
                 yield piece.spec.name, block
+
+
+def weights_of_model(model: Transformer) -> Iterator[tuple[str, Block]]:
+    """Yield what this rank holds of each parameter, without padding, by the parameter's name."""
+    for name, piece in model.pieces.items():
+        yield piece.spec.name, _block(piece, model.held[name].detach(), piece.block[0], False)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
@@ -89,11 +96,15 @@ def load_weights(trainer: Trainer, directory: Path, index: Index) -> None:
         DamagedCheckpoint: on all ranks alike: a file is damaged.
         CheckpointError: on all ranks alike: the checkpoint is of another model.
     """
+    blocks = [(name.removeprefix(MASTER), part) for name, of in blocks_of(trainer).items() for part in parts_of(of)]
+    load_blocks(((name, block) for name, block in blocks if not name.startswith("optimizer.")), directory, index)
+
+
+def load_blocks(blocks: Iterable[tuple[str, Block]], directory: Path, index: Index) -> None:
+    """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective."""
     wanted: dict[str, tuple[Block, ...]] = defaultdict(tuple)
-    for name, entry in blocks_of(trainer).items():
-        weight = name.removeprefix(MASTER)
-        if not weight.startswith("optimizer."):
-            wanted[MASTER + weight if MASTER + weight in index.tensors else weight] += parts_of(entry)
+    for name, block in blocks:
+        wanted[MASTER + name if MASTER + name in index.tensors else name] += (block,)
     # One call, since every call hashes every file.
     load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)
 

@@ -1,0 +1,138 @@
+"""One rank of `tpengine generate`: builds its part of the model, fills it, and continues prompts when it is asked.
+
+What a user can mend is returned in words, on all ranks alike, and not raised: the process that started the ranks says
+it in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from tpkernels.symmetric.host_memory import available_bytes
+
+from tpengine.config import Config
+from tpengine.distributed.groups import Communicators
+from tpengine.distributed.launch import Launch
+from tpengine.distributed.mesh import Shape, build_mesh
+from tpengine.distributed.process import choose_device, link_device
+from tpengine.generation.decoder import MOST_ROWS, Decoder, Ranks, most_rows
+from tpengine.generation.drawing import Drawing
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.layers.cache import cache_bytes
+from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
+from tpengine.layout.step_plan import Layout, layout_of
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
+from tpengine.model.undrawn import Undrawn
+from tpengine.training.state.beginning import Beginning, check_beginning, fill_from_files, on_all_ranks
+from tpengine.training.state.training_state import hf_name, load_blocks, weights_of_model
+from tpengine.training.trainer import RunError
+
+
+def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
+    """Build this rank's part of a model, its weights not filled; collective over all ranks.
+
+    Args:
+        config: validated, of one replica; train.seq_len is the rows of the largest pass.
+        layout: of it.
+        device: where this rank computes.
+    """
+    shape = Shape.of(config.parallel)
+    link = link_device(device)
+    mesh = build_mesh(shape, link.type, kv_replicas(config.model, shape.tp))
+    comms = Communicators.of(mesh, config, device)
+    comms.connect(link)
+    dtype = getattr(torch, config.train.dtype)
+    parts = FastParts(config.model, comms.tp, replicas=comms.replica, dtype=dtype, device=device)
+    with Undrawn():
+        model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp))
+    return Ranks(config, layout, mesh, comms, model.requires_grad_(False), device)
+
+
+def fill(model: Transformer, config: Config) -> None:
+    """Fill a model's weights from config.model.path; collective.
+
+    Raises:
+        RunError, CheckpointError: on all ranks alike: weights that are not those of the model, or a damaged file.
+    """
+    found: list[Beginning] = []
+    on_all_ranks(lambda: found.append(check_beginning(config.model)))
+    (beginning,) = found
+    if isinstance(beginning, ModelDirectory):
+        on_all_ranks(lambda: fill_from_files(config.model, beginning, weights_of_model(model)))
+    else:
+        load_blocks(((hf_name(name), block) for name, block in weights_of_model(model)), *beginning)
+
+
+class GeneratingRank:
+    """What a started rank holds (distributed/local_ranks.py).
+
+    Args:
+        config: as for `build`; model.path says where the weights are.
+        prompts: at least one token each.
+        room: how many tokens each is continued by at most.
+        drawing: how.
+        num_threads: of a rank on a CPU.
+    """
+
+    def __init__(self, config: Config, prompts: list[list[int]], room: int, drawing: Drawing, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        rows = most_rows([len(prompt) for prompt in prompts], config.parallel.tp or 1)
+        self._config = replace(config, train=replace(config.train, seq_len=rows))
+        self._prompts, self._room, self._drawing = prompts, room, drawing
+
+    def prepare(self) -> tuple[str, int]:
+        """Build the model and read its weights; collective.
+
+        Returns:
+            What is wrong, on all ranks alike, or nothing; the bytes of this rank's cache.
+        """
+        config, rank, world = self._config, dist.get_rank(), dist.get_world_size()
+        try:
+            device = choose_device(config.device, Launch(rank, world, rank, world))
+            layout = layout_of(config)
+            weights, cache = rank_bytes(config, layout, self._prompts, self._room)
+            on_all_ranks(lambda: _check_memory((2 if device.type == "cpu" else 1) * weights, cache, device))
+            ranks = build(config, layout, device)
+            fill(ranks.model, config)
+            # On a CPU: a copy of the weights that products of few rows read almost twice as fast.
+            ranks.model.prepare(MOST_ROWS)
+        except (RunError, ValueError) as problem:  # a CheckpointError is one
+            return str(problem), 0
+        self._decoder = Decoder(ranks, self._prompts, self._room, self._drawing)
+        return "", cache
+
+    def step(self) -> list[int]:
+        """Return the next token of each sequence; collective."""
+        with torch.no_grad():
+            return self._decoder.step()
+
+
+def rank_bytes(config: Config, layout: Layout, prompts: list[list[int]], room: int) -> tuple[int, int]:
+    """Return the bytes of this rank's weights, in the dtype they are computed with, and those of its cache."""
+    model, shape = config.model, Shape.of(config.parallel)
+    at, item = shape.coordinates(dist.get_rank()), getattr(torch, config.train.dtype).itemsize
+    chunks = layout.layers_of(at.pp)
+    held = range(at.tp, at.tp + 1)
+    specs = [spec for chunk in chunks for spec in stage_specs(model, shape.tp, *chunk)]
+    sizes = {piece.name: math.prod(piece.block[1]) for spec in specs for piece in pieces_of(spec, shape.tp, held)}
+    heads, seq = max(1, model.num_kv_heads // shape.tp), max(map(len, prompts)) + room
+    num_layers = sum(last - first for first, last in chunks)
+    return sum(sizes.values()) * item, cache_bytes(num_layers, len(prompts), seq, heads, model.head_size, item)
+
+
+def _check_memory(weights: int, cache: int, device: torch.device) -> None:
+    world = dist.get_world_size()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] // -(-world // torch.cuda.device_count())
+    else:
+        free = available_bytes() // world
+    if free and weights + cache > free:
+        raise ValueError(
+            f"weights and cache must fit into memory: a rank would hold {weights / 1e6:,.1f} MB and {cache / 1e6:,.1f} "
+            f"MB, and there are {free / 1e6:,.1f} MB for it: use fewer --max-tokens or prompts, a narrower --dtype, or "
+            "more ranks on several GPUs"
+        )
