@@ -18,14 +18,14 @@ from tpkernels.work import adamw_work
 from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
 from tpengine.config import Config
+from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.parameters import num_parameters
+from tpengine.layout.state_bytes import even_state_bytes
 from tpengine.layout.step_plan import dtype_bytes, gradient_bytes
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.operators import ActionSeconds, chunk_seconds
 
-_MOMENTS = 2
-_ZERO_OF_SLICED_GRADIENTS = 2
 # Of what the ends take together, the last chunk's, at least.
 _HEAD = 0.5
 
@@ -61,15 +61,14 @@ class Bounds:
 
     def state_bytes(self, layout: Candidate) -> float:
         """Return weights, gradients, masters and moments of an equal share, with what is gathered."""
-        master = self.wide if self.narrow < self.wide else 0
-        weights, gradients, rest = (1 / layout.dp if layout.zero >= stage else 1.0 for stage in (3, 2, 1))
-        held = self.narrow * weights + self.wide * gradients + (master + _MOMENTS * self.wide) * rest
+        numel, more = self.num_weights // (layout.tp * layout.pp), 0.0
+        held = even_state_bytes(numel, layout.zero, layout.dp, self.question.base.train.dtype)
         # What is gathered, and what is not summed yet: of a chunk at least.
-        if layout.zero >= _ZERO_OF_SLICED_GRADIENTS:
-            held += self.wide / layout.chunks_per_rank
-        if layout.zero > _ZERO_OF_SLICED_GRADIENTS:
-            held += self.narrow / (layout.chunks_per_rank if layout.residency == "use" else 1)
-        return held * self.num_weights / (layout.tp * layout.pp)
+        if layout.zero >= ZERO_OF_SLICED_GRADIENTS:
+            more += self.wide / layout.chunks_per_rank
+        if layout.zero >= ZERO_OF_SLICED_WEIGHTS:
+            more += self.narrow / (layout.chunks_per_rank if layout.residency == "use" else 1)
+        return held + more * numel
 
     def activation_bytes(self, layout: Candidate) -> float:
         """Return what the micro-batches of a stage keep at least."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tpengine.advice.question import Question
 from tpengine.config import Config
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # Where a schedule leaves the number of chunks open.
 _CHUNKS = (2, 3, 4, 6, 8)
-_ZERO_OF_SLICED_WEIGHTS = 3
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +46,7 @@ class Candidate:
             dp=self.dp,
             schedule=self.schedule,
             zero=self.zero,
-            residency=self.residency if self.zero == _ZERO_OF_SLICED_WEIGHTS else "auto",
+            residency=self.residency if self.zero == ZERO_OF_SLICED_WEIGHTS else "auto",
             recompute=self.recompute,
             gathered=self.gathered,
             tp_comm=self.tp_comm,
@@ -68,7 +68,8 @@ class Candidate:
         if self.pp > 1:
             parts.append(f"{self.schedule} {self.chunks_per_rank}" if self.schedule == "interleaved" else self.schedule)
         if self.zero:
-            parts.append(f"zero {self.zero}{' use' if self.zero == 3 and self.residency == 'use' else ''}")
+            in_use = self.zero == ZERO_OF_SLICED_WEIGHTS and self.residency == "use"
+            parts.append(f"zero {self.zero}{' use' if in_use else ''}")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
         if self.gathered != "keep":
@@ -86,7 +87,7 @@ class Candidate:
             flags.append(f"--parallel.chunks-per-rank {self.chunks_per_rank}")
         if self.zero:
             flags.append(f"--parallel.zero {self.zero}")
-        if self.zero == _ZERO_OF_SLICED_WEIGHTS:
+        if self.zero == ZERO_OF_SLICED_WEIGHTS:
             flags.append(f"--parallel.residency {self.residency}")
         if self.recompute != "none":
             flags.append(f"--parallel.recompute {self.recompute}")
@@ -114,16 +115,44 @@ def candidates(question: Question, shape: tuple[int, int, int, int]) -> Iterator
     """Yield every layout of these sizes; the rules of a run's configuration are checked later."""
     tp, pp, dp, size = shape
     number = question.global_batch // dp // size
-    again = list(
-        itertools.product(
-            _choices(question, "recompute", [each.value for each in Recompute]),
-            _choices(question, "gathered", [each.value for each in Gathered] if tp > 1 else ["keep"]),
-            _choices(question, "tp_comm", ["fused", "plain"] if tp > 1 else ["fused"]),
-        )
-    )
+    again = list(itertools.product(*_again(question, tp)))
     for (schedule, chunks), (zero, residency) in itertools.product(_schedules(question, pp), list(_zero(question, dp))):
         for recompute, gathered, comm in again:
             yield Candidate(tp, pp, dp, schedule, chunks, size, number, zero, residency, recompute, gathered, comm)
+
+
+def counted(
+    question: Question,
+    shape: tuple[int, int, int, int],
+    state_bytes: Callable[[Candidate], float],
+    activation_bytes: Callable[[Candidate], float],
+) -> tuple[int, int]:
+    """Return how many layouts `candidates` yields, and how many of them fit, without listing them.
+
+    State depends on ZeRO and chunks alone, activations on schedule and what is kept; all other settings multiply.
+    """
+    tp, pp, dp, size = shape
+    number, (recomputes, gathereds, comms) = question.global_batch // dp // size, _again(question, tp)
+    states, num, fitting = list(_zero(question, dp)), 0, 0
+    for schedule, chunks in _schedules(question, pp):
+
+        def of(zero: tuple[int, str], recompute: str, gathered: str, cut: tuple[str, int] = (schedule, chunks)) -> Any:
+            return Candidate(tp, pp, dp, *cut, size, number, *zero, recompute, gathered, comms[0])
+
+        held = [state_bytes(of(zero, recomputes[0], gathereds[0])) for zero in states]
+        kept = [activation_bytes(of(states[0], *again)) for again in itertools.product(recomputes, gathereds)]
+        num += len(held) * len(kept) * len(comms)
+        fitting += len(comms) * sum(one + other <= question.memory_limit for one in held for other in kept)
+    return num, fitting
+
+
+def _again(question: Question, tp: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return what may be computed again, gathered again, and how tp ranks exchange."""
+    return (
+        _choices(question, "recompute", [each.value for each in Recompute]),
+        _choices(question, "gathered", [each.value for each in Gathered] if tp > 1 else ["keep"]),
+        _choices(question, "tp_comm", ["fused", "plain"] if tp > 1 else ["fused"]),
+    )
 
 
 def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -165,7 +194,7 @@ def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
 
 def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
     for zero in _choices(question, "zero", range(4) if dp > 1 else [0]):
-        residencies = [each.value for each in Residency] if zero == _ZERO_OF_SLICED_WEIGHTS else ["step"]
+        residencies = [each.value for each in Residency] if zero == ZERO_OF_SLICED_WEIGHTS else ["step"]
         for residency in _choices(question, "residency", residencies):
             yield zero, residency
 

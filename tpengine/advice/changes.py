@@ -28,6 +28,11 @@ class Change:
     layout: Candidate | None
 
 
+def asked_changes(question: Question) -> list[str]:
+    """Return the changes that `changes` tries of a question, in words: those that apply to it."""
+    return [words for words, _ in _others(question)]
+
+
 def changes(question: Question, best: Candidate, limit_seconds: float) -> list[Change]:
     """Return the changes after which the first row has other axes or another schedule.
 

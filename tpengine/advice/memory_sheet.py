@@ -39,7 +39,7 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
         ):
             if num_bytes:
                 yield _line(name, "the most at once", num_bytes)
-        yield _line("peak", f"at {memory.action.partition('[')[0]}, not the sum: what is held then", memory.peak)
+        yield _line("peak", f"at {memory.compute_action}, not the sum: what is held then", memory.peak)
     yield from _block_lines(sheet)
 
 

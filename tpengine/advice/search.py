@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tpengine.advice.bounds import Bounds
-from tpengine.advice.candidates import Candidate, candidates, shapes
+from tpengine.advice.candidates import Candidate, candidates, counted, shapes
 from tpengine.advice.question import Question
 from tpengine.advice.sheet import Sheet, estimate, short_sheet
 from tpengine.plan import Recompute
@@ -107,7 +107,6 @@ class _Search:
         self.num_layouts = self.num_fitting = self.num_simulated = 0
 
     def run(self) -> Found:
-        limit = self.question.memory_limit
         for shape in shapes(self.question):
             bound = self.bounds.least_seconds(*shape)
             self._push(bound, lambda shape=shape: self._expand(shape))  # type: ignore[misc]
@@ -122,7 +121,8 @@ class _Search:
             look()
         rows = self._rows()
         for shape in shapes(self.question):
-            self._count(shape, limit)
+            num, fitting = counted(self.question, shape, self.bounds.state_bytes, self.bounds.activation_bytes)
+            self.num_layouts, self.num_fitting = self.num_layouts + num, self.num_fitting + fitting
         return Found(
             rows,
             self.num_layouts,
@@ -213,27 +213,6 @@ class _Search:
                 remedy = f"recompute {recompute.value}", longer
                 break
         return replace(nearest, num_bytes=memory[1].peak, memory=memory, remedy=remedy)
-
-    def _count(self, shape: tuple[int, int, int, int], limit: float) -> None:
-        """Count all layouts of these sizes, and those whose bound fits; state and activations vary apart."""
-        first: dict[tuple[int, str], float] = {}
-        kept: dict[tuple[str, int, str, str], float] = {}
-        for layout in candidates(self.question, shape):
-            state, held = (
-                (layout.zero, layout.residency),
-                (
-                    layout.schedule,
-                    layout.chunks_per_rank,
-                    layout.recompute,
-                    layout.gathered,
-                ),
-            )
-            if state not in first:
-                first[state] = self.bounds.state_bytes(layout)
-            if held not in kept:
-                kept[held] = self.bounds.activation_bytes(layout)
-            self.num_layouts += 1
-            self.num_fitting += first[state] + kept[held] <= limit
 
 
 def _chains(layouts: Iterator[Candidate]) -> Iterator[list[Candidate]]:

@@ -10,6 +10,7 @@ from tpengine.advice.candidates import Candidate
 from tpengine.advice.parts import StepParts
 from tpengine.advice.question import Question
 from tpengine.config import Config, validate
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.flops import step_flops
 from tpengine.layout.step_plan import Layout, layout_of, lowered, training_plan
 from tpengine.plan import Plan, Residency, Timeline
@@ -19,8 +20,6 @@ from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.memory import RankMemory, memory_of
 from tpengine.simulate.modelled.operators import action_seconds
-
-_ZERO_OF_SLICED_WEIGHTS = 3
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def estimate(layout: Candidate, question: Question) -> Estimate:
     computing = max(sum(span.duration for span in lanes.compute if span.action.kind in COMPUTE) for lanes in ranks)
     stream = max(sum(span.duration for span in (*lanes.reductions, *lanes.gathers)) for lanes in ranks)
     more = layout.num_micro_batches - number
-    if more > 0 and layout.zero == _ZERO_OF_SLICED_WEIGHTS and layout.residency == Residency.USE:
+    if more > 0 and layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == Residency.USE:
         step = min(more, layout.pp)
         longer = short_sheet(layout, question, step)
         each = (longer.seconds - sheet.seconds) / step

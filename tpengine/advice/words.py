@@ -29,7 +29,9 @@ _TOLD = 0.005
 _NOTHING = 1e-6
 
 
-def answer_lines(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> Iterator[str]:
+def answer_lines(
+    question: Question, name: str, found: Found, changed: Sequence[Change], asked: Sequence[str], run: str
+) -> Iterator[str]:
     """Yield the answer of `tpengine advise`.
 
     Args:
@@ -37,6 +39,7 @@ def answer_lines(question: Question, name: str, found: Found, changed: Sequence[
         name: of the model.
         found: what the search has found; at least one row.
         changed: what would change the first row.
+        asked: in words, all changes that were tried.
         run: the command before the layout's options.
     """
     machine = question.machine
@@ -62,7 +65,8 @@ def answer_lines(question: Question, name: str, found: Found, changed: Sequence[
     if found.too_large is not None:
         yield f"nearest that does not fit: {too_large_text(question, found.too_large)}"
     told = "; ".join(f"{change.words} (then {_then(change)})" for change in changed)
-    yield f"would change it: {told or 'none of: links between nodes 2x as fast, less memory, a smaller batch'}"
+    if told or asked:
+        yield f"would change it: {told or 'none of: ' + ', '.join(asked)}"
     yield f"run it: {run} {found.rows[0].layout.flags()}"
     yield from _basis(question)
 
@@ -82,7 +86,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     )
     for rank, memory in enumerate(sheet.memory):
         kinds = ", ".join(f"{kind} {gigabytes(num)}" for kind, num in memory.kinds().items())
-        yield f"rank {rank}: {gigabytes(memory.peak)} at {_action(memory.action)}: {kinds}"
+        yield f"rank {rank}: {gigabytes(memory.peak)} at {memory.compute_action}: {kinds}"
     limit = question.memory_limit
     if limit < float("inf"):
         room = limit - sheet.peak_bytes
@@ -111,7 +115,7 @@ def too_large_text(question: Question, layout: TooLarge) -> str:
     if layout.memory is not None:
         rank, memory = layout.memory
         kind, num_bytes = max(memory.kinds().items(), key=lambda item: item[1])
-        kinds = f" on rank {rank} at {_action(memory.action)}: {kind} {gigabytes(num_bytes)}"
+        kinds = f" on rank {rank} at {memory.compute_action}: {kind} {gigabytes(num_bytes)}"
     remedy = "" if layout.remedy is None else f"; {layout.remedy[0]} fits, step {_signed(layout.remedy[1])}"
     return f"{layout.layout.words()} ({gigabytes(over)} too many{kinds}{remedy})"
 
@@ -184,11 +188,6 @@ def gigabytes(num_bytes: float) -> str:
 
 def _percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
-
-
-def _action(text: str) -> str:
-    """Return an action without what it starts besides: 0B3 of 0B3[r1 r2]."""
-    return text.partition("[")[0]
 
 
 def _then(change: Change) -> str:

@@ -138,7 +138,8 @@ def _check_schedule(config: Config) -> None:
 # Rank 0 holds the records of all ranks until the last recorded step.
 _MOST_PROFILED_STEPS = 100
 
-_STAGE_OF_SLICED_WEIGHTS = 3
+# From which stages of ZeRO on a rank holds a slice only: of gradients, and of weights.
+ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS = 2, 3
 
 # A dropout mask can distinguish this many.
 _MOST_MICRO_BATCHES = 2**24
@@ -320,10 +321,10 @@ def _check_zero(config: Config, dp: int) -> None:
         raise ValueError(
             f"zero shards what dp replicas hold alike: zero {zero} with dp 1 saves nothing: use dp 2 or more, or zero 0"
         )
-    if zero != _STAGE_OF_SLICED_WEIGHTS and residency != "auto":
+    if zero != ZERO_OF_SLICED_WEIGHTS and residency != "auto":
         raise ValueError(
-            f"residency says how long zero {_STAGE_OF_SLICED_WEIGHTS} keeps gathered weights: residency {residency} "
-            f"with zero {zero}, whose weights are whole: use residency auto, or zero {_STAGE_OF_SLICED_WEIGHTS}"
+            f"residency says how long zero {ZERO_OF_SLICED_WEIGHTS} keeps gathered weights: residency {residency} "
+            f"with zero {zero}, whose weights are whole: use residency auto, or zero {ZERO_OF_SLICED_WEIGHTS}"
         )
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.config.exact_sizes import num_gradient_buffers
+from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
 from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, reduced_of
@@ -27,7 +28,6 @@ from tpengine.plan import Reduced
 
 # AdamW (training/update/optimizer.py) keeps two moments per element, in the accumulation dtype.
 _MOMENTS = 2
-_STAGE_OF_SLICED_WEIGHTS = 3
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> 
         layout: of that configuration.
         rank, replica: its place in the pipeline, and among the replicas, which own different slices.
     """
-    wide, narrow = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
     if config.train.reduction == "exact":
         held = _exact(config, layout, rank, replica)
     elif layout.zero:
@@ -72,6 +71,25 @@ def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> 
     else:
         numel = num_weights(config, layout, rank)
         held = _Elements(numel, numel, numel)
+    return _in_bytes(held, config.train.dtype)
+
+
+def even_state_bytes(numel: int, zero: int, dp: int, dtype: str) -> int:
+    """Return what a rank holds of `numel` weights that replicas cut without padding, in fast mode.
+
+    Args:
+        numel: weights of the rank's tp and pp coordinates.
+        zero, dp: which of it replicas cut, and into how many slices.
+        dtype: of the weights.
+    """
+    weights, gradients, owned = (
+        numel // dp if zero >= stage else numel for stage in (ZERO_OF_SLICED_WEIGHTS, ZERO_OF_SLICED_GRADIENTS, 1)
+    )
+    return _in_bytes(_Elements(weights, gradients, owned), dtype).total
+
+
+def _in_bytes(held: _Elements, dtype: str) -> StateBytes:
+    wide, narrow = gradient_bytes(dtype), dtype_bytes(dtype)
     return StateBytes(
         weights=held.weights * narrow,
         gradients=held.gradients * wide,
@@ -97,7 +115,7 @@ def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Element
     whole = layout.dp * slices
     parts = [part for bucket in buckets for part in parts_of(bucket, layout.dp, replica)]
     owned = sum(part.in_slice.stop - part.in_slice.start for part in parts)
-    weights, used_weights = (slices, owned) if layout.zero == _STAGE_OF_SLICED_WEIGHTS else (whole, numel)
+    weights, used_weights = (slices, owned) if layout.zero == ZERO_OF_SLICED_WEIGHTS else (whole, numel)
     each = reduced_of(config) is Reduced.MICROBATCH
     gradients, used_gradients = (slices, owned) if each else (whole, numel)
     return _Elements(weights, gradients, owned, weights - used_weights, gradients - used_gradients)
@@ -120,7 +138,7 @@ def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements
     of_buffers = sum(
         BlockCut.of(leaf, numels[leaf_parts(leaf)[0]], layout.dp).size for bucket in buckets for leaf in bucket.names
     )
-    whole = 0 if layout.zero == _STAGE_OF_SLICED_WEIGHTS else numel
+    whole = 0 if layout.zero == ZERO_OF_SLICED_WEIGHTS else numel
     return _Elements(whole + own, gradients + of_buffers, owned)
 
 

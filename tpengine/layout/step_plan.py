@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tpkernels.work import attention_work, matmul_work
 
 from tpengine.config import Config, ModelConfig, num_shards_of, schedule_of
+from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS
 from tpengine.layout.parameters import (
     EMBEDDING,
     BucketLayout,
@@ -49,7 +50,6 @@ from tpengine.plan.clock import whole_unit_durations
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-_STAGE_OF_SLICED_GRADIENTS = 2
 
 # A lookup moves D elements per token. Counted as this many flops per element it still never outweighs a layer.
 _EMBEDDING_FLOPS_PER_ELEMENT = 2
@@ -316,7 +316,7 @@ def reduced_of(config: Config) -> Reduced:
 
     Exact mode adds blocks of micro-batches on each replica, in a tree, before it sums over replicas.
     """
-    each = config.parallel.zero >= _STAGE_OF_SLICED_GRADIENTS and config.train.reduction == "fast"
+    each = config.parallel.zero >= ZERO_OF_SLICED_GRADIENTS and config.train.reduction == "fast"
     return Reduced.MICROBATCH if each else Reduced.STEP
 
 

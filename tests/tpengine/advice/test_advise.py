@@ -94,7 +94,7 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
             ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "--memory-limit"],
         ),
         (["--model", "tiny", "--ranks", "2", "--schedule", "fast"], ["schedule must be one of"]),
-        (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9"]),
+        (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9 of 5", "--top 9"]),
     ],
     ids=str,
 )

@@ -56,6 +56,8 @@ def test_nothing_is_faster_than_the_first_row(question: Question) -> None:
     assert found.gap is None and found.rows
     layouts = every(question)
     assert found.num_layouts == len(layouts) and found.num_simulated < len(layouts) / 4
+    bounds = Bounds(question)
+    assert found.num_fitting == sum(bounds.num_bytes(layout) <= question.memory_limit for layout in layouts)
     steps = {layout: simulated(layout, question) for layout in layouts}
     fitting = {layout: step[0] for layout, step in steps.items() if step and step[1] <= question.memory_limit}
     # The order is that of plans with few micro-batches, whose last reductions are a little less hidden.

@@ -10,12 +10,12 @@ from typing import Any
 from tpengine.advice.diagnose.baseline import Baseline, Seconds, seconds_text
 from tpengine.advice.diagnose.changes import Change, best_of, evaluated
 from tpengine.advice.diagnose.finding import Fault, Finding
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import Kind, Recompute, Residency
 from tpengine.simulate.modelled.operators import action_seconds
 
 # Backward keeps a part of its time, whatever the model says of what it computes again.
 _MOST_AGAIN = 0.9
-_SLICED_WEIGHTS = 3
 
 
 def memory_pressure(baseline: Baseline) -> Finding | None:
@@ -97,7 +97,7 @@ def _finding(seconds: float, evidence: str, change: Change | None) -> Finding | 
 def _less_recomputation(baseline: Baseline) -> Iterator[dict[str, Any]]:
     """Yield other amounts of recomputation, and each of them with more of the state sharded."""
     parallel = baseline.evidence.config.parallel
-    sharded = [parallel.zero] if parallel.dp == 1 else range(parallel.zero, _SLICED_WEIGHTS + 1)
+    sharded = [parallel.zero] if parallel.dp == 1 else range(parallel.zero, ZERO_OF_SLICED_WEIGHTS + 1)
     for recompute in Recompute:
         for zero in sharded:
             yield {"recompute": recompute.value} | ({} if zero == parallel.zero else {"zero": zero})

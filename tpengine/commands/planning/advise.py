@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpengine.advice.candidates import shapes
-from tpengine.advice.changes import changes
+from tpengine.advice.changes import asked_changes, changes
 from tpengine.advice.question import AXES, Question
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
@@ -78,6 +78,10 @@ def advise(args: argparse.Namespace) -> None:
     Raises:
         ValueError: no layout is legal, or none fits: the nearest, and what closes the gap; one line.
     """
+    if args.explain and args.explain > args.top:
+        raise ValueError(
+            f"--explain must name a row of the answer: got {args.explain} of {args.top}: use 1, or --top {args.explain}"
+        )
     question, name = question_asked(args)
     if question.fixed.get("schedule"):
         # Refused by name; a schedule of one micro-batch exists wherever any does.
@@ -91,7 +95,7 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
     changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5))
     run = run_command(args, question)
-    lines = list(answer_lines(question, name, found, changed, run))
+    lines = list(answer_lines(question, name, found, changed, asked_changes(question), run))
     if args.json:
         write_beside(
             args.json, (json.dumps(answer_json(question, name, found, changed, run), indent=2) + "\n").encode()
@@ -190,7 +194,8 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
     where = path.parent if path.name == "config.json" else path
     model = f"--preset {args.model}" if known else f"--model.path {where}"
     train = question.base.train
-    return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}"
+    exact = " --train.reduction exact" if train.reduction == "exact" else ""
+    return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}"
 
 
 def _pictures(rows: tuple[Row, ...]) -> list[Picture]:

@@ -46,6 +46,11 @@ class RankMemory:
     peak: int
     action: str
 
+    @property
+    def compute_action(self) -> str:
+        """Return what runs then, without the transfers that it starts: 0B3 of 0B3[r1 r2]."""
+        return self.action.partition("[")[0]
+
     def kinds(self) -> dict[str, int]:
         """Return the bytes by kind, in words; kinds of which there is nothing are left out."""
         found = {

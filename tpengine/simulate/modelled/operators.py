@@ -7,7 +7,7 @@ longer of their times; else their sum. So an action knows which part of it is an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tpkernels.work import (
@@ -167,15 +167,14 @@ class _ChunkOperators:
     def num_blocks(self) -> int:
         return self.windows.total()
 
-    def _action(self, sums: _Sum, again: _Sum = _Sum()) -> ActionSeconds:  # frozen
+    def _action(self, sums: _Sum, again: _Sum = _Sum()) -> ActionSeconds:
         machine, number = self.machine, sums.number + again.number
         kernels = sums.operators + again.operators + sums.exchanges + again.exchanges
         host = machine.host_s_per_action + number * machine.host_s_per_operator
         exposed = max(0.0, host - kernels) if machine.is_asynchronous else host
         return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
 
-    def _each_block(self, operators: object) -> _Sum:
-        assert callable(operators)
+    def _each_block(self, operators: Callable[[int | None], _Sum]) -> _Sum:
         total = _Sum()
         for window, number in self.windows.items():
             total += operators(window) * number
