@@ -15,7 +15,7 @@ from functools import partial
 
 from tpengine.config.amounts import Amount, amount_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
-from tpengine.config.settings import Config, ModelConfig, ParallelConfig, round_up
+from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
 from tpengine.plan import Schedule, make_schedule
 
 # Of a model.
@@ -72,6 +72,7 @@ def validate(config: Config, world_size: int) -> Config:
         ValueError: the rule, the values and the nearest legal choice, in one line.
     """
     _check_ranges(config)
+    _check_evaluation(config)
     profiled_steps(config)
     _check_learning_rate(config)
     _check_model(config.model)
@@ -135,6 +136,25 @@ def _check_schedule(config: Config) -> None:
         )
 
 
+def _check_evaluation(config: Config) -> None:
+    train, share = config.train, config.data.held_out_fraction
+    for every, number, what in (
+        ("eval_every", "eval_micro_batches", "a held-out loss"),
+        ("sample_every", "sample_tokens", "a sample"),
+    ):
+        asked, default = getattr(train, every), getattr(TrainConfig(), number)
+        if asked and not getattr(train, number):
+            raise ValueError(
+                f"train.{every} {asked} asks for {what}, which train.{number} 0 leaves out: use train.{number} "
+                f"{default}, or train.{every} 0"
+            )
+        if asked and not share:
+            raise ValueError(
+                f"train.{every} {asked} needs a held-out text: data.held_out_fraction is 0: use "
+                f"data.held_out_fraction {DataConfig().held_out_fraction}, or train.{every} 0"
+            )
+
+
 # Rank 0 holds the records of all ranks until the last recorded step.
 _MOST_PROFILED_STEPS = 100
 
@@ -171,6 +191,8 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
         "train.sample_tokens": (0, 2**20),
+        "train.eval_every": (0, 2**40),
+        "train.sample_every": (0, 2**40),
         "train.checkpoint_every": (0, 2**40),
         "train.keep_checkpoints": (1, 2**20),
         "train.nonfinite_steps": (1, 2**20),

@@ -124,9 +124,13 @@ class TrainConfig:
     """Order of sums: fast depends on the layout; with exact all layouts give the same bits, with tp and dp at most 8
     and one thread per process."""
     eval_micro_batches: int = 16
-    """Micro-batches of the held-out loss at the end, over all replicas; 0 for no held-out loss."""
+    """Micro-batches of the held-out loss, over all replicas; 0 for no held-out loss."""
+    eval_every: int = 0
+    """Steps between held-out losses; 0 for the last step's alone."""
     sample_tokens: int = 200
-    """Tokens of generated text at the end; 0 for none."""
+    """Tokens of a sample of generated text; 0 for none."""
+    sample_every: int = 0
+    """Steps between samples of generated text; 0 for that of the end alone."""
     checkpoint_every: int = 100
     """Steps between checkpoints. The last step, and the step at which the run is interrupted, are saved too. 0 saves
     none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tpengine.simulate.modelled.costs import bytes_per_rank
 from tpengine.simulate.modelled.memory import RankMemory, memory_of
 
 _PLAIN_LINES = 40
+# The progress line's tokens per second are those of so many steps.
+_RECENT_ROWS = 20
 # Times of one layer, in forwards.
 _LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
@@ -139,6 +142,8 @@ class ProgressLine:
         self._console, self._num_steps, self._first = console, num_steps, first_step
         self._every = max(1, num_steps // _PLAIN_LINES)
         self._begin = time.perf_counter()
+        self._done, self._figures, self._held_out = first_step, "", ""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_ROWS)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         if console.is_terminal:
@@ -163,50 +168,67 @@ class ProgressLine:
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` is a metrics.step_record."""
+        self._done = record["step"] + 1
         if record.get("left_out"):
-            figures = "left out, as it was skipped before"
+            self._figures = "left out, as it was skipped before"
         else:
-            figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
-            figures += "  skipped" if record.get("skipped") else ""
-        done = record["step"] + 1
+            self._figures = self._figures_of(record)
+        if self._progress is None and (
+            self._done % self._every == 0 or self._done in (self._first + 1, self._num_steps)
+        ):
+            each = (time.perf_counter() - self._begin) / (self._done - self._first)
+            left = each * (self._num_steps - self._done)
+            line = f"step {self._done}/{self._num_steps}  {self._figures}{self._held_out}  {left:.0f} s left"
+            self._console.print(line, highlight=False)
+        self._show()
+
+    def evaluated(self, loss: float) -> None:
+        """Show the held-out loss that follows the step that was shown last; it stays until the next one."""
+        self._held_out = f"  held-out {loss:.4f} (step {self._done})"
+        if self._progress is None:
+            self._console.print(f"step {self._done}/{self._num_steps}  held-out loss {loss:.4f}", highlight=False)
+        self._show()
+
+    def _show(self) -> None:
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, figures=figures)
-        elif done % self._every == 0 or done in (self._first + 1, self._num_steps):
-            each = (time.perf_counter() - self._begin) / (done - self._first)
-            left = each * (self._num_steps - done)
-            self._console.print(f"step {done}/{self._num_steps}  {figures}  {left:.0f} s left", highlight=False)
+            self._progress.update(self._task, completed=self._done, figures=self._figures + self._held_out)
+
+    def _figures_of(self, record: dict[str, Any]) -> str:
+        """Return a step's figures; tokens per second are over the wall time of the last rows."""
+        wall = record.get("wall_seconds", record["step_seconds"])
+        self._recent.append((record["tokens_per_second"] * record["step_seconds"], wall))
+        tokens, seconds = (sum(part) for part in zip(*self._recent, strict=True))
+        figures = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {record['grad_norm']:.3g}"
+        figures += f"  {tokens / seconds:,.0f} tokens/s"
+        if "mfu_attention_full" in record:
+            figures += f"  MFU {record['mfu_attention_full'] * record['step_seconds'] / wall:.1%}"
+        figures += f"  {record['peak_memory_bytes'] / 1e9:.2f} GB"
+        return figures + ("  skipped" if record.get("skipped") else "")
 
 
-def show_result(
-    console: Console,
-    held_out: float | None,
-    tokens: list[int],
-    num_prompt: int,
-    vocab_size: int,
-    decode: Callable[[list[int]], str] | None = None,
-) -> None:
-    """Print the held-out loss, the prompt and the sampled text.
+def show_held_out(console: Console, loss: float | None) -> None:
+    """Print the held-out loss of the end."""
+    none = "held-out loss: none, no target of the held-out text is valid"
+    console.print(none if loss is None else f"held-out loss {loss:.4f} nats", highlight=False)
+
+
+def show_sample(console: Console, prompt: str, text: str) -> None:
+    """Print a prompt and the text that was sampled after it."""
+    console.print(f"sample, continuing {_readable(prompt)!r}:", markup=False, highlight=False)
+    console.print(_readable(text), markup=False, highlight=False)
+
+
+def texts_of(
+    tokens: list[int], num_prompt: int, vocab_size: int, decode: Callable[[list[int]], str] | None
+) -> tuple[str, str]:
+    """Return prompt and continuation as text.
 
     Args:
-        console: where to.
-        held_out: the loss; None if there is none.
         tokens: the prompt, and what was sampled after it.
         num_prompt: length of the prompt.
         vocab_size: of the model; if it is that of bytes, tokens are shown as such.
         decode: gives the text of tokens; without it tokens that are no bytes are shown as numbers.
     """
-    if held_out is not None:
-        console.print(f"held-out loss {held_out:.4f} nats", highlight=False)
-    if tokens:
-        prompt, text = (_readable(part) for part in _texts(tokens, num_prompt, vocab_size, decode))
-        console.print(f"sample, continuing {prompt!r}:", markup=False, highlight=False)
-        console.print(text, markup=False, highlight=False)
-
-
-def _texts(
-    tokens: list[int], num_prompt: int, vocab_size: int, decode: Callable[[list[int]], str] | None
-) -> tuple[str, str]:
-    """Return prompt and continuation as text."""
     first, rest = tokens[:num_prompt], tokens[num_prompt:]
     if decode is None and vocab_size > 256:
         return " ".join(map(str, first)), " ".join(map(str, rest))

@@ -7,8 +7,10 @@ causal model needs only half. Both are written; neither is on a device whose pea
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import re
 import resource
 import sys
@@ -34,6 +36,10 @@ _PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
         r"\bMI300X\b": {"bfloat16": 1307e12, "float32": 163e12, "float64": 163e12},
     }
 )
+
+
+# Of metrics.jsonl, in bytes.
+_LONGEST_ROW = 2**16
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
@@ -68,6 +74,7 @@ def step_record(
     skipped_steps: int = 0,
     overflowed: bool = False,
     loss_scale: float | None = None,
+    wall_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -80,6 +87,8 @@ def step_record(
         skipped_steps: number of such steps up to and including this one.
         overflowed: whether it was left out because its loss scale was too large; not among `skipped_steps`.
         loss_scale: that the step ran with; None where there is none.
+        wall_seconds: since the row before: the step, and what followed the step before (its evaluation and sample, the
+            copy of a checkpoint, comparing replicas, logging); on rank 0.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
@@ -101,6 +110,8 @@ def step_record(
         "skipped": skipped,
         "skipped_steps": skipped_steps,
     }
+    if wall_seconds is not None:
+        record |= {"wall_seconds": wall_seconds, "wall_tokens_per_second": tokens / wall_seconds}
     if loss_scale is not None:
         record |= {"loss_scale": loss_scale, "overflowed": overflowed}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -146,6 +157,7 @@ class MetricsWriter:
             self._events = SummaryWriter(str(run_dir), purge_step=first_step)
         self.tensorboard = self._events is not None
         self._has_failed = False
+        self._path = path
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; when this returns, the file is complete up to it. JSON has no NaN: null is written.
@@ -161,9 +173,28 @@ class MetricsWriter:
                     if name != "step":
                         self._events.add_scalar(name, value, record["step"])
         except OSError as error:
-            if not self._has_failed:
-                print(f"tpengine: metrics cannot be written: {error}: make room", file=sys.stderr, flush=True)
-            self._has_failed = True
+            self._say_failure(error)
+
+    def complete(self, step: int, found: dict[str, float]) -> None:
+        """Add what was found after a step to its row, which must be the last one.
+
+        The row stands whole in the file before and after: one write replaces its closing brace. So an end of the run
+        while it is evaluated does not lose the row. A file without the row stays as it is.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        try:
+            self._file.flush()
+            _complete_last_row(self._path, step, finite)
+            if self._events is not None:
+                for name, value in found.items():
+                    self._events.add_scalar(name, value, step)
+        except OSError as error:
+            self._say_failure(error)
+
+    def _say_failure(self, error: OSError) -> None:
+        if not self._has_failed:
+            print(f"tpengine: metrics cannot be written: {error}: make room", file=sys.stderr, flush=True)
+        self._has_failed = True
 
     def close(self) -> None:
         """Flush and close both; records that do not fit on the disk are lost."""
@@ -171,6 +202,32 @@ class MetricsWriter:
             with contextlib.suppress(OSError):
                 if file is not None:
                     file.close()
+
+
+def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) -> None:
+    """Add fields to the last line of a file, in place, if it is this step's row and lacks them."""
+    with path.open("r+b", buffering=0) as file:
+        number = file.fileno()
+        size = os.fstat(number).st_size
+        begin = max(0, size - _LONGEST_ROW)
+        tail = os.pread(number, size - begin, begin)
+        try:
+            row = json.loads(tail[:-1].rpartition(b"\n")[2])
+            is_the_row = row["step"] == step
+        except (ValueError, KeyError, TypeError):
+            return
+        missing = {name: value for name, value in found.items() if name not in row}
+        if not is_the_row or not missing or not tail.endswith(b"}\n"):
+            return
+        rest, written = b", " + json.dumps(missing).encode()[1:] + b"\n", 0
+        try:
+            written = os.pwrite(number, rest, size - 2)
+        finally:
+            if written < len(rest):  # a full disk
+                os.ftruncate(number, size)
+                os.pwrite(number, b"}\n", size - 2)
+        if written < len(rest):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _keep_records_before(path: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""One training run from start to finish: set up, show the plan, train, save, evaluate, sample. Called by train.py."""
+"""One training run from start to finish: set up, show the plan, train, evaluate, save, sample. Called by train.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -29,14 +29,13 @@ from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
-from tpengine.observe.console import ProgressLine, console_for, show_phases, show_plan, show_result
+from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_phases, show_plan
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.plan import Residency
 from tpengine.simulate.modelled.memory import memory_of
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import read_prompt, sample
+from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.phase_parts import PhasePart, enter_phase_of
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
@@ -47,8 +46,6 @@ from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.trainer import RunError, Trainer
 from tpengine.training.update.picture import draw_learning_rate
-
-_PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -138,11 +135,18 @@ class _Run:
     checkpoints: RunCheckpoints
     skipped: SkippedSteps
     content: ContentCheck
+    evaluation: Evaluation
 
     @property
     def first_step(self) -> int:
         """The first step to run, 0-based."""
         return 0 if self.checkpoint is None else self.checkpoint.index.step
+
+    @property
+    def known_held_out(self) -> float | None:
+        """The held-out loss of the step before, if the checkpoint knows it."""
+        loss = None if self.checkpoint is None else self.checkpoint.index.state.get("held_out_loss")
+        return float(loss) if isinstance(loss, int | float) else None
 
 
 def _set_up(job: Job, watch: Watch) -> _Run:
@@ -174,7 +178,9 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     content = ContentCheck(trainer.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
-    return _Run(job, watch, console_for(job.launch.rank), trainer, checkpoint, checkpoints, skipped, content)
+    console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
+    evaluation = Evaluation(trainer, job.run_dir, console, partial(_decoder, job, console), first_step)
+    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, content, evaluation)
 
 
 def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, bool], None]:
@@ -186,7 +192,7 @@ def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, b
 
 
 def _loop(run: _Run) -> None:
-    """Train the steps that are left and write their metrics, then evaluate and sample; collective."""
+    """Train the steps that are left, evaluate, and write their metrics; at the end show a sample; collective."""
     job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
     with open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
         say = partial(run.console.print, markup=False, highlight=False)
@@ -194,11 +200,20 @@ def _loop(run: _Run) -> None:
         watch.timeout_seconds = job.config.train.timeout_seconds
         watch.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
+            pause = _Pause(run, writer, progress, profiler)
+            # A run that was stopped before it evaluated its last step does so now.
+            held_out = run.known_held_out
+            if run.first_step and held_out is None:
+                enter_phase_of(trainer, run.first_step - 1)
+                held_out = pause.after(run.first_step, samples=False)
+                enter_phase_of(trainer, run.first_step)
+            wall = time.perf_counter()
             for step in range(run.first_step, job.config.train.steps):
                 # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
-                    checkpoints.after_step(step + 1)
+                    held_out = pause.after(step + 1)
+                    checkpoints.after_step(step + 1, held_out)
                     continue
                 if enter_phase_of(trainer, step):
                     say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
@@ -208,7 +223,8 @@ def _loop(run: _Run) -> None:
                 result = trainer.train_step(step, partial(_figures, begin, job.device, watch, content))
                 seconds, memory, stop_signal, content_flag = result.largest
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
-                seconds = max(seconds, time.perf_counter() - begin)
+                now = time.perf_counter()
+                seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
                 record = step_record(
                     trainer.config,
                     job.device,
@@ -222,22 +238,76 @@ def _loop(run: _Run) -> None:
                     skipped_steps=skipped.num_until(step) + (result.skipped and not result.overflowed),
                     overflowed=result.overflowed,
                     loss_scale=result.loss_scale,
+                    wall_seconds=wall_seconds,
                 )
                 trainer.activity.begin("writing what it measured", timed=False)
                 _write(writer, progress, record)
                 profiler.end(step, seconds)
-                # React: to a text that has changed, a skipped step, a signal to stop, a checkpoint that is due.
+                # React: to a text that has changed, a skipped step, a signal to stop, what is due after the step.
                 if content_flag:
                     raise RunError(content.explain(int(content_flag)))
                 skipped.note(step, result)
                 if stop_signal:
-                    progress.__exit__()
-                    profiler.finish()
-                    watch.leave_stopped(int(stop_signal), checkpoints.save_and_say(step + 1, int(stop_signal)))
-                checkpoints.after_step(step + 1)
+                    pause.stop(step + 1, int(stop_signal))
+                held_out = pause.after(step + 1)
+                checkpoints.after_step(step + 1, held_out)
         profiler.finish()
-        _end_steps(run)
-    _evaluate(run)
+        _end_steps(run, held_out)
+    _show_result(run, held_out)
+
+
+@dataclass(frozen=True)
+class _Pause:
+    """Between two steps: evaluates and samples what is due, and leaves if it must; all methods are collective."""
+
+    run: _Run
+    writer: MetricsWriter | None
+    progress: ProgressLine
+    profiler: Profiler
+
+    def after(self, num_steps: int, samples: bool = True) -> float | None:
+        """Evaluate and sample if that is due after `num_steps`; leave if a signal came meanwhile.
+
+        Args: samples: whether to sample at all.
+        Returns: the held-out loss; None if it is not due, or no target is valid.
+        Raises: RunError: on all ranks alike: the held-out text cannot be read. The step is saved before.
+        """
+        evaluation, loss = self.run.evaluation, None
+        try:
+            if evaluation.is_due(num_steps):
+                loss = self._evaluate(num_steps)
+                self._stop_if_asked(num_steps, loss)
+            if samples and evaluation.samples_at(num_steps):
+                evaluation.sample(num_steps)
+                self._stop_if_asked(num_steps, loss)
+        except RunError as error:
+            raise RunError(f"{error}{self.run.checkpoints.save_before_leaving(num_steps)}") from error
+        return loss
+
+    def stop(self, num_steps: int, stop_signal: int, held_out: float | None = None) -> NoReturn:
+        """Save, and leave."""
+        self.progress.__exit__()
+        self.profiler.finish()
+        message = self.run.checkpoints.save_and_say(num_steps, stop_signal, held_out)
+        self.run.watch.leave_stopped(stop_signal, message)
+
+    def _evaluate(self, num_steps: int) -> float | None:
+        evaluation = self.run.evaluation
+        before = evaluation.seconds
+        loss = evaluation.held_out_loss()
+        if loss is not None:
+            self.run.trainer.activity.begin("writing what it measured", timed=False)
+            if self.writer is not None:
+                found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
+                self.writer.complete(num_steps - 1, found)
+            self.progress.evaluated(loss)
+        return loss
+
+    def _stop_if_asked(self, num_steps: int, held_out: float | None) -> None:
+        self.run.trainer.activity.begin("asking whether to stop")
+        (stop_signal,) = max_over_ranks([float(self.run.watch.stop)], self.run.job.device)
+        if stop_signal:
+            self.stop(num_steps, int(stop_signal), held_out)
 
 
 def _write(writer: MetricsWriter | None, progress: ProgressLine, record: dict[str, Any]) -> None:
@@ -247,7 +317,7 @@ def _write(writer: MetricsWriter | None, progress: ProgressLine, record: dict[st
     progress.update(record)
 
 
-def _end_steps(run: _Run) -> None:
+def _end_steps(run: _Run, held_out: float | None) -> None:
     """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
@@ -255,38 +325,33 @@ def _end_steps(run: _Run) -> None:
     if content_flag:
         raise RunError(run.content.explain(int(content_flag)))
     if stop_signal:
-        message = checkpoints.save_and_say(run.job.config.train.steps, int(stop_signal))
+        message = checkpoints.save_and_say(run.job.config.train.steps, int(stop_signal), held_out)
         watch.leave_stopped(int(stop_signal), message)
     watch.parting = checkpoints.where()
     watch.stoppable = False
 
 
-def _evaluate(run: _Run) -> None:
-    """Compute and show the held-out loss and a sample; collective."""
-    config, trainer, held_out = run.trainer.config, run.trainer, None
-    if config.train.eval_micro_batches:
-        held_out = held_out_loss(trainer)
-        if held_out is None:
-            run.console.print("held-out loss: none, no target of the held-out text is valid")
-    tokens: list[int] = []
-    if config.train.sample_tokens:
-        tokens = sample(trainer, read_prompt(trainer, _PROMPT_TOKENS), config.train.sample_tokens)
-    decode = _decoder(run) if tokens else None
-    show_result(run.console, held_out, tokens, min(_PROMPT_TOKENS, len(tokens)), config.model.vocab_size, decode)
+def _show_result(run: _Run, held_out: float | None) -> None:
+    """Show the held-out loss of the last step, and a sample; collective."""
+    train = run.job.config.train
+    if train.eval_micro_batches:
+        show_held_out(run.console, held_out)
+    if train.sample_tokens:
+        run.evaluation.sample(train.steps)
     run.checkpoints.raise_if_the_last_is_missing()
 
 
-def _decoder(run: _Run) -> Callable[[list[int]], str] | None:
+def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:
     """Return what makes text of tokens: the tokenizer of the weights that the run began from, on rank 0.
 
     A run that has come this far does not fail for it: without one tokens are shown as they are.
     """
-    if run.job.run_dir is None:
+    if job.run_dir is None:
         return None
     try:
-        tokenizer = kept_tokenizer(run.job.run_dir)
+        tokenizer = kept_tokenizer(job.run_dir)
     except ValueError as error:
-        run.console.print(f"the sample is shown as ids: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"the sample is shown as ids: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
     return None if tokenizer is None else tokenizer.decode
 

@@ -16,11 +16,19 @@ from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.trainer import RunError, Trainer
 
 
-def held_out_loss(trainer: Trainer) -> float | None:
+def evaluation_pass(trainer: Trainer) -> ForwardPass:
+    """Return the pass over a replica's held-out micro-batches."""
+    return ForwardPass(trainer, evaluation_micro_batches(trainer.config), trainer.config.train.micro_batch_size)
+
+
+def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float | None:
     """Return the mean loss over the valid targets of the first held-out samples, in nats; the same in every layout.
 
     `eval_micro_batches` is a number over all replicas, which share them as evenly as possible. No sample counts twice,
     so that a short held-out text gives fewer. Collective; equal on all ranks.
+
+    Args:
+        forward: the evaluation_pass of this trainer, to verify its plan once for many calls.
 
     Returns:
         The mean; None if no target is valid.
@@ -46,7 +54,7 @@ def held_out_loss(trainer: Trainer) -> float | None:
         sums[1, place] = (target != IGNORED_LABEL).sum()
 
     # Run the model, then sum over replicas and stages.
-    ForwardPass(trainer, each, size).run(tokens, add_loss)
+    (forward or evaluation_pass(trainer)).run(tokens, add_loss)
     trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)

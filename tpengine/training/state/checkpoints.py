@@ -58,21 +58,29 @@ class RunCheckpoints:
             # ranks that are alive can complete the checkpoint.
             self._saver.wait(_LAST_WRITE_SECONDS)
 
-    def after_step(self, num_steps: int) -> None:
+    def after_step(self, num_steps: int, held_out_loss: float | None = None) -> None:
         """Begin to save if a checkpoint is due; otherwise compare replicas if that is due.
+
+        Args:
+            num_steps: steps that are done.
+            held_out_loss: of the weights that are saved; None where this step is not evaluated. The index keeps it.
 
         Raises:
             RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
         """
         every = self._train.checkpoint_every
         if every and (num_steps % every == 0 or num_steps == self._train.steps):
-            self._save(num_steps)
+            self._save(num_steps, held_out_loss)
         elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
             self._trainer.activity.begin("comparing replicas")
             check_replicas(self._trainer, num_steps, masters_only=True)
 
-    def save_and_say(self, num_steps: int, stop_signal: int) -> str:
+    def save_and_say(self, num_steps: int, stop_signal: int, held_out_loss: float | None = None) -> str:
         """Save now, because a signal asked the run to stop, and wait until it is on disk.
+
+        Args:
+            num_steps, held_out_loss: as `after_step`.
+            stop_signal: what asked.
 
         Returns:
             The message for the user.
@@ -85,9 +93,17 @@ class RunCheckpoints:
         done = f"{what} after step {num_steps} of {self._train.steps}"
         if self._saver is None:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
-        self._save(num_steps)
+        self._save(num_steps, held_out_loss)
         self.wait()
         return f"{done}{self.where()}"
+
+    def save_before_leaving(self, num_steps: int) -> str:
+        """Save because the run cannot go on although the step is done; return the end of a message."""
+        if self._saver is None:
+            return ""
+        self._save(num_steps, None)
+        self.wait()
+        return self.where()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on disk."""
@@ -111,7 +127,7 @@ class RunCheckpoints:
         if self._failure is not None:
             raise RunError(f"the last checkpoint must be written: {self._failure}{self.where()}")
 
-    def _save(self, num_steps: int) -> None:
+    def _save(self, num_steps: int, held_out_loss: float | None) -> None:
         assert self._saver is not None
         trainer = self._trainer
         # Wait for the previous checkpoint, which may still be being written.
@@ -131,6 +147,8 @@ class RunCheckpoints:
         fingerprint = trainer.parts[phase.number].corpus.fingerprint()
         state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads, trainer.phases)
         state["loss_scale"] = trainer.loss_scale.state()
+        if held_out_loss is not None:
+            state["held_out_loss"] = held_out_loss
         self._failure = None
         self._saver.save(num_steps, blocks_of(trainer), state)
         self._saved_step = num_steps

@@ -1,0 +1,126 @@
+"""What a run does between two steps besides training: the held-out loss and a sample, when they are due.
+
+Both run the weights that are there through a forward-only plan, over the groups that training uses. They draw nothing
+from a generator and leave dropout's counters alone, so that training's bits are those of a run without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from tpengine.files import write_beside
+from tpengine.observe.console import show_sample, texts_of
+from tpengine.training.evaluation.forward_pass import ForwardPass
+from tpengine.training.evaluation.held_out import evaluation_pass, held_out_loss
+from tpengine.training.evaluation.sampling import read_prompt, sample
+from tpengine.training.trainer import Trainer
+
+_PROMPT_TOKENS = 16
+
+
+class Evaluation:
+    """Evaluates one run; all methods but those that ask what is due are collective.
+
+    Args:
+        trainer: has the model.
+        run_dir: where samples.jsonl goes, on rank 0; None elsewhere.
+        console: where samples are shown.
+        decode: returns what makes text of tokens, or None where they are shown as they are; asked once.
+        first_step: of a run that continues: samples of later steps are removed, because it draws them again.
+
+    Attributes:
+        seconds: how long all evaluations and samples have taken.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run_dir: Path | None,
+        console: Console,
+        decode: Callable[[], Callable[[list[int]], str] | None],
+        first_step: int = 0,
+    ) -> None:
+        self._trainer, self._console, self._find_decode = trainer, console, decode
+        self._path = None if run_dir is None else run_dir / "samples.jsonl"
+        self._decode: Callable[[list[int]], str] | None = None
+        self._forward: tuple[int, ForwardPass] | None = None
+        self.seconds = 0.0
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                _keep_samples_until(self._path, first_step)
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether the held-out loss follows this many steps: every train.eval_every, and the last."""
+        train = self._trainer.config.train
+        is_last = num_steps == train.steps
+        return train.eval_micro_batches > 0 and (is_last or _is_multiple(num_steps, train.eval_every))
+
+    def samples_at(self, num_steps: int) -> bool:
+        """Return whether a sample follows this many steps; that of the last step is drawn at the run's end."""
+        train = self._trainer.config.train
+        return train.sample_tokens > 0 and num_steps < train.steps and _is_multiple(num_steps, train.sample_every)
+
+    def held_out_loss(self) -> float | None:
+        """Return the held-out loss of the weights as they are.
+
+        Raises:
+            RunError: as held_out.held_out_loss.
+        """
+        begin = time.perf_counter()
+        phase = self._trainer.phase.number
+        if self._forward is None or self._forward[0] != phase:
+            # Its plan is verified once in a phase.
+            self._forward = phase, evaluation_pass(self._trainer)
+        loss = held_out_loss(self._trainer, self._forward[1])
+        self.seconds += time.perf_counter() - begin
+        return loss
+
+    def sample(self, num_steps: int) -> None:
+        """Draw a sample, show it, and append it to samples.jsonl.
+
+        Raises:
+            RunError: on all ranks alike: the text of the prompt cannot be read.
+        """
+        trainer, begin = self._trainer, time.perf_counter()
+        prompt = read_prompt(trainer, _PROMPT_TOKENS)
+        tokens = sample(trainer, prompt, trainer.config.train.sample_tokens)
+        if self._path is not None:
+            self._decode = self._decode or self._find_decode()
+            texts = texts_of(tokens, len(prompt), trainer.config.model.vocab_size, self._decode)
+            show_sample(self._console, *texts)
+            self._keep(num_steps, tokens, texts)
+        self.seconds += time.perf_counter() - begin
+
+    def _keep(self, num_steps: int, tokens: list[int], texts: tuple[str, str]) -> None:
+        assert self._path is not None
+        line = json.dumps({"step": num_steps - 1, "prompt": texts[0], "text": texts[1], "tokens": tokens})
+        self._trainer.activity.begin("writing a sample", timed=False)
+        try:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self._console.print(
+                f"the sample is not in {self._path.name}: {error}", markup=False, highlight=False, soft_wrap=True
+            )
+
+
+def _is_multiple(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
+
+
+def _keep_samples_until(path: Path, num_steps: int) -> None:
+    """Remove what a run that continues draws again, and a last line that a kill has cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] < num_steps:
+                kept.append(line + "\n")
+    write_beside(path, "".join(kept).encode())
