@@ -44,12 +44,12 @@ def setting_names(config: Any) -> list[str]:
 def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
     length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
-    (2), and what the learning rate does after its warm-up (2), and phases.
+    (2), what the learning rate does after its warm-up (2), phases, and how often a run is evaluated and sampled (2).
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 60
+    assert len(names) <= 62
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,10 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"seed": -1}, 1, ["seed must be", "-1"]),
     ({"eval_micro_batches": -1}, 1, ["eval_micro_batches must be at least 0", "-1"]),
     ({"sample_tokens": -1}, 1, ["sample_tokens must be at least 0", "-1"]),
+    ({"eval_every": -1}, 1, ["eval_every must be at least 0", "-1"]),
+    ({"eval_every": 5, "eval_micro_batches": 0}, 1, ["eval_every 5", "eval_micro_batches 0", "use", "16"]),
+    ({"eval_every": 5, "held_out_fraction": 0.0}, 1, ["eval_every 5", "held_out_fraction is 0", "use", "0.05"]),
+    ({"sample_every": 5, "sample_tokens": 0}, 1, ["sample_every 5", "sample_tokens 0", "use", "200"]),
     ({"held_out_fraction": 1.0}, 1, ["held_out_fraction must be", "1.0"]),
     ({"held_out_fraction": -0.1}, 1, ["held_out_fraction must be at least 0", "-0.1"]),
     ({"ignore_token": 256}, 1, ["ignore_token", "256", "255"]),

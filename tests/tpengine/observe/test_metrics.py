@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -144,3 +145,35 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytes
     writer.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tpengine: metrics cannot be written:") and "No space left on device" in line
+
+
+def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
+    """The row is whole before, too: a run that dies while it is evaluated has it. Nothing stands in it twice."""
+    writer = MetricsWriter(tmp_path)
+    for step in range(2):
+        writer.write({"step": step, "loss": 1.5})
+    writer.complete(1, {"held_out_loss": 2.5})
+    writer.complete(1, {"held_out_loss": 3.5})
+    writer.complete(0, {"held_out_loss": 4.5})
+    writer.write({"step": 2, "loss": 1.25})
+    writer.complete(2, {"held_out_loss": math.inf})
+    writer.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records == [
+        {"step": 0, "loss": 1.5},
+        {"step": 1, "loss": 1.5, "held_out_loss": 2.5},
+        {"step": 2, "loss": 1.25, "held_out_loss": None},
+    ]
+
+
+def test_a_row_that_cannot_be_completed_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes half of what is added."""
+    writer, write = MetricsWriter(tmp_path), os.pwrite
+    writer.write({"step": 0, "loss": 1.5})
+    monkeypatch.setattr(os, "pwrite", lambda file, text, at: write(file, text[: max(2, len(text) // 2)], at))
+    writer.complete(0, {"held_out_loss": 2.5})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.5}\n'
+    assert "No space left on device" in capsys.readouterr().err
