@@ -17,7 +17,7 @@ from tpengine.checkpoint.resume import checkpoints_of
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),
     *("--model.num-layers", "2", "--train.seq-len", "16", "--train.micro-batch-size", "2", "--device", "cpu"),
-    *("--train.num-micro-batches", "2", "--train.eval-micro-batches", "200", "--train.eval-every", "2"),
+    *("--train.num-micro-batches", "2", "--train.eval-micro-batches", "80", "--train.eval-every", "2"),
     *("--train.sample-tokens", "0", "--train.reduction", "exact", "--parallel.pp", "2", "--optim.decay-steps", "8"),
 )
 
