@@ -77,6 +77,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "causal attention on the CPU, forward and backward, against torch's own",
             ),
             (
+                "blind",
+                "machine.blind",
+                "steps that advise predicts from a machine's file, hashed before they are measured",
+            ),
+            (
                 "compile",
                 "launches.compile",
                 "every Triton kernel compiled for every target, without a GPU: registers, spills",
@@ -115,6 +120,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "kernels",
                 "kernels.command",
                 "each operator against torch's, compiled torch's, Liger's, or its own of any revision",
+            ),
+            (
+                "machine",
+                "machine.command",
+                "a machine's file for plan and advise, from microbenchmarks",
             ),
             (
                 "overlap",

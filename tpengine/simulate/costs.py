@@ -49,6 +49,8 @@ class Costs:
         bytes_per_time: bandwidth of a link between two pipeline ranks, per direction; infinite for a free link.
         reductions: duration of a bucket's reduction over its ranks, by bucket index; missing ones take no time.
         gathers: the same of the gather of a bucket's weights.
+        reduce_share: of a gather or reduction, by how much it prolongs the computation that starts it: 0 where
+            something else makes it, 1 where the same core does.
         ties, clip, step: durations of a TIE_REDUCE, of CLIP and of STEP.
         activations: by chunk, what one micro-batch holds; missing ones hold nothing.
         resident: by rank, bytes held all the time: weights, gradients, moments.
@@ -63,6 +65,7 @@ class Costs:
     bytes_per_time: float = math.inf
     reductions: Mapping[int, float] = field(default_factory=dict)
     gathers: Mapping[int, float] = field(default_factory=dict)
+    reduce_share: float = 0.0
     ties: float = 0.0
     clip: float = 0.0
     step: float = 0.0

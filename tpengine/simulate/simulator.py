@@ -158,6 +158,10 @@ class _Machine:
         duration = self._durations.get(key)
         if duration is None:
             duration = self._durations[key] = self.costs.duration(action)
+        if self.costs.reduce_share:
+            moved = sum(self.costs.gathers.get(sub.index or 0, 0.0) for sub in action.gathers)
+            moved += sum(self.costs.reductions.get(sub.index or 0, 0.0) for sub in action.reduces)
+            duration += self.costs.reduce_share * moved
         for gather in action.gathers:
             self._start_bucket(state, gather, state.now, state.cause)
         event = Event(state.rank, Span(action, state.now, state.now + duration), state.cause)

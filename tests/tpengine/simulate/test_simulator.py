@@ -173,6 +173,14 @@ def test_reductions_run_one_after_another_beside_compute() -> None:
     assert texts(rank.compute)[2:] == [("CLIP", 6.0, 6.5), ("STEP", 6.5, 6.75)]
 
 
+def test_a_core_that_also_makes_the_reductions_computes_longer() -> None:
+    """Of r0 and r1 together a half is added to B, in whose middle r1 starts."""
+    costs = replace(costs_of(1.0, 2.0, 1), reductions={0: 1.0, 1: 3.0}, reduce_share=0.5)
+    (rank,) = simulate(plan_of("0F0 0B0[r1 r0] w[r1 r0]"), costs).ranks
+    assert texts(rank.compute) == [("0F0", 0.0, 1.0), ("0B0[r1 r0]", 1.0, 5.0)]
+    assert texts(rank.reductions) == [("r1", 3.0, 6.0), ("r0", 6.0, 7.0)]
+
+
 def test_gathers_and_frees_do_not_move_reductions() -> None:
     """The first of two begins in the middle of the action, the last at its end; an action of its own at once."""
     costs = replace(costs_of(4.0, 8.0, 1), reductions={0: 1.0, 1: 1.0})

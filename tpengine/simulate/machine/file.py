@@ -13,6 +13,10 @@ float32 = 1.5e11
 bytes_per_s = 5e9
 [within.measured]                       may be left out
 2 = [[1e5, 1e8], [1e8, 2e9]]            bus bandwidth of rings of 2 ranks, by bytes of the whole tensor
+[measured.float32.operators]            may be left out: the engine's own operators (measured.py)
+norm = [[1e4, 5e9], [1e6, 1e10]]
+[measured.float32.products.forward]
+128 = [[6.5e4, 8e10], [2e6, 9e10]]      by rows: operations per second by elements of the matrix
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine
+from tpengine.simulate.machine.measured import Measured
 from tpengine.simulate.machine.sheets import MACHINES
 
 _FORMAT = 1
@@ -93,7 +98,7 @@ def read_machine(path: Path) -> Machine:
 # Zero has a meaning for these: nothing, or no limit.
 _MAY_BE_ZERO = (
     *("kernel_s", "host_s_per_operator", "host_s_per_action", "latency_s"),
-    *("memory_bytes", "num_nodes", "num_processors"),
+    *("memory_bytes", "num_nodes", "num_processors", "reduce_share"),
 )
 
 
@@ -107,8 +112,8 @@ def _built(kind: Any, values: Mapping[str, Any], path: str, prefix: str) -> Any:
 
 
 def _value(hint: Any, value: Any, path: str, key: str) -> Any:
-    if hint is Link and isinstance(value, dict):
-        return _built(Link, value, path, f"{key}.")
+    if hint in (Link, Measured) and isinstance(value, dict):
+        return _built(hint, value, path, f"{key}.")
     if hint is Curve and isinstance(value, list):
         return _curve(value, path, key)
     if typing.get_origin(hint) is Mapping and isinstance(value, dict):

@@ -19,12 +19,15 @@ class Link:
         measured: bus bandwidth by bytes of the whole tensor, by number of ranks; of a number between two measured ones
             the next larger. It includes latencies. Without an entry a ring takes its steps' latencies and its bytes
             over `ring_bytes_per_s`.
+        fused: bytes per second by bytes of the whole tensor, by number of ranks: what a fused matmul takes longer than
+            the same matmul without its exchange. Without an entry an exchange takes `exchange_seconds`, and hides.
     """
 
     bytes_per_s: float
     latency_s: float
     ring_bytes_per_s: float
     measured: Mapping[int, Curve] = field(default_factory=dict)
+    fused: Mapping[int, Curve] = field(default_factory=dict)
 
     def message_seconds(self, num_bytes: float) -> float:
         """Return how long one message takes."""
@@ -53,7 +56,7 @@ class Link:
         if num_ranks == 1 or not num_bytes:
             return 0.0
         sent = (num_ranks - 1) / num_ranks * num_bytes
-        curve = self._curve(num_ranks)
+        curve = _of_ranks(self.measured, num_ranks)
         if curve is not None:
             return sent / curve.at(num_bytes)
         return sent / self.ring_bytes_per_s + (num_ranks - 1) * self.latency_s
@@ -62,6 +65,12 @@ class Link:
         """Return how long an all-reduce takes: a reduce-scatter, then an all-gather."""
         return 2 * self.gather_seconds(num_bytes, num_ranks)
 
-    def _curve(self, num_ranks: int) -> Curve | None:
-        known = [measured for measured in sorted(self.measured) if measured >= num_ranks]
-        return self.measured[known[0]] if known else None
+    def fused_seconds(self, num_bytes: float, num_ranks: int) -> float | None:
+        """Return what a fused matmul takes longer than without its exchange; None if it was not measured."""
+        curve = _of_ranks(self.fused, num_ranks)
+        return None if curve is None or num_ranks == 1 else num_bytes / curve.at(num_bytes)
+
+
+def _of_ranks(curves: Mapping[int, Curve], num_ranks: int) -> Curve | None:
+    known = [measured for measured in sorted(curves) if measured >= num_ranks]
+    return curves[known[0]] if known else None

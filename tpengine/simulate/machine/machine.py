@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tpkernels.work import Work, matmul_work
 
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
+from tpengine.simulate.machine.measured import Measured
 
 # Tiles of libraries' matmuls, and their rates beside the largest one's. A smaller tile reads more from shared memory
 # per operation: 1/height + 1/width elements. The shares are assumed, none is measured.
@@ -50,6 +51,9 @@ class Machine:
         num_processors: that compute a matmul's tiles; 0 where `matmul` says all.
         tile_share: of the peak, that processors attain within the largest tiles.
         hides_tiles: a processor computes a tile while it writes the one before.
+        measured: what the engine's own operators attain, by dtype; what is there takes the place of the shares.
+        reduce_share: of a gather or a reduction over replicas, what the rank cannot compute meanwhile: 1 where one core
+            does both.
     """
 
     name: str
@@ -71,13 +75,15 @@ class Machine:
     num_processors: int = 0
     tile_share: float = 1.0
     hides_tiles: bool = False
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    reduce_share: float = 0.0
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""
         return self._longer(work, self.peak(dtype) * self.matmul.at(max(1, work.flops)))
 
     def product_seconds(
-        self, rows: int, columns: int, inner: int, item_bytes: int, dtype: str, *, batch: int = 1
+        self, rows: int, columns: int, inner: int, item_bytes: int, dtype: str, *, batch: int = 1, kind: str = ""
     ) -> float:
         """Return the time of matmuls [rows, inner] @ [inner, columns], one kernel, by their tiles where they are known.
 
@@ -88,8 +94,12 @@ class Machine:
             rows, columns, inner: sizes.
             item_bytes, dtype: of the elements.
             batch: number of products.
+            kind: which product of a layer it is (measured.PRODUCTS), for machines that have measured them.
         """
         one = matmul_work(rows, columns, inner, item_bytes)
+        known = self.measured[dtype].flops_per_s(kind, rows, columns * inner) if dtype in self.measured else None
+        if known is not None:
+            return batch * one.flops / known
         work = Work(batch * one.flops, batch * one.memory_bytes)
         if not self.num_processors:
             return self.matmul_seconds(work, dtype)
@@ -109,13 +119,26 @@ class Machine:
                 seconds.append(rounds * (inside + _TILE_S + written * (1 - hidden)) + added)
         return max(min(seconds), work.memory_bytes / bandwidth) + self.kernel_s
 
-    def attention_seconds(self, work: Work, dtype: str, share: float | None = None) -> float:
-        """Return the time of attention, forward or backward, at a share of the peak; None for that of the curve."""
+    def attention_seconds(
+        self, work: Work, dtype: str, share: float | None = None, *, seq: int = 0, name: str = ""
+    ) -> float:
+        """Return the time of attention, forward or backward, at a share of the peak; None for that of the curve.
+
+        Args:
+            work, dtype, share: as said.
+            seq, name: length of a sequence, and attention or attention_backward, for machines that have measured them.
+        """
+        known = self._curve(dtype, name)
+        if known is not None and share is None:
+            return work.flops / known.at(seq)
         attained = self.attention.at(max(1, work.flops)) if share is None else share
         return self._longer(work, self.peak(dtype) * attained)
 
-    def other_seconds(self, work: Work, dtype: str) -> float:
-        """Return the time of an operator that reads and writes more than it computes."""
+    def other_seconds(self, work: Work, dtype: str, name: str = "") -> float:
+        """Return the time of an operator that reads and writes more than it computes; `name`: measured.OPERATORS."""
+        known = self._curve(dtype, name)
+        if known is not None:
+            return work.memory_bytes / known.at(max(1, work.memory_bytes))
         return self._longer(work, self.peak(dtype))
 
     def peak(self, dtype: str) -> float:
@@ -147,6 +170,9 @@ class Machine:
         # One of the steps past a node's members leads out of it.
         latency = self.within.latency_s + max(0.0, self.between.latency_s - self.within.latency_s) / members
         return replace(self.between, ring_bytes_per_s=ring, latency_s=latency)
+
+    def _curve(self, dtype: str, name: str) -> Curve | None:
+        return self.measured[dtype].operators.get(name) if dtype in self.measured else None
 
     def _longer(self, work: Work, flops_per_s: float) -> float:
         bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))

@@ -64,11 +64,13 @@ def model_costs(
             for bucket in plan.buckets
             if bucket.weights is not Weights.WHOLE
         },
+        reduce_share=machine.reduce_share,
         ties=2 * ends.exchange_seconds(table_bytes, 2),
         # Each gradient is read once; then one number is reduced over all ranks and broadcast.
         clip=machine.other_seconds(Work(memory_bytes=updated * wide), config.train.dtype)
         + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s,
-        step=machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype),
+        step=machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype, "adamw")
+        + _once_per_step(config, numel, wide, item, machine),
         activations=(
             activation_bytes(config, layout.tp, plan)
             if engine.is_ours
@@ -84,6 +86,18 @@ def model_costs(
         held = 2 * max(costs.contributions.values())
         costs = replace(costs, contributions={}, resident=tuple(size + held for size in costs.resident))
     return _in_series(costs, layout, plan, machine, engine) if engine.waits_for_transfers else costs
+
+
+def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Machine) -> float:
+    """Return what a step does before its plan, where it was measured: zero gradients, prepare weights for products."""
+    parallel, dtype = config.parallel, config.train.dtype
+    if dtype not in machine.measured:
+        return 0.0
+    seconds = machine.other_seconds(Work(memory_bytes=numel * wide), dtype, "zero")
+    if ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1) and parallel.zero == 0:
+        # Both forms of every matrix: read and written.
+        seconds += 2 * machine.other_seconds(Work(memory_bytes=2 * numel * item), dtype, "prepare")
+    return seconds
 
 
 def _in_series(costs: Costs, layout: Layout, plan: Plan, machine: Machine, engine: Engine) -> Costs:

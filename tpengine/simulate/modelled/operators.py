@@ -133,6 +133,11 @@ class _ChunkOperators:
         exchanged = size.x * tp
         seconds = link.exchange_seconds(exchanged, tp) if self.is_fused else link.gather_seconds(exchanged, tp)
         self.exchange_seconds = seconds
+        # What a fused matmul takes longer, where it was measured: nothing of that is hidden.
+        self.fused_seconds = link.fused_seconds(exchanged, tp) if self.is_fused else None
+        # Weights are converted once per step for the products of a CPU (Trainer); ZeRO's come and go.
+        parallel = config.parallel
+        self.prepares = (tp > 1 or (parallel.pp or 1) == 1) and parallel.zero == 0 and not machine.is_asynchronous
         parts = architecture_of(config.model).block(config.model, 0).values()
         self.rotates = any(part.rotates for part in parts if isinstance(part, Attention))
         windows = config.model.details.windows or (0,) * config.model.num_layers
@@ -180,27 +185,36 @@ class _ChunkOperators:
             total += operators(window) * number
         return total
 
-    def _matmul(self, rows: int, columns: int, inner: int, exchanges: int = 0) -> _Sum:
-        seconds = self.machine.product_seconds(rows, columns, inner, self.size.item, self.dtype)
+    def _matmul(self, rows: int, columns: int, inner: int, exchanges: int = 0, kind: str = "forward") -> _Sum:
+        of = f"prepared_{kind}" if self.prepares and kind != "weight_gradient" else kind
+        seconds = self.machine.product_seconds(rows, columns, inner, self.size.item, self.dtype, kind=of)
         return self._with_exchanges(seconds, exchanges)
 
     def _with_exchanges(self, seconds: float, exchanges: int) -> _Sum:
         """Return an operator with its exchanges, which overlap with it where they are fused."""
+        if self.fused_seconds is not None:
+            return _Sum(seconds, exchanges * self.fused_seconds, 1)
         links = exchanges * self.exchange_seconds
         return _Sum(seconds, max(0.0, links - seconds) if self.is_fused else links, 1)
 
-    def _others(self, *works: Work) -> _Sum:
-        return _Sum(sum(self.machine.other_seconds(work, self.dtype) for work in works), 0.0, len(works))
+    def _others(self, *works: Work, name: str = "") -> _Sum:
+        return _Sum(sum(self.machine.other_seconds(work, self.dtype, name) for work in works), 0.0, len(works))
 
-    def _products(self, exchanges: int) -> tuple[_Sum, _Sum, _Sum, _Sum]:
+    def _added(self) -> _Sum:
+        """Return the addition of a residual that no norm takes over, where its rate was measured."""
+        elements = self.rows * self.size.hidden
+        is_known = self.dtype in self.machine.measured and self.engine.joins_residuals
+        return self._others(Work(elements, 3 * elements * self.size.item), name="add") if is_known else _Sum()
+
+    def _products(self, exchanges: int, kind: str = "forward") -> tuple[_Sum, _Sum, _Sum, _Sum]:
         """Return a block's four products, each with as many exchanges: qkv, attention's output, gate and up, down."""
         size = self.size
         mixed, packed = size.heads * size.head_size, (size.heads + 2 * size.kv_heads) * size.head_size
         return (
-            self._matmul(size.tokens, packed, size.hidden, exchanges),
-            self._matmul(size.tokens, size.hidden, mixed, exchanges),
-            self._matmul(size.tokens, size.num_gated * size.ffn, size.hidden, exchanges),
-            self._matmul(size.tokens, size.hidden, size.ffn, exchanges),
+            self._matmul(size.tokens, packed, size.hidden, exchanges, kind),
+            self._matmul(size.tokens, size.hidden, mixed, exchanges, kind),
+            self._matmul(size.tokens, size.num_gated * size.ffn, size.hidden, exchanges, kind),
+            self._matmul(size.tokens, size.hidden, size.ffn, exchanges, kind),
         )
 
     def _attend(self, window: int | None, *, backward: bool) -> _Sum:
@@ -215,7 +229,8 @@ class _ChunkOperators:
         )
         flash = self.engine.flash
         share = flash.share(size.seq, size.head_size, backward=backward) if flash else None
-        seconds = self.machine.attention_seconds(work, self.dtype, share)
+        name = "attention_backward" if backward else "attention"
+        seconds = self.machine.attention_seconds(work, self.dtype, share, seq=size.seq, name=name)
         ring = self._ring(seconds, backward=backward) if self.context > 1 else 0.0
         return copied + _Sum(seconds, ring, 1)
 
@@ -261,11 +276,12 @@ class _ChunkOperators:
         link = self.machine.link(num, max(1, round(size.tokens / max(1, size.own_tokens))))
         return max(0.0, (num - 1) * link.message_seconds(keys) - seconds * (num - 1) / num)
 
-    def _rope(self) -> _Sum:
+    def _rope(self, *, backward: bool = False) -> _Sum:
         size = self.size
         if not self.rotates:
             return _Sum()
-        return self._others(rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item))
+        work = rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item)
+        return self._others(work, name="rope_backward" if backward else "rope")
 
     def _scores_again(self, window: int | None) -> _Sum:
         return self._attend(window, backward=False)
@@ -273,7 +289,7 @@ class _ChunkOperators:
     def _attention(self, window: int | None) -> _Sum:
         size = self.size
         qkv, output, _, _ = self._products(1)
-        norm = self._others(norm_work(self.rows, size.hidden, size.item))
+        norm = self._others(norm_work(self.rows, size.hidden, size.item), name="norm")
         return norm + qkv + self._rope() + self._attend(window, backward=False) + output + self._dropped()
 
     def _mlp(self) -> _Sum:
@@ -283,37 +299,47 @@ class _ChunkOperators:
             gate_up
             + down
             + self._others(
-                norm_work(self.rows, size.hidden, size.item, residual=self.engine.joins_residuals),
-                activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
+                norm_work(self.rows, size.hidden, size.item, residual=self.engine.joins_residuals), name="norm"
+            )
+            + self._others(
+                activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1), name="activation"
             )
             + self._dropped()
+            + self._added()
         )
 
     def _input_half(self, window: int | None) -> _Sum:
         size = self.size
         total = (
-            self._rope()
+            self._rope(backward=True)
             + self._attend(window, backward=True)
             + self._others(
                 norm_backward_work(self.rows, size.hidden, size.item),
                 norm_backward_work(self.rows, size.hidden, size.item, residual=True),
+                name="norm_backward",
+            )
+            + self._others(
                 activation_backward_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1),
+                name="activation_backward",
             )
             + self._dropped() * 2
+            + self._added()
             + self._norms_again()
         )
-        return _total([total, *self._products(1)])
+        return _total([total, *self._products(1, "input_gradient")])
 
     def _weight_half(self, rows_again: int) -> _Sum:
         columns = self.columns_again
-        qkv, _, gate_up, _ = self._products(columns)
-        _, output, _, down = self._products(rows_again)
+        qkv, _, gate_up, _ = self._products(columns, "weight_gradient")
+        _, output, _, down = self._products(rows_again, "weight_gradient")
         size, added = self.size, self.engine.added_item
         ends = _Sum()
         if self.is_first:
-            ends += self._others(embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item))
+            ends += self._others(
+                embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item), name="embedding_backward"
+            )
         if self.is_last:
-            ends += self._matmul(size.tokens, size.vocab, size.hidden, columns)
+            ends += self._matmul(size.tokens, size.vocab, size.hidden, columns, "weight_gradient")
         blocks = _total([qkv, output, gate_up, down])
         if added:
             mixed = 2 * size.heads + 2 * size.kv_heads
@@ -325,14 +351,14 @@ class _ChunkOperators:
         """Return lookup before the first block; norm, logits and loss behind the last."""
         size, total = self.size, _Sum()
         if self.is_first:
-            seconds = self.machine.other_seconds(embedding_work(size.tokens, size.hidden, size.item), self.dtype)
+            work = embedding_work(size.tokens, size.hidden, size.item)
+            seconds = self.machine.other_seconds(work, self.dtype, "embedding")
             total += self._with_exchanges(seconds, 1)
         if self.is_last:
-            total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
-                norm_work(self.rows, size.hidden, size.item),
-                cross_entropy_work(size.tokens, size.vocab, size.item),
-                *self._wide_loss(_WIDE_LOSS_BYTES),
-            )
+            total += self._matmul(size.tokens, size.vocab, size.hidden, 1)
+            total += self._others(norm_work(self.rows, size.hidden, size.item), name="norm")
+            total += self._others(cross_entropy_work(size.tokens, size.vocab, size.item), name="cross_entropy")
+            total += self._others(*self._wide_loss(_WIDE_LOSS_BYTES))
         return total
 
     def _input_half_of_ends(self) -> _Sum:
@@ -340,11 +366,11 @@ class _ChunkOperators:
         # The embedding's gradient needs all tokens: a gather that no operator hides.
         total = _Sum(exchanges=self.exchange_seconds * self.is_first)
         if self.is_last:
-            total += self._matmul(size.tokens, size.vocab, size.hidden, 1) + self._others(
-                norm_backward_work(self.rows, size.hidden, size.item),
-                cross_entropy_gradient_work(size.tokens, size.vocab, size.item),
-                *self._wide_loss(_WIDE_LOSS_GRADIENT_BYTES),
-            )
+            total += self._matmul(size.tokens, size.vocab, size.hidden, 1, "input_gradient")
+            total += self._others(norm_backward_work(self.rows, size.hidden, size.item), name="norm_backward")
+            work = cross_entropy_gradient_work(size.tokens, size.vocab, size.item)
+            total += self._others(work, name="cross_entropy_gradient")
+            total += self._others(*self._wide_loss(_WIDE_LOSS_GRADIENT_BYTES))
         return total
 
 

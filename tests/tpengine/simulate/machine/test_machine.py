@@ -12,7 +12,7 @@ import tomli_w
 from tpkernels.work import Work
 
 from tpengine.simulate.costs import half_ring_time, ring_time
-from tpengine.simulate.machine import MACHINES, Curve, Link, machine_named, machine_text, read_machine
+from tpengine.simulate.machine import MACHINES, Curve, Link, Measured, machine_named, machine_text, read_machine
 
 
 def test_a_curve_is_a_power_between_its_points() -> None:
@@ -165,3 +165,28 @@ def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path) -> None:
     path.write_text("name = ")
     with pytest.raises(ValueError, match="--machine needs valid TOML"):
         read_machine(path)
+
+
+def test_measured_operators_take_the_place_of_shares(tmp_path: Path) -> None:
+    products = {"forward": {10: Curve(((100.0, 1e3), (400.0, 4e3))), 1000: Curve.flat(16e3)}}
+    measured = Measured(products, {"norm": Curve.flat(50.0), "attention": Curve(((8.0, 10.0), (32.0, 40.0)))})
+    link = replace(MACHINES["cpu"].within, fused={2: Curve.flat(5.0)})
+    machine = replace(MACHINES["cpu"], measured={"float32": measured}, within=link, reduce_share=1.0)
+    path = tmp_path / "m.toml"
+    path.write_text(machine_text(machine))
+    assert read_machine(path) == machine
+    # By rows and elements of the matrix; between two numbers of rows a power.
+    flops = 2 * 10 * 10 * 20
+    assert machine.product_seconds(10, 10, 20, 4, "float32", kind="forward") == pytest.approx(flops / 2e3)
+    assert measured.flops_per_s("forward", 100, 100) == pytest.approx(4e3)
+    assert measured.flops_per_s("forward", 5000, 100) == 16e3 and measured.flops_per_s("forward", 1, 400) == 4e3
+    assert machine.other_seconds(Work(memory_bytes=100), "float32", "norm") == 2.0
+    assert machine.attention_seconds(Work(flops=40), "float32", seq=16, name="attention") == pytest.approx(2.0)
+    assert (link.fused_seconds(10.0, 2), link.fused_seconds(10.0, 4)) == (2.0, None)
+    # What was not measured takes the general rates.
+    plain = MACHINES["cpu"]
+    work = Work(flops=10, memory_bytes=1000)
+    assert machine.other_seconds(work, "float32", "rope") == plain.other_seconds(work, "float32")
+    assert machine.product_seconds(8, 8, 8, 4, "float32", kind="weight_gradient") == plain.product_seconds(
+        8, 8, 8, 4, "float32"
+    )

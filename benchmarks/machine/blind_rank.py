@@ -1,0 +1,43 @@
+"""One rank of the blind proof: a training run in one layout at a time, and a step of it when told."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import resident_memory
+from tpengine.config import Config
+from tpengine.data import open_corpus
+from tpengine.training.trainer import Trainer
+
+
+class Member:
+    """One rank; see tpengine.distributed.local_ranks.Ranks. The processes stay up from layout to layout."""
+
+    def __init__(self) -> None:
+        resident_memory.keep_what_is_freed()
+        self._trainer: Trainer | None = None
+        self._step = 0
+
+    def steps(self, config: Config, number: int) -> list[float]:
+        """Build a run, take one step that does not count, then `number` steps; return the seconds of each."""
+        device = torch.device(config.device)
+        self._trainer = None
+        gc.collect()
+        self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
+        self._seconds(device)
+        return [self._seconds(device) for _ in range(number)]
+
+    def _seconds(self, device: torch.device) -> float:
+        """Return the time of a step that begins on all ranks together."""
+        assert self._trainer is not None, "it was built"
+        dist.barrier()
+        begin = time.perf_counter()
+        self._trainer.train_step(self._step)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        self._step += 1
+        return time.perf_counter() - begin

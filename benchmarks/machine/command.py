@@ -1,0 +1,164 @@
+"""`python -m benchmarks.run machine --out m.toml`: measure this machine for `tpengine plan` and `tpengine advise`.
+
+As many processes as ranks measure at the same time, since ranks share memory, caches and power: what they attain
+together is what a step attains. Each figure is the mean over them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from benchmarks.machine.sizes import GPU, TINY, Sizes
+from tpengine.distributed.local_ranks import Ranks
+from tpengine.files import write_beside
+from tpengine.simulate.machine import Curve, Link, Machine, Measured, machine_text
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure a machine by microbenchmarks, and write its file."""
+
+    out: Path | None = None
+    """The machine's file (TOML); without it the file is printed."""
+    ranks: int = 2
+    """Processes that measure at the same time, one core each; on a GPU one."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Dtypes of activations."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to measure. On cuda one process does, and exchanges are copies within its memory."""
+    passes: int = 2
+    """How often everything is measured; of each figure the fastest pass counts, since other work only slows it."""
+    tiny: bool = False
+    """Tiny sizes, each once: the file is valid and tells nothing."""
+
+
+def main(options: Options) -> int:
+    """Measure, and write the file; return 0."""
+    begin = time.monotonic()
+    machine = measured_machine(options)
+    text = machine_text(machine)
+    if options.out is None:
+        print(text, end="")
+        return 0
+    write_beside(options.out, text.encode())
+    Console().print(f"{options.out}: {machine.source}; {time.monotonic() - begin:.0f} s", soft_wrap=True)
+    return 0
+
+
+def measured_machine(options: Options) -> Machine:
+    """Return this machine, measured.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    unknown = set(options.dtypes) - {"float32", "float64", "bfloat16", "float16"}
+    if unknown:
+        raise ValueError(f"--dtypes must be of float32, float64, bfloat16, float16: got {min(unknown)}: use float32")
+    is_gpu = options.device == "cuda"
+    sizes = TINY if options.tiny else GPU if is_gpu else Sizes()
+    num_ranks = 1 if is_gpu else options.ranks
+    with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
+        passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
+    rates, copies, exchanges = (_best([of[name] for of in passes], max) for name in ("rates", "copies", "exchanges"))
+    host, messages = (_best([of[name] for of in passes], min) for name in ("host", "messages"))
+    peaks = {dtype: max(_all_rates(of["products"])) for dtype, of in rates.items()}
+    peak_bytes = max(rate for _, rate in copies)
+    per_operator, per_action, launch = host
+    first = next(iter(rates.values()))
+    attention = first["operators"]["attention"]
+    return Machine(
+        name=f"this {'GPU' if is_gpu else 'CPU'}",
+        source=f"microbenchmarks by {num_ranks} process{'es' if num_ranks > 1 else ''} at once",
+        is_asynchronous=is_gpu,
+        flops_per_s=peaks,
+        matmul=_share(_by_flops(first["products"]["forward"]), max(peaks.values())),
+        attention=_share([(1.0, statistics.median(rate for _, rate in attention))], max(peaks.values())),
+        memory_bytes_per_s=peak_bytes,
+        memory=_share(copies, peak_bytes),
+        kernel_s=launch if is_gpu else 0.0,
+        host_s_per_operator=per_operator,
+        host_s_per_action=per_action,
+        ranks_per_node=num_ranks,
+        within=_link(exchanges, messages, num_ranks, peak_bytes),
+        between=_link(exchanges, messages, num_ranks, peak_bytes),
+        measured={dtype: _rates(of) for dtype, of in rates.items()},
+        reduce_share=0.0 if is_gpu else 1.0,
+    )
+
+
+def _measured(ranks: Ranks, dtypes: Sequence[str]) -> dict[str, Any]:
+    """Return one pass: the means over the processes."""
+    exchanges = _mean(ranks.call("exchanges"))
+    return {
+        "rates": {dtype: _mean(ranks.call("rates", dtype)) for dtype in dtypes},
+        "copies": _mean(ranks.call("copies")),
+        "host": _mean(ranks.call("host")),
+        "messages": exchanges.pop("messages", []),
+        "exchanges": exchanges,
+    }
+
+
+def _best(passes: Sequence[Any], of: Callable[[Iterable[float]], float]) -> Any:
+    """Return the best of several passes, number by number."""
+    first = passes[0]
+    if isinstance(first, Mapping):
+        return {name: _best([each[name] for each in passes], of) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_best(each, of) for each in zip(*passes, strict=True))
+    return of(passes)
+
+
+def _mean(answers: Sequence[Any]) -> Any:
+    """Return the mean of what ranks answered, number by number; keys and sizes are the same on all."""
+    first = answers[0]
+    if isinstance(first, Mapping):
+        return {name: _mean([answer[name] for answer in answers]) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_mean(of) for of in zip(*answers, strict=True))
+    return statistics.mean(answers)
+
+
+def _all_rates(products: Mapping[str, Mapping[int, Points]]) -> list[float]:
+    return [rate for by_rows in products.values() for points in by_rows.values() for _, rate in points]
+
+
+def _by_flops(by_rows: Mapping[int, Points]) -> Points:
+    return sorted({2 * rows * elements: rate for rows, points in by_rows.items() for elements, rate in points}.items())
+
+
+def _share(points: Points, peak: float) -> Curve:
+    return Curve(tuple((size, rate / peak) for size, rate in points))
+
+
+def _rates(found: Mapping[str, Any]) -> Measured:
+    return Measured(
+        products={
+            kind: {rows: Curve(tuple(sorted(points))) for rows, points in by_rows.items()}
+            for kind, by_rows in found["products"].items()
+        },
+        operators={name: Curve(tuple(points)) for name, points in found["operators"].items()},
+    )
+
+
+def _link(exchanges: Mapping[str, Points], messages: Points, num_ranks: int, copied_bytes_per_s: float) -> Link:
+    """Return what connects ranks; of a process alone what copies attain."""
+    if not exchanges:
+        return Link(copied_bytes_per_s / 2, 0.0, copied_bytes_per_s / 2)
+    (small, latency), *_, (large, longest) = messages
+    sums = exchanges["sums"]
+    return Link(
+        bytes_per_s=(large - small) / max(longest - latency, 1e-9),
+        latency_s=latency,
+        ring_bytes_per_s=sums[-1][1],
+        measured={num_ranks: Curve(tuple(sums))},
+        fused={num_ranks: Curve(tuple(exchanges["fused"]))},
+    )

@@ -1,0 +1,93 @@
+"""Exchanges between the ranks of this host through shared memory: messages, sums over replicas, fused matmuls."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.mailbox import Mailbox
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.ops.matmul.host import PreparedMatrix, product
+
+from benchmarks.machine.clock import Clock
+from tpengine.distributed.groups import SUM_ARENA_BYTES
+
+Points = list[tuple[float, float]]
+
+
+def message_seconds(clock: Clock, sizes_bytes: Sequence[int]) -> list[tuple[float, float]]:
+    """Return (bytes, seconds) of a message from one rank to the next, by size: half of there and back."""
+    group = dist.group.WORLD
+    assert group is not None, "ranks have a group"
+    mailbox = Mailbox.open(group, max(sizes_bytes), 3)
+    rank, found = dist.get_rank(), []
+    for num_bytes in sizes_bytes:
+        x = torch.zeros(num_bytes // 4)
+        peer = rank ^ 1
+
+        def there_and_back(x: torch.Tensor = x, peer: int = peer) -> None:
+            if peer >= dist.get_world_size():
+                return
+            for sender in (0, 1):
+                if rank % 2 == sender:
+                    mailbox.send(peer, x)
+                else:
+                    mailbox.receive(peer, x)
+
+        found.append((float(num_bytes), _of_rounds(clock, there_and_back) / 2))
+    return found
+
+
+def _of_rounds(clock: Clock, call: object, number: int = 20) -> float:
+    """Return the median of as many calls on every rank."""
+    assert callable(call)
+    call()
+    taken = []
+    for _ in range(number):
+        clock.together()
+        begin = clock.now()
+        call()
+        taken.append(clock.now() - begin)
+    return statistics.median(taken)
+
+
+def sum_rates(clock: Clock, sizes_bytes: Sequence[int]) -> Points:
+    """Return the bus bandwidth of half an all-reduce over all ranks, by bytes, as buckets are summed."""
+    comm, found = Communicator(dist.group.WORLD, arena_bytes=SUM_ARENA_BYTES), []
+    for num_bytes in sizes_bytes:
+        x = torch.zeros(num_bytes // 4)
+        seconds = _of_rounds(clock, lambda x=x: comm.start_all_reduce(x).wait(), 10)
+        found.append((float(num_bytes), (comm.size - 1) / comm.size * num_bytes / (seconds / 2)))
+    return found
+
+
+def fused_rates(clock: Clock, sizes: Sequence[tuple[int, int]]) -> Points:
+    """Return by bytes of the gathered rows what fused matmuls take longer than the same matmuls without an exchange.
+
+    Args:
+        clock: times calls.
+        sizes: (tokens of all ranks, width); a weight has as many columns.
+    """
+    world, found = dist.get_world_size(), []
+    for tokens, width in sizes:
+        comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(tokens, 4 * width, world))
+        x, own = torch.randn(tokens, width), torch.randn(tokens // world, width)
+        matrix = PreparedMatrix(torch.randn(width, width), tokens // world)
+
+        def gathers(
+            own: torch.Tensor = own, matrix: PreparedMatrix = matrix, comm: Communicator = comm, tokens: int = tokens
+        ) -> None:
+            gather_matmul(own, [matrix], comm, tokens, "all_gather_matmul", keep=True)
+
+        def scatters(x: torch.Tensor = x, matrix: PreparedMatrix = matrix, comm: Communicator = comm) -> None:
+            matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
+
+        alone = _of_rounds(clock, lambda x=x, matrix=matrix: product(x, matrix))
+        longer = statistics.mean(_of_rounds(clock, of) for of in (gathers, scatters)) - alone
+        num_bytes = 4.0 * tokens * width
+        found.append((num_bytes, num_bytes / max(longer, 0.02 * alone)))
+    return sorted(dict(found).items())

@@ -1,0 +1,168 @@
+"""The operators between matmuls, through the engine's layers: bytes per second by bytes, as tpkernels.work counts them.
+
+What an operator takes at the smallest size is the host's, which is measured by itself (host.py) and left out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpkernels import work
+from tpkernels.ops.attention.host import causal_attention
+
+from benchmarks.machine.clock import Clock
+from tpengine.config import OptimConfig
+from tpengine.layers.attention import Scores, attend
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.embedding import VocabParallelEmbedding
+from tpengine.layers.loss import vocab_parallel_cross_entropy
+from tpengine.layers.mlp import gated_silu
+from tpengine.layers.norm import RMSNorm
+from tpengine.training.update.optimizer import AdamW
+
+Points = dict[str, list[tuple[float, float]]]
+
+_HEAD_SIZE, _VOCABULARY = 64, 256
+# What is left of a time without the host's, at least.
+_LEAST = 0.2
+_NUMBER = 6
+
+
+def operator_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[tuple[int, int]], seqs: Sequence[int]) -> Points:
+    """Return rates by operator: (bytes of a call, bytes per second); attention (tokens, operations per second).
+
+    Args:
+        clock: times calls.
+        dtype: of the activations.
+        sizes: (tokens, width), small to large.
+        seqs: lengths of sequences.
+    """
+    found: Points = {}
+    alone: dict[str, float] = {}
+
+    def add(name: str, at: float, amount: float, seconds: float) -> None:
+        net = max(seconds - alone.setdefault(name, 0.0), _LEAST * seconds)
+        found.setdefault(name, []).append((float(at), amount / net))
+
+    def measure(names: tuple[str, str], case: Callable[[int, int], Any]) -> None:
+        # One token: the host's time.
+        _, make, run = case(1, _HEAD_SIZE)
+        alone.update(zip(names, clock.of_graph(make, run, _NUMBER), strict=True))
+        for tokens, width in sizes:
+            works, make, run = case(tokens, width)
+            for name, of, seconds in zip(names, works, clock.of_graph(make, run, _NUMBER), strict=True):
+                add(name, of.memory_bytes, of.memory_bytes, seconds)
+
+    for names, case in _cases(clock.device, dtype).items():
+        measure(names, case)
+    _attention(clock, dtype, seqs, found)
+    for name, points in found.items():
+        found[name] = sorted(dict(points).items())
+    return found
+
+
+def _cases(device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Callable[[int, int], Any]]:
+    """Return by names of forward and backward: (tokens, width) to their work, an input, and the operator."""
+    comm, item = Communicator(None), dtype.itemsize
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+    def norm(tokens: int, width: int) -> Any:
+        layer = RMSNorm(width, comm, dtype=dtype, device=device)
+        works = work.norm_work(tokens, width, item), work.norm_backward_work(tokens, width, item)
+        return works, lambda: drawn(tokens, width), layer
+
+    def activation(tokens: int, width: int) -> Any:
+        works = (
+            work.activation_work(tokens, width, item, gated=True),
+            work.activation_backward_work(tokens, width, item, gated=True),
+        )
+        return works, lambda: drawn(tokens, 2 * width), gated_silu
+
+    def add(tokens: int, width: int) -> Any:
+        other = drawn(tokens, width).detach()
+        works = work.Work(0, 3 * tokens * width * item), work.Work(0, tokens * width * item)
+        return works, lambda: drawn(tokens, width), lambda x: x + other
+
+    def loss(tokens: int, width: int) -> Any:
+        labels = torch.randint(_VOCABULARY, (tokens,), device=device)
+        works = (
+            work.cross_entropy_work(tokens, _VOCABULARY, item),
+            work.cross_entropy_gradient_work(tokens, _VOCABULARY, item),
+        )
+        # The logits are a product's output, which the gradient overwrites.
+        return (
+            works,
+            lambda: drawn(tokens, _VOCABULARY) * 1.0,
+            lambda z: vocab_parallel_cross_entropy(z, labels, _VOCABULARY, comm),
+        )
+
+    def embedding(tokens: int, width: int) -> Any:
+        layer = VocabParallelEmbedding(_VOCABULARY, width, comm, dtype=dtype, device=device)
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        works = (
+            work.embedding_work(tokens, width, item),
+            work.embedding_backward_work(tokens, _VOCABULARY, width, item),
+        )
+        return works, lambda: torch.randint(_VOCABULARY, (tokens,), device=device), layer
+
+    return {
+        ("norm", "norm_backward"): norm,
+        ("activation", "activation_backward"): activation,
+        ("add", "add_backward"): add,
+        ("cross_entropy", "cross_entropy_gradient"): loss,
+        ("embedding", "embedding_backward"): embedding,
+    }
+
+
+def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], found: Points) -> None:
+    """Add attention by length of sequence; and the rotation, which is what is left of the layer's own function."""
+    device, heads, head_size = clock.device, 4, _HEAD_SIZE
+    tokens = max(seqs)
+    for seq in seqs:
+        batch = tokens // seq
+        shape = (batch, heads, seq, head_size)
+
+        def qkv(tokens: int = batch * seq) -> Tensor:
+            return torch.randn(tokens, 3 * heads * head_size, device=device).to(dtype).requires_grad_()
+
+        def run(x: Tensor, seq: int = seq) -> Tensor:
+            return attend(x, heads, heads, seq, Scores(), None)
+
+        def core(x: Tensor, shape: tuple[int, ...] = shape) -> Tensor:
+            q, k, v = x.view(3, *shape).unbind()
+            return causal_attention(q, k, v)
+
+        whole, inner = (clock.of_graph(qkv, of, _NUMBER) for of in (run, core))
+        for name, of, seconds in zip(
+            ("attention", "attention_backward"), (work.attention_work, work.attention_backward_work), inner, strict=True
+        ):
+            flops = of(batch, seq, heads, heads, head_size, dtype.itemsize, causal_half=True).flops
+            found.setdefault(name, []).append((float(seq), flops / seconds))
+        num_bytes = work.rope_work(batch * seq, 2 * heads, head_size, dtype.itemsize).memory_bytes
+        for name, both, alone in zip(("rope", "rope_backward"), whole, inner, strict=True):
+            rate = num_bytes / max(both - alone, _LEAST * both)
+            # All lengths have the same bytes: the median of them.
+            found.setdefault(f"{name}_all", []).append((float(num_bytes), rate))
+    for name in ("rope", "rope_backward"):
+        rates = sorted(rate for _, rate in found[f"{name}_all"])
+        found[name] = [(found.pop(f"{name}_all")[0][0], rates[len(rates) // 2])]
+
+
+def update_rates(clock: Clock, sizes: Sequence[int]) -> Points:
+    """Return the rates of AdamW's step and of clearing gradients, in float32, by bytes of all elements."""
+    found: Points = {"adamw": [], "zero": []}
+    for numel in sizes:
+        weights = {"w": torch.zeros(numel, device=clock.device)}
+        gradients = {"w": torch.ones(numel, device=clock.device)}
+        optimizer = AdamW(weights, gradients, ["w"], OptimConfig())
+        num_bytes = work.adamw_work(numel, 4).memory_bytes
+        seconds = clock.of_call([lambda optimizer=optimizer: optimizer.step(1e-3, 2)])  # type: ignore[misc]
+        found["adamw"].append((float(num_bytes), num_bytes / seconds))
+        seconds = clock.of_call([gradients["w"].zero_])
+        found["zero"].append((4.0 * numel, 4.0 * numel / seconds))
+    return found

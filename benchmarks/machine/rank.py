@@ -1,0 +1,67 @@
+"""One of the processes that share the machine while it is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import resident_memory
+from benchmarks.machine.clock import Clock
+from benchmarks.machine.exchanges import fused_rates, message_seconds, sum_rates
+from benchmarks.machine.host import seconds_per_action, seconds_per_operator
+from benchmarks.machine.operators import operator_rates, update_rates
+from benchmarks.machine.products import prepare_rates, product_rates
+from benchmarks.machine.sizes import Sizes
+from tpengine.distributed.local_ranks import THREADS_PER_RANK
+
+
+class Member:
+    """One rank; see tpengine.distributed.local_ranks.Ranks.
+
+    Args:
+        device: cpu or cuda.
+        sizes: what is measured.
+    """
+
+    def __init__(self, device: str, sizes: Sizes) -> None:
+        if device == "cpu":
+            resident_memory.keep_what_is_freed()
+            torch.set_num_threads(THREADS_PER_RANK)
+        self._sizes, self._clock = sizes, Clock(torch.device(device), sizes.seconds)
+
+    def rates(self, dtype: str) -> dict[str, Any]:
+        """Return products and operators of a dtype."""
+        clock, sizes, of = self._clock, self._sizes, getattr(torch, dtype)
+        operators = operator_rates(clock, of, sizes.operators, sizes.seqs)
+        if clock.device.type == "cpu":
+            operators["prepare"] = prepare_rates(clock, of, sizes.prepared)
+        products = product_rates(clock, of, sizes.rows, sizes.matrices, sizes.cold_bytes)
+        return {"products": products, "operators": operators | update_rates(clock, sizes.updated)}
+
+    def copies(self) -> list[tuple[float, float]]:
+        """Return bytes read and written per second, by bytes of a copy."""
+        found = []
+        for num_bytes in self._sizes.copied_bytes:
+            x, y = (torch.zeros(num_bytes // 4, device=self._clock.device) for _ in range(2))
+            seconds = self._clock.of_call([lambda x=x, y=y: y.copy_(x)])  # type: ignore[misc]
+            found.append((2.0 * num_bytes, 2.0 * num_bytes / seconds))
+        return found
+
+    def host(self) -> tuple[float, float, float]:
+        """Return the host's seconds per operator and per action, and those of a kernel that does nothing."""
+        x = torch.zeros(1, device=self._clock.device)
+        launch = self._clock.of_call([lambda: x.add_(1.0)])
+        return seconds_per_operator(self._clock), seconds_per_action(self._clock), launch
+
+    def exchanges(self) -> dict[str, list[tuple[float, float]]]:
+        """Return messages, sums and fused matmuls by size; nothing with one rank."""
+        if dist.get_world_size() == 1:
+            return {}
+        clock, sizes = self._clock, self._sizes
+        return {
+            "messages": message_seconds(clock, sizes.message_bytes),
+            "sums": sum_rates(clock, sizes.sum_bytes),
+            "fused": fused_rates(clock, sizes.fused),
+        }

@@ -1,0 +1,50 @@
+"""What is measured of a machine: sizes, and how long each case is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all measurements; the defaults are those of a CPU."""
+
+    seconds: float = 0.05
+    rows: tuple[int, ...] = (32, 128, 512, 2048)
+    matrices: tuple[tuple[int, int], ...] = ((128, 128), (384, 384), (768, 768), (1536, 1024))
+    cold_bytes: int = 0
+    operators: tuple[tuple[int, int], ...] = ((32, 256), (128, 384), (512, 512), (1024, 1024))
+    seqs: tuple[int, ...] = (32, 64, 128, 256, 512)
+    prepared: tuple[int, ...] = (128, 512, 1024)
+    updated: tuple[int, ...] = (100_000, 1_000_000, 8_000_000)
+    copied_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+    message_bytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20)
+    sum_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
+    fused: tuple[tuple[int, int], ...] = ((64, 256), (128, 512), (512, 512), (1024, 768))
+
+
+# Of a GPU: larger.
+GPU = Sizes(
+    rows=(512, 2048, 8192),
+    matrices=((1024, 1024), (2048, 2048), (8192, 2048), (8192, 8192)),
+    cold_bytes=512 << 20,
+    operators=((512, 1024), (2048, 2048), (8192, 4096)),
+    seqs=(256, 1024, 2048, 4096),
+    updated=(1_000_000, 100_000_000),
+    copied_bytes=(1 << 20, 1 << 26, 1 << 29),
+)
+# Of a test.
+TINY = Sizes(
+    seconds=0.0,
+    rows=(4, 8),
+    matrices=((8, 8), (16, 8)),
+    cold_bytes=1,
+    operators=((4, 8), (8, 16)),
+    seqs=(4, 8),
+    prepared=(8,),
+    updated=(64,),
+    copied_bytes=(64, 256),
+    message_bytes=(64, 256),
+    sum_bytes=(64, 256),
+    fused=((4, 8), (8, 16)),
+)

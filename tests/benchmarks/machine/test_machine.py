@@ -1,0 +1,86 @@
+"""Rung: gloo ranks. A machine is measured into a file that loads; predictions are hashed before their layouts run.
+
+Sizes are tiny and no time is asserted. What only a GPU checks: that one is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machine.blind import Options, chosen, drawn_model, predicted, verdict
+from benchmarks.run import main
+from tpengine.advice.question import Question
+from tpengine.config.presets import preset_config
+from tpengine.simulate.machine import MACHINES, read_machine
+from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS
+
+
+def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    assert main(f"machine --tiny --passes 1 --out {path}".split()) == 0
+    machine = read_machine(path)
+    rates = machine.measured["float32"]
+    assert rates.products.keys() == set(PRODUCTS) and set(OPERATORS) <= rates.operators.keys()
+    assert machine.within.fused.keys() == machine.within.measured.keys() == {2}
+    assert machine.host_s_per_operator > 0 and machine.host_s_per_action > 0 and machine.reduce_share == 1.0
+    # And steps are predicted with it: the drawn model's too.
+    options = Options(machine=str(path), preset="tiny", seq_len=16, layouts=3)
+    found = list(predicted(options, machine, seed=1))
+    assert len(found) == 6 and all(of.seconds > 0 and of.peak_bytes > 0 for of in found)
+
+
+def test_every_axis_schedule_stage_and_number_of_micro_batches_is_compared() -> None:
+    question = Question(preset_config("bench"), MACHINES["cpu"], 2, 16)
+    layouts = chosen(question)
+    assert len(layouts) >= 40 and len(set(layouts)) == len(layouts)
+    assert {of.schedule for of in layouts if of.pp == 2} == {"gpipe", "1f1b", "interleaved", "zb-h1", "zbv"}
+    assert {of.zero for of in layouts if of.dp == 2} == {0, 1, 2, 3}
+    assert {of.recompute for of in layouts} == {"none", "attention", "block", "full"}
+    assert {of.num_micro_batches for of in layouts} == {2, 4, 8, 16}
+    assert len(chosen(question, 7)) == 7
+    assert len(chosen(Question(preset_config("llama_1b"), MACHINES["cpu"], 1, 16))) == 12
+    assert drawn_model(3) == drawn_model(3) != drawn_model(4)
+
+
+def test_predictions_are_hashed_before_a_layout_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where, out = tmp_path / "blind", tmp_path / "rows.jsonl"
+    command = f"blind --dir {where} --preset tiny --no-drawn --layouts 2 --seq-len 16 --global-batch 4 --repeats 1"
+    # No time to measure: the predictions and their hash are there, and not one visit.
+    assert main(f"{command} --minutes 0 --out {out}".split()) == 0
+    digest = hashlib.sha256((where / "predictions.json").read_bytes()).hexdigest()
+    assert f"SHA-256 {digest}" in capsys.readouterr().out
+    assert not (where / "journal.jsonl").exists()
+    # The same command goes on.
+    assert main(f"{command} --out {out}".split()) == 0
+    assert "error" in capsys.readouterr().out
+    visits = [json.loads(line) for line in (where / "journal.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(visits) == len(rows) == 2 and {of["predictions"] for of in visits} == {digest}
+    assert all(row["predictions_sha256"] == digest and row["num_samples"] == 2 for row in rows)
+    # Other predictions are another proof.
+    assert main(f"{command} --machine h200".split()) == 2
+    assert "has other predictions" in capsys.readouterr().err
+
+
+def test_the_verdict_knows_error_spread_and_regret() -> None:
+    def row(layout: str, predicted: float, measured: float, spread: float) -> dict[str, object]:
+        return {
+            "model": "m",
+            "layout": layout,
+            "predicted_seconds": predicted,
+            "measured_median_seconds": measured,
+            "measured_p20_seconds": measured * (1 - spread / 2),
+            "measured_p80_seconds": measured * (1 + spread / 2),
+            "predicted_over_measured_ratio": predicted / measured,
+            "spread_ratio": spread,
+        }
+
+    good = [row("a", 1.0, 1.0, 0.01), row("b", 1.1, 1.05, 0.01), row("c", 1.6, 1.3, 0.2)]
+    (line,) = verdict(good)
+    assert "error 4.8% median, 23.1% worst, 0 outside" in line and line.endswith("met")
+    assert verdict([*good[:2], row("c", 1.6, 1.3, 0.01)])[0].endswith("short")
+    assert "regret of the first row 25.0%" in verdict([row("a", 1.0, 1.25, 0.01), row("b", 1.1, 1.0, 0.01)])[0]

@@ -1,0 +1,48 @@
+"""What one rank attains in the engine's own operators, by name, measured in microbenchmarks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tpengine.simulate.machine.curve import Curve
+
+# What a rank does once per step, or each time a tensor passes by; names of `Measured.operators`.
+OPERATORS = (
+    *("norm", "norm_backward", "rope", "rope_backward", "activation", "activation_backward", "add"),
+    *("cross_entropy", "cross_entropy_gradient", "embedding", "embedding_backward"),
+    *("attention", "attention_backward", "adamw", "zero", "prepare"),
+)
+# A matmul of a layer: forward, the gradient of its input (each also by a weight that was converted once per step), and
+# the gradient of its weight, which is added.
+PRODUCTS = ("forward", "input_gradient", "prepared_forward", "prepared_input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of one dtype.
+
+    Attributes:
+        products: by kind of product and number of rows, floating-point operations per second by the elements of the
+            matrix, which comes from memory and not from a cache.
+        operators: by name, bytes per second by the bytes of one call; of attention floating-point operations per second
+            by the length of a sequence. What is not there takes the machine's general rates.
+    """
+
+    products: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
+    operators: Mapping[str, Curve] = field(default_factory=dict)
+
+    def flops_per_s(self, kind: str, rows: int, elements: int) -> float | None:
+        """Return the rate of a product: a power of the number of rows between two measured ones; None if not known."""
+        by_rows = self.products.get(kind)
+        if not by_rows:
+            return None
+        known = sorted(by_rows)
+        place = bisect_right(known, rows)
+        low, high = known[max(0, place - 1)], known[min(place, len(known) - 1)]
+        before, after = by_rows[low].at(elements), by_rows[high].at(elements)
+        if low >= high or rows <= low:
+            return before
+        return float(before * (after / before) ** (math.log(rows / low) / math.log(high / low)))
