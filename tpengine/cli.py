@@ -20,6 +20,7 @@ from tpengine.commands.generate import arguments as generate
 from tpengine.commands.parsing import Parser, Version
 from tpengine.commands.planning import advise, diagnose, plan, schedule
 from tpengine.commands.stopping import Stopped
+from tpengine.commands.watching import command as watching
 from tpengine.commands.weights import arguments as weights
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
@@ -53,6 +54,7 @@ _COMMANDS = {
         diagnose.print_diagnosis,
         "say why the steps of a run take as long as they do, and what helps",
     ),
+    "watch": _Command(watching.add_arguments, watching.watch, "draw what runs report, while they go on"),
     "plan": _Command(plan.add_arguments, plan.print_plan, "work one layout out, or predict a table of published runs"),
     "data": _Command(data.add_arguments, data.run_data, "write a token file from text files", data.DESCRIPTION),
     "import": _Command(

@@ -8,6 +8,7 @@ parsing.py     what all parsers share
 stopping.py    signals that end a command
 planning/      advise, plan, schedule, diagnose: a step that is not run here
 data/          token files from text
+watching/      watch: what runs report, drawn
 weights/       import and export
 generate/      continue prompts by a model's tokens
 certify/       compare what the ranks computed in two layouts

@@ -1,0 +1,59 @@
+"""Rung: pure. What a run reports is read while it grows, and drawn."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tpengine.cli import main
+from tpengine.commands.watching.history import read_history
+from tpengine.commands.watching.terminal import bars_of
+
+
+def a_run(path: Path) -> Path:
+    """Four steps: one without numbers, two skipped, a rollback; the last line is cut."""
+    path.mkdir()
+    (path / "config.toml").write_text("[train]\nsteps = 4\n")
+    rows = [
+        {"step": 0, "loss": 3.0, "lr": 1e-3, "peak_memory_bytes": 2_000_000_000},
+        {"step": 1, "loss": 2.0, "held_out_loss": 2.5, "wall_tokens_per_second": 1234.5},
+        {"step": 2, "loss": None, "skipped": True},
+        {"step": 2, "event": "rollback <b>"},
+        {"step": 3, "skipped": True, "left_out": True},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (path / "metrics.jsonl").write_text(text + '[1]\n{"step": 4, "lo')
+    return path
+
+
+def test_a_run_is_read_with_its_events(tmp_path: Path) -> None:
+    history = read_history(a_run(tmp_path / "run"))
+    assert history.series["loss"] == [(1, 3.0), (2, 2.0)] and history.series["held_out_loss"] == [(2, 2.5)]
+    assert history.series["peak_memory_bytes"] == [(1, 2.0)]
+    assert history.events == [(3, "skipped"), (3, "rollback <b>"), (4, "left out")]
+    assert (history.num_steps, history.length, history.has_ended) == (4, 4, True)
+
+
+def test_bars_span_smallest_to_largest() -> None:
+    assert bars_of([0.0, 1.0, 7.0], 10) == "▁▂█" and len(bars_of(range(1000), 40)) == 40
+    assert len(set(bars_of([2.0, 2.0], 10))) == 1
+
+
+def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(a_run(tmp_path / name)) for name in ("one", "two")]
+    assert main(["watch", *runs, "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "held-out" in said and "ended" in said
+    assert main(["watch", *runs, "--svg", str(tmp_path / "runs.svg")]) == 0
+    root = ElementTree.parse(tmp_path / "runs.svg").getroot()
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "one, step 3: rollback <b>" in titles
+
+
+def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path / "none")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a run to watch must have a metrics.jsonl" in line and "--run-dir" in line

@@ -1,0 +1,46 @@
+"""`tpengine watch RUN [RUN...]`: draw what runs report, live until all have ended, or once."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from tpengine.commands.watching.history import read_history
+from tpengine.commands.watching.picture import draw_histories
+from tpengine.commands.watching.terminal import table_of
+from tpengine.files import write_beside
+
+_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine watch` understands."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("--once", action="store_true", help="draw one picture and leave")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write one picture of all numbers, and leave")
+
+
+def watch(args: argparse.Namespace) -> None:
+    """Draw the runs.
+
+    Raises:
+        ValueError: a directory is not a run.
+    """
+    console = Console()
+    histories = [read_history(run) for run in args.runs]
+    if args.svg is not None:
+        write_beside(args.svg, draw_histories(histories).encode())
+        console.print(f"wrote {args.svg}", markup=False, highlight=False, soft_wrap=True)
+        return
+    if args.once or not console.is_terminal:
+        console.print(table_of(histories, console.width))
+        return
+    with Live(table_of(histories, console.width), console=console, auto_refresh=False) as live:
+        while not all(history.has_ended for history in histories):
+            time.sleep(_SECONDS)
+            histories = [read_history(run) for run in args.runs]
+            live.update(table_of(histories, console.width), refresh=True)
