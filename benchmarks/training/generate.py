@@ -40,7 +40,7 @@ _GREEDY = Drawing(temperature=0)
 class Options:
     """A model continues a prompt."""
 
-    hidden: int = 768
+    hidden: int = 512
     """Features; a multiple of 256."""
     layers: int = 4
     """Layers."""
