@@ -1,6 +1,6 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
-from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck
+from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
 from tpengine.data.corpora import for_phase, open_corpora
 from tpengine.data.order import permute
 from tpengine.data.position import Position
@@ -13,6 +13,7 @@ __all__ = [
     "CPU_SHARE",
     "GPU_SHARE",
     "ContentCheck",
+    "ContentChecks",
     "Corpus",
     "Position",
     "Samples",

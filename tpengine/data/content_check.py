@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 from tpengine.data.stored_tokens import FileIdentity, StoredTokens
@@ -104,3 +105,36 @@ class ContentCheck:
             if self._wait(used * (1 / self._share - 1)):
                 return True
         return digest.hexdigest() == self._text.sha256
+
+
+class ContentChecks:
+    """A ContentCheck for each of several texts, one after the other in `flag`; a context manager.
+
+    Args:
+        texts: the texts of a run's phases; one that occurs twice is read once.
+        rank, reads, share: as ContentCheck; the texts share `share`.
+    """
+
+    def __init__(self, texts: Sequence[TokenFile], rank: int, reads: bool, share: float) -> None:
+        distinct = {text.sha256: text for text in texts}
+        self._checks = [ContentCheck(text, rank, reads, share / len(distinct)) for text in distinct.values()]
+        self._stack = ExitStack()
+
+    @property
+    def flag(self) -> int:
+        """0 while nothing is wrong with any text; else a number for `explain`, of which the largest may be taken."""
+        num = len(self._checks)
+        return max((num * check.flag + place for place, check in enumerate(self._checks) if check.flag), default=0)
+
+    def __enter__(self) -> ContentChecks:
+        for check in self._checks:
+            self._stack.enter_context(check)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def explain(self, flag: int) -> str:
+        """Return in one line what a rank's flag means; the same line on every rank."""
+        of_check, place = divmod(flag, len(self._checks))
+        return self._checks[place].explain(of_check)

@@ -19,7 +19,7 @@ from tpengine.checkpoint.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.amounts import amount_of
-from tpengine.data import CPU_SHARE, GPU_SHARE, ContentCheck, Corpus
+from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks, Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.messages import broadcast_json
@@ -124,7 +124,7 @@ class _Run:
 
     Attributes:
         checkpoint: where it continues; None at step 0.
-        content: checks that the text is still what it was when the run began.
+        content: checks that the texts are still what they were when the run began.
     """
 
     job: Job
@@ -134,7 +134,7 @@ class _Run:
     checkpoint: Checkpoint | None
     checkpoints: RunCheckpoints
     skipped: SkippedSteps
-    content: ContentCheck
+    content: ContentChecks
     evaluation: Evaluation
 
     @property
@@ -177,7 +177,8 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     enter_phase_of(trainer, 0 if checkpoint is None else checkpoint.index.step)
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
-    content = ContentCheck(trainer.corpus.text, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
+    texts = [corpus.text for corpus in job.corpora]
+    content = ContentChecks(texts, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(trainer, job.run_dir, console, partial(_decoder, job, console), first_step)
     return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, content, evaluation)
@@ -478,6 +479,6 @@ def _keep_beginning(job: Job) -> None:
         hand_on(job.beginning[0].parent.parent, job.run_dir)
 
 
-def _figures(begin: float, device: torch.device, watch: Watch, content: ContentCheck) -> list[float]:
+def _figures(begin: float, device: torch.device, watch: Watch, content: ContentChecks) -> list[float]:
     """Return what a rank tells the others at the end of a step: its seconds, peak memory, signal, and content flag."""
     return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]

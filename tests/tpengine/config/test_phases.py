@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpengine.checkpoint.resume import saved_config, state_of
+from tpengine.checkpoint.index import Index, write_index
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, saved_config, state_of
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import (
@@ -147,7 +148,7 @@ def test_the_run_directory_repeats_the_run_and_resume_finds_its_phases(tmp_path:
         parse_config(["--resume", "--run-dir", str(run), "--train.steps", "70"], 4)
 
 
-def test_a_checkpoint_says_where_it_is_and_other_phases_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_says_where_it_is(tmp_path: Path) -> None:
     phases = phases_of(config_of(tmp_path, THREE))
     state = state_of(phases[0].config, "text", 50)
     assert state["data"] == {
@@ -158,6 +159,57 @@ def test_a_checkpoint_says_where_it_is_and_other_phases_are_refused(tmp_path: Pa
         "order": 2,
     }
     assert state["config"]["train"]["seq_len"] == 64
+
+
+def saved_after(tmp_path: Path, config: Config, step: int, **without: object) -> None:
+    """A checkpoint of the run directory, without tensors; `without`: what its data do not say."""
+    state = state_of(config, "text", step)
+    for name in without:
+        del state["data"][name]
+    directory = checkpoints_of(tmp_path / "run").of_step(step)
+    directory.mkdir(parents=True)
+    write_index(directory, Index(step, {}, {}, state))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (THREE, ""),
+        # What is still to come may change.
+        (THREE.replace("seq_len = 64", "seq_len = 128"), ""),
+        (THREE.replace("micro_batches = 8", "micro_batches = 16"), "must keep samples per step"),
+        (THREE.replace("until = 10", "until = 11"), "must keep the number of samples read: .* saved with 240"),
+        (THREE.replace("micro_batches", "train.seq_len = 48\nmicro_batches"), "must keep train.seq_len"),
+        ("", "must keep samples per step"),
+    ],
+)
+def test_a_resumed_run_must_keep_the_phases_until_its_step(tmp_path: Path, text: str, words: str) -> None:
+    saved_after(tmp_path, config_of(tmp_path, THREE), 20)
+    config = config_of(tmp_path, text or "[[phase]]\n")
+    config = replace(config, run_dir=str(tmp_path / "run"))
+    if not words:
+        found = find_checkpoint(config, ["text"] * len(phases_of(config)))
+        assert found is not None and found.index.step == 20
+        return
+    with pytest.raises(ValueError, match=words):
+        find_checkpoint(config, ["text"] * len(phases_of(config)))
+
+
+def test_a_checkpoint_from_before_there_were_phases_is_resumed(tmp_path: Path) -> None:
+    plain = replace(config_of(tmp_path, "[[phase]]\n"), phases="", run_dir=str(tmp_path / "run"))
+    saved_after(tmp_path, plain, 20, samples_per_step=None, phase=None, order=None)
+    assert find_checkpoint(plain, "text") is not None
+    # Phases may begin behind it.
+    later = replace(plain, phases=config_of(tmp_path, "[[phase]]\nuntil = 30\n[[phase]]\ntrain.seq_len = 64\n").phases)
+    assert find_checkpoint(later, ["text", "other"]) is not None
+
+
+def test_the_text_of_the_checkpoints_own_phase_must_be_the_same(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, THREE), run_dir=str(tmp_path / "run"))
+    saved_after(tmp_path, config, 20)
+    assert find_checkpoint(config, ["older", "text", "later"]) is not None
+    with pytest.raises(ValueError, match="must keep the text"):
+        find_checkpoint(config, ["text", "older", "later"])
 
 
 BAD = [

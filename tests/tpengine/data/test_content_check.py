@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpengine.data import CPU_SHARE, ContentCheck, TokenFile, open_tokens, stdlib_text, write_tokens
+from tpengine.data import CPU_SHARE, ContentCheck, ContentChecks, TokenFile, open_tokens, stdlib_text, write_tokens
 
 TOKENS = np.arange(3_000_000) % 256
 
@@ -117,3 +117,14 @@ def test_it_ends_when_told_and_reads_on_one_rank_only(path: Path) -> None:
     for idle in (ContentCheck(text, 1, reads=False, share=1.0), ContentCheck(in_memory, 0, reads=True, share=1.0)):
         with idle:
             assert set(threading.enumerate()) == before
+
+
+def test_of_several_texts_the_one_that_changed_is_named(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.tokens"
+    write_tokens(other, TOKENS[::-1], 256)
+    change(other, 7)
+    texts = [open_tokens(path), open_tokens(other), open_tokens(path)]
+    with ContentChecks(texts, 3, reads=True, share=1.0) as checks:
+        while checks.flag == 0:
+            time.sleep(0.001)
+    assert f"{other} on the host of rank 3 does not have" in checks.explain(checks.flag)
