@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tpengine import train
 from tpengine.commands.certify import arguments as certify
+from tpengine.commands.checkpoint import arguments as checkpoint
 from tpengine.commands.data import arguments as data
 from tpengine.commands.generate import arguments as generate
 from tpengine.commands.parsing import Parser, Version
@@ -71,6 +72,11 @@ _COMMANDS = {
     "generate": _Command(
         generate.add_arguments, generate.run_generate, "continue prompts by a model's tokens", generate.DESCRIPTION
     ),
+    "checkpoint": _Command(
+        checkpoint.add_arguments,
+        checkpoint.run_checkpoint,
+        "list the checkpoints of a run, verify their hashes, or compare two of them bit by bit",
+    ),
     "certify": _Command(
         certify.add_arguments,
         certify.run_certify,
@@ -84,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args: argv: arguments without the program's name; default those of the process.
-    Returns: the exit code: 0; 1 where `certify` found a difference; 2 after a mistake of the user, said in one line on
+    Returns: the exit code: 0; 1 where `certify` or `checkpoint diff` found a difference, or `checkpoint
+        verify` damage; 2 after a mistake of the user, said in one line on
         standard error; 70 where a rank failed; 130 after Ctrl-C, 141 where who read the output has left, 143 after
         SIGTERM.
     Raises: SystemExit: `--help` was given.

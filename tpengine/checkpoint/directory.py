@@ -39,6 +39,13 @@ class CheckpointDirectory:
         matches = [_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
         return sorted(int(match[1]) for match in matches if match)
 
+    def unusable(self) -> list[Path]:
+        """Return what is there beside the complete checkpoints: being written, left by a killed run, or damaged."""
+        if not self.path.is_dir():
+            return []
+        found = [entry for entry in self.path.iterdir() if entry.name.startswith((".step-", "step-"))]
+        return sorted(entry for entry in found if _NAME.fullmatch(entry.name) is None)
+
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint."""
         steps = self.steps()

@@ -107,6 +107,14 @@ def read_index(directory: Path) -> Index:
         DamagedCheckpoint: no index, an index that was cut or altered, a missing or cut file.
         CheckpointError: an index of another version, or one that this user may not read.
     """
+    index = read_index_alone(directory)
+    for name, entry in index.files.items():
+        _check_size(directory / name, entry)
+    return index
+
+
+def read_index_alone(directory: Path) -> Index:
+    """As `read_index`, but without a look at the files that the index lists."""
     path = directory / INDEX_FILE
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # reading a pipe would block
@@ -129,8 +137,6 @@ def read_index(directory: Path) -> Index:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedCheckpoint(f"a checkpoint's index must be well-formed: {path}: {reason}") from None
-    for name, entry in index.files.items():
-        _check_size(directory / name, entry)
     return index
 
 

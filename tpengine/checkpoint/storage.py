@@ -172,3 +172,8 @@ def _key(name: str, block: Block) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name of a dtype."""
     return _NAME_OF[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that safetensors' name means."""
+    return next(dtype for dtype, its_name in _NAME_OF.items() if its_name == name)

@@ -11,5 +11,6 @@ data/          token files from text
 watching/      watch: what runs report, drawn
 weights/       import and export
 generate/      continue prompts by a model's tokens
+checkpoint/    list, verify and compare the checkpoints of a run
 certify/       compare what the ranks computed in two layouts
 """
