@@ -154,6 +154,9 @@ class DataConfig:
     """Token file (see `tpengine data`), or "stdlib": the top-level *.py files of Python's standard library."""
     held_out_fraction: float = 0.05
     """Share of the tokens, at the end of the text, that is never trained on."""
+    packing: Literal["cut", "documents"] = "cut"
+    """How documents lie in a sequence: cut, one behind the other as if they were one text; documents, the same, but
+    attention does not cross from one to the next, positions begin anew, and no token is predicted across a border."""
     ignore_token: int | None = None
     """Targets equal to this token are not counted in the loss (padding, say)."""
 

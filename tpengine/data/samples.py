@@ -7,21 +7,32 @@ ranks, and every restart, reads the same global batches. The trainer turns the a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data.content_hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
+from tpengine.data.documents import DocumentTokens
 from tpengine.data.order import permute
 from tpengine.data.stored_tokens import StoredTokens, Tokens
 from tpengine.data.text.sources import stdlib_text
 from tpengine.data.token_file import TokenFile, check_tokens, open_tokens
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+@runtime_checkable
+class HasDocuments(Protocol):
+    """Tokens that know where documents begin in them."""
+
+    def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first tokens of all documents that begin in [begin, end), ascending."""
+
 
 _END_TOKENS = 1 << 16
 # A file system slower than this is treated as broken.
@@ -41,6 +52,8 @@ class Samples:
         ignore_token: labels equal to it become IGNORED_LABEL.
         seed: key of the order; None for the order of the text. Either way the text is repeated without end.
         phase: the phase of a run whose order this is, key of it besides.
+        packs: whether a window is documents that do not see each other: the label that would be the first token of the
+            next document becomes IGNORED_LABEL.
     """
 
     tokens: StoredTokens | Tokens
@@ -49,6 +62,7 @@ class Samples:
     ignore_token: int | None = None
     seed: int | None = None
     phase: int = 0
+    packs: bool = False
 
     @property
     def num_windows(self) -> int:
@@ -76,7 +90,27 @@ class Samples:
         tokens, labels = text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
         if self.ignore_token is not None:
             labels[labels == self.ignore_token] = IGNORED_LABEL
+        if self.packs:
+            for of_sample, starts_in in zip(labels, self._document_starts(starts), strict=True):
+                of_sample[starts_in - 1] = IGNORED_LABEL
         return tokens, labels
+
+    def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return, for samples of the order, where documents begin in each, after its first token.
+
+        Returns: ascending places above 0 and below S; none where the samples are not packed.
+        Raises: ValueError: the file cannot be read.
+        """
+        if not self.packs:
+            return [np.empty(0, dtype=np.int64)] * len(samples)
+        windows = self._windows(samples) * self.seq_len
+        return [starts[starts < self.seq_len] for starts in self._document_starts(windows)]
+
+    def _document_starts(self, windows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return where documents begin in windows and right behind them, after the first token of each."""
+        assert isinstance(self.tokens, HasDocuments), "packed samples have documents"
+        ends = [(first + 1, first + self.seq_len + 1) for first in windows.tolist()]
+        return [self.tokens.document_starts(first, end) - (first - 1) for first, end in ends]
 
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The window of each sample; each pass over the text has an order of its own over all windows."""
@@ -110,8 +144,9 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Return a line that identifies a text: number, dtype and vocabulary of the tokens, and their hash."""
-        tokens, vocab_size, sha256 = self.text
-        return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}"
+        tokens, vocab_size, sha256, about = self.text
+        documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
+        return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
 
     def fingerprint_of_ends(self) -> str:
         """Return what older checkpoints identify a text by: length, dtype and both ends of each part, hashed."""
@@ -128,12 +163,16 @@ class Corpus:
             note_sha256(self.text.tokens, self.text.sha256, run_dir)
 
 
-def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
+def batch_digest(
+    tokens: NDArray[np.int64], labels: NDArray[np.int64], document_starts: Sequence[NDArray[np.int64]] = ()
+) -> int:
     """Hash the windows of a batch, so that ranks that must have read the same batch can compare one number.
 
     Hashed are the tokens and the last label of each sample: all other labels are tokens too.
 
-    Args: tokens, labels: int64 [count, S], as `Samples.read` returns them.
+    Args:
+        tokens, labels: int64 [count, S], as `Samples.read` returns them.
+        document_starts: of each sample, as `Samples.document_starts` returns them; of packed samples alone.
     Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, different ones with
         probability 2**-63.
     Cost: one pass over 4 bytes per token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.
@@ -141,6 +180,8 @@ def batch_digest(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
     digest = hashlib.sha256(repr(tokens.shape).encode())
     for part in (tokens, labels[:, -1]):
         digest.update(part.astype("<u4").tobytes())
+    for starts in document_starts:
+        digest.update(repr(starts.tolist()).encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 
@@ -166,9 +207,17 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
             f"{text.vocab_size}: {remedy}"
         )
     num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
+    if isinstance(text.tokens, DocumentTokens):
+        num_train = _whole_documents(text.tokens, num_train)
     train_tokens, held_out_tokens = _cut(text.tokens, num_train)
-    train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed)
-    held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token)
+    packs = data.packing == "documents"
+    if packs and not isinstance(text.tokens, HasDocuments):
+        raise ValueError(
+            f"--data.packing documents needs to know where documents begin: {data.path} does not say: write it again "
+            "with tpengine data, or use --data.packing cut"
+        )
+    train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed, packs=packs)
+    held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs)
     check_lengths(train_samples, held_out_samples, config)
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
     text, is_noted = _with_hash(text, config.run_dir, say)
@@ -199,6 +248,18 @@ def _stdlib_tokens() -> TokenFile:
     """The standard text; its vocabulary ends at the largest byte in it, since UTF-8 does not use the highest ones."""
     text = stdlib_text()
     return TokenFile(text, int(text.max()) + 1, hashlib.sha256(text.tobytes()).hexdigest())
+
+
+def _whole_documents(tokens: DocumentTokens, num_train: int) -> int:
+    """Return where the held-out text begins: with the last document that begins at or before token `num_train`.
+
+    Where that is the first, the first one behind it; a file of one document is cut inside it.
+    """
+    if num_train == len(tokens):
+        return num_train
+    number = tokens.starts.first_at_or_after(num_train + 1)
+    before, after = tokens.starts[max(0, number - 1) : number], tokens.starts[number : number + 1]
+    return next((int(start[0]) for start in (before, after) if len(start) and start[0]), num_train)
 
 
 def _cut(tokens: StoredTokens | Tokens, place: int) -> tuple[StoredTokens | Tokens, StoredTokens | Tokens]:

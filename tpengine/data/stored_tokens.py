@@ -74,7 +74,7 @@ class StoredTokens:
 
     def __init__(self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
         self.file, self.dtype = file, dtype
-        self._offset, self._count = offset, count
+        self.offset, self._count = offset, count
 
     def __len__(self) -> int:
         return self._count
@@ -92,7 +92,7 @@ class StoredTokens:
     def part(self, begin: int, end: int) -> StoredTokens:
         """Return tokens[begin:end] without reading them."""
         begin, end, _ = slice(begin, end).indices(self._count)
-        return StoredTokens(self.file, self.dtype, self._offset + begin * self.dtype.itemsize, max(0, end - begin))
+        return StoredTokens(self.file, self.dtype, self.offset + begin * self.dtype.itemsize, max(0, end - begin))
 
     def pieces(self, num_tokens: int) -> Iterator[bytes]:
         """Yield all tokens as bytes, in pieces of `num_tokens`.
@@ -103,7 +103,7 @@ class StoredTokens:
             yield self._read(begin, min(begin + num_tokens, self._count))
 
     def _read(self, begin: int, end: int) -> bytes:
-        offset, num_bytes = self._offset + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        offset, num_bytes = self.offset + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
         try:
             content = self.file.read(offset, num_bytes)
         except OSError as error:

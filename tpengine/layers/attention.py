@@ -135,6 +135,11 @@ def attend(
     head_size = qkv.shape[1] // sum(heads)
     qkv = _with_normed_heads(qkv, heads, head_norms)
     seq, documents = length_of(rows), rows if isinstance(rows, Documents) else None
+    if documents is not None and len(documents.places) != len(qkv):
+        raise ValueError(
+            f"documents must be those of all ranks' tokens: {len(documents.places)} in documents, {len(qkv)} over all "
+            "ranks: pass the documents of the whole micro-batch"
+        )
     window = None if scores.window is None or scores.window >= seq else scores.window
     cos, sin = None, None
     if scores.rotation is not None:
@@ -335,13 +340,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, each document, or on a cache."""
         num_tokens = x.shape[0] * self.o_proj.comm.size
-        if isinstance(seq, Documents):
-            if len(seq.places) != num_tokens:
-                raise ValueError(
-                    f"documents must be those of all ranks' tokens: {len(seq.places)} in documents, {num_tokens} "
-                    "over all ranks: pass the documents of the whole micro-batch"
-                )
-        elif isinstance(seq, int) and num_tokens % seq:
+        if not isinstance(seq, Documents) and isinstance(seq, int) and num_tokens % seq:
             raise ValueError(
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"

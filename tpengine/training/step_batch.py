@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config
@@ -25,6 +27,7 @@ from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.collectives import Communicator
+from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import Position
 
 _UNREADABLE, _NOT_READ, _READ = -1, 0, 1
@@ -55,6 +58,7 @@ class StepBatch:
         usable: bool [], equal on all ranks: all could read, the ranks of each replica read the same, a target is valid.
         reports: int64 [pp, dp, tp, 3], the reports of all ranks; equal on all ranks.
         error: why this rank could not read; empty if it could.
+        documents: those of each micro-batch, on every stage; empty where sequences are whole.
     """
 
     tokens: Tensor
@@ -63,6 +67,7 @@ class StepBatch:
     usable: Tensor
     reports: Tensor
     error: str = ""
+    documents: tuple[Documents, ...] = ()
 
     def refusal(self, step: int, errors: Sequence[str]) -> str:
         """Return why the batch is not usable, in one line, equal on all ranks; waits for the device.
@@ -127,6 +132,7 @@ class TrainingBatch:
     def begin(self, microbatch: int) -> None:
         """See Batch."""
         self._position.microbatch = self.number_of(microbatch)
+        self._position.documents = self.step.documents[microbatch] if self.step.documents else None
 
     def tokens(self, microbatch: int) -> Tensor:
         """See Batch."""
@@ -137,6 +143,24 @@ class TrainingBatch:
         loss = vocab_parallel_cross_entropy(y, self.step.labels[microbatch], self._vocab_size, self._tp)
         self.losses[self.number_of(microbatch)] = loss.detach()
         return loss * (self.step.loss_scale * self.scale).to(loss.dtype)
+
+
+def documents_of(
+    starts: Sequence[NDArray[np.int64]], seq_len: int, micro_batch_size: int, device: torch.device
+) -> tuple[Documents, ...]:
+    """Return the documents of each micro-batch, from where documents begin in each sample after its first token."""
+    if not starts:
+        return ()
+    each = [starts[first : first + micro_batch_size] for first in range(0, len(starts), micro_batch_size)]
+    return tuple(
+        Documents.of(
+            [row * seq_len + start for row, of_row in enumerate(rows) for start in (0, *of_row.tolist())]
+            + [len(rows) * seq_len],
+            seq_len,
+            device,
+        )
+        for rows in each
+    )
 
 
 class BatchReader:
@@ -179,25 +203,34 @@ class BatchReader:
         tokens = labels = torch.empty(0, dtype=torch.int64)
         mine, error = Report(), ""
         begin = time.perf_counter()
-        if at.pp in self._ends:
+        reads = at.pp in self._ends
+        numbers = self._position(step).samples(self._first_in_step(), self._num_samples)
+        starts: list[NDArray[np.int64]] = []
+        if reads:
             # Read, or go on with zeros and ignored labels.
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORED_LABEL)
-            try:
-                wanted = train.num_micro_batches * train.micro_batch_size
-                arrays = self._samples.read(self._position(step).samples(self._first_in_step(), wanted))
-            except ValueError as problem:
-                mine, error = Report(_UNREADABLE), str(problem)
-            else:
-                mine = Report(_READ, batch_digest(*arrays), int((arrays[1] != IGNORED_LABEL).sum()))
+        try:
+            if self._samples.packs:
+                starts = self._samples.document_starts(numbers)
+            if reads:
+                arrays = self._samples.read(numbers)
+                mine = Report(_READ, batch_digest(*arrays, starts), int((arrays[1] != IGNORED_LABEL).sum()))
                 tokens, labels = (torch.from_numpy(array).view_as(tokens) for array in arrays)
-        self.seconds = time.perf_counter() - begin if at.pp in self._ends else 0.0
+        except ValueError as problem:
+            mine, error, starts = Report(_UNREADABLE), str(problem), []
+        self.seconds = time.perf_counter() - begin if reads else 0.0
+        documents = documents_of(starts, train.seq_len, train.micro_batch_size, self._device)
         # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
         scale, usable = self._judged(reports)
         return StepBatch(
-            to_device(tokens, self._device), to_device(labels, self._device), scale, usable, reports, error
+            to_device(tokens, self._device), to_device(labels, self._device), scale, usable, reports, error, documents
         )
+
+    @property
+    def _num_samples(self) -> int:
+        return self._train.num_micro_batches * self._train.micro_batch_size
 
     def _first_in_step(self) -> int:
         return first_sample_index(

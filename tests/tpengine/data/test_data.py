@@ -140,7 +140,7 @@ GOOD = HEADER.pack(b"TPTOKENS", 1, 2, 300, 5).ljust(64, b"\0") + bytes(10)
         (b"", ["at least 64 bytes", "has 0"]),
         (GOOD[:63], ["at least 64 bytes", "has 63"]),
         (b"PK" + GOOD[2:], ["starts with b'TPTOKENS'", "PKTOKENS"]),
-        (HEADER.pack(b"TPTOKENS", 2, 2, 300, 5).ljust(74, b"\0"), ["version must be 1", "has 2"]),
+        (HEADER.pack(b"TPTOKENS", 3, 2, 300, 5).ljust(74, b"\0"), ["version must be 1 or 2", "has 3"]),
         (HEADER.pack(b"TPTOKENS", 1, 3, 300, 5).ljust(74, b"\0"), ["dtype code must be 1, 2 or 4", "has 3"]),
         (HEADER.pack(b"TPTOKENS", 1, 1, 300, 10).ljust(74, b"\0"), ["1 to 256 for 1-byte tokens", "has 300"]),
         (HEADER.pack(b"TPTOKENS", 1, 2, 0, 5).ljust(74, b"\0"), ["1 to 65536", "has 0"]),

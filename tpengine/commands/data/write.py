@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.data import write_tokens
 from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import BYTE_VOCAB_SIZE, bytes_of, tokens_of
+from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Lengths, bytes_of, tokens_of
 from tpengine.data.text.sources import find_files
 from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.token_file import About
 
 BYTES = "bytes"
 
@@ -57,23 +58,26 @@ def write_data(options: Options) -> None:
     """
     paths = find_files(options.sources, options.pattern, options.out)
     marks = {name: asked for name, asked in (("begin", options.begin), ("end", options.end)) if asked is not None}
-    documents = Documents(paths, options.field)
+    documents, lengths, about = Documents(paths, options.field), Lengths(), About()
     if options.tokenizer == BYTES:
         ids = {name: _byte(name, asked) for name, asked in marks.items()}
-        vocab_size, arrays = BYTE_VOCAB_SIZE, bytes_of(documents, ids.get("begin"), ids.get("end"))
+        vocab_size, arrays = BYTE_VOCAB_SIZE, bytes_of(documents, ids.get("begin"), ids.get("end"), lengths)
         model = ""
     else:
         tokenizer = TextTokenizer(Path(options.tokenizer))
         ids = {name: tokenizer.mark(name, asked) for name, asked in marks.items()}
         vocab_size = tokenizer.vocab_size
-        arrays = tokens_of(documents, tokenizer, ids.get("begin"), ids.get("end"))
+        about = About(tokenizer=tokenizer.directory.resolve().name, tokenizer_sha256=tokenizer.sha256())
+        arrays = tokens_of(documents, tokenizer, ids.get("begin"), ids.get("end"), lengths)
         model = f" --model.vocab-size {vocab_size}"
         if (of_model := tokenizer.model_vocab_size()) is not None:
             vocab_size, model = min(vocab_size, of_model), f" --model.path {options.tokenizer}"
             arrays = _below(of_model, arrays, tokenizer)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     with Reading(console, documents) as reading:
-        num_tokens = write_tokens(options.out, reading.shown(arrays), vocab_size, replaces=False)
+        about = about._replace(begin=ids.get("begin"), end=ids.get("end"))
+        shown = reading.shown(arrays)
+        num_tokens = write_tokens(options.out, shown, vocab_size, replaces=False, lengths=lambda: lengths, about=about)
     empty = f" ({documents.num_empty:,} empty left out)" if documents.num_empty else ""
     marked = "".join(f", each {name}s with {number}" for name, number in ids.items())
     console.print(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import struct
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,18 +17,48 @@ from tpengine.data.text.windows import Joining, Part, Window, cut, encoded
 
 BYTE_VOCAB_SIZE = 256
 
+_LENGTH = struct.Struct("<Q")
+_LENGTHS_IN_MEMORY = 8 << 20
+
 # Documents may be a few bytes each, and every array that is written has its price.
 _BYTES_PER_ARRAY = 1 << 20
 _CHARACTERS_PER_BATCH = 1 << 20
 
 
-def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None = None) -> Iterator[NDArray[Any]]:
+class Lengths:
+    """How many tokens each document has, in order; on disk where there are many.
+
+    Iterate over it once, when all are added.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=_LENGTHS_IN_MEMORY)  # noqa: SIM115  lives as long as this
+        self._current = 0
+
+    def add(self, num_tokens: int, *, ends: bool) -> None:
+        """Add tokens to the current document, which ends with them or goes on."""
+        self._current += num_tokens
+        if ends:
+            # A document without tokens is none.
+            self._file.write(_LENGTH.pack(self._current) if self._current else b"")
+            self._current = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._file.seek(0)
+        while content := self._file.read(_LENGTH.size << 12):
+            yield from (length for (length,) in _LENGTH.iter_unpack(content))
+
+
+def bytes_of(
+    pieces: Iterable[Piece], begin: int | None = None, end: int | None = None, lengths: Lengths | None = None
+) -> Iterator[NDArray[Any]]:
     """Yield the bytes of documents as ids.
 
     Args:
         pieces: of documents, in order.
         begin: id before each document, below 256; None for none.
         end: id after each document, below 256; None for none.
+        lengths: is told the tokens of each document.
 
     Returns:
         Arrays of uint8, about 1 MiB each; where one ends means nothing.
@@ -34,9 +66,12 @@ def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None 
     before, after = (b"" if mark is None else bytes([mark]) for mark in (begin, end))
     gathered = bytearray()
     for piece in pieces:
+        had = len(gathered)
         gathered += before if piece.begins else b""
         gathered += piece.content
         gathered += after if piece.ends else b""
+        if lengths is not None:
+            lengths.add(len(gathered) - had, ends=piece.ends)
         if len(gathered) >= _BYTES_PER_ARRAY:
             yield np.frombuffer(bytes(gathered), dtype=np.uint8)
             gathered.clear()
@@ -45,7 +80,11 @@ def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None 
 
 
 def tokens_of(
-    pieces: Iterable[Piece], tokenizer: TextTokenizer, begin: int | None = None, end: int | None = None
+    pieces: Iterable[Piece],
+    tokenizer: TextTokenizer,
+    begin: int | None = None,
+    end: int | None = None,
+    lengths: Lengths | None = None,
 ) -> Iterator[NDArray[Any]]:
     """Yield the ids of documents: those that the tokenizer gives for the whole document, however long it is.
 
@@ -54,6 +93,7 @@ def tokens_of(
         tokenizer: gives the ids.
         begin: id before each document; None for none.
         end: id after each document; None for none.
+        lengths: is told the tokens of each document.
 
     Returns:
         Arrays of int64; where one ends means nothing.
@@ -69,9 +109,12 @@ def tokens_of(
     for batch in _batches(cut(_decoded(pieces))):
         ids: list[int] = []
         for window, encoding in zip(batch, encoded(tokenizer, batch), strict=True):
+            had = len(ids)
             ids += before if window.begins else []
             ids += joining.add(window, encoding)
             ids += after if window.ends else []
+            if lengths is not None:
+                lengths.add(len(ids) - had, ends=window.ends)
         yield np.array(ids, dtype=np.int64)
 
 

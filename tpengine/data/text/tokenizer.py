@@ -7,6 +7,7 @@ declares are added where tokenizer.json lacks them, in the same order.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,10 @@ class TextTokenizer:
         """Return the ids of a text that a model continues, with the marks that transformers puts before it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
         return ids
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of tokenizer.json, in hex: equal ids mean equal text only under one of them."""
+        return hashlib.sha256((self.directory / TOKENIZER).read_bytes()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens as they are written; ids that it does not know are a U+FFFD each."""

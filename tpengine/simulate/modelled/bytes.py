@@ -44,7 +44,7 @@ class BlockBytes:
         norm_statistics: numbers per row that a norm keeps: 2 if it subtracts the mean, else 1.
         vectors, end_vectors: elements of a block's norms and biases on this rank, and of the last norm.
         positions: elements of the table of learned positions.
-        is_windowed: whether a query does not see all earlier tokens of its sequence.
+        is_windowed: whether a query does not see all earlier tokens of its sequence: windows, packed documents.
     """
 
     tokens: int
@@ -101,7 +101,7 @@ class BlockBytes:
             vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.is_matrix),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
-            is_windowed=is_windowed,
+            is_windowed=is_windowed or config.data.packing == "documents",
         )
 
     @property
@@ -157,7 +157,7 @@ class BlockBytes:
         q and k rotated, and v, each in a tensor of its own; the output; the log-sum-exp. Where torch computes attention
         (below float32, and with fewer KV heads) it keeps an output in its own layout, unless there is one head, and the
         matmul keeps a copy with heads side by side. With dropout all of it is widened, and k and v repeated to H heads.
-        With a window attention is ours in every dtype, with dropout too.
+        With a window, or packed documents, attention is ours in every dtype, with dropout too.
         """
         q, kv, statistics = self.queries, self.keys, self.tokens * self.heads * self.wide
         if self.is_windowed:

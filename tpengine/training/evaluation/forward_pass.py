@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from tpengine.layers.documents import Documents
+from tpengine.layers.dropout import Position
 from tpengine.layout.step_plan import forward_plan
 from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.handlers import RankPipeline
@@ -21,9 +23,12 @@ class _Evaluated:
 
     all_tokens: Tensor
     on_logits: Callable[[Tensor, int], None]
+    position: Position
+    documents: tuple[Documents, ...]
 
     def begin(self, microbatch: int) -> None:
-        """Do nothing: without training no layer drops elements."""
+        """See Batch; without training no layer drops elements."""
+        self.position.documents = self.documents[microbatch] if self.documents else None
 
     def tokens(self, microbatch: int) -> Tensor:
         """See Batch."""
@@ -47,16 +52,19 @@ class ForwardPass:
         self._trainer = trainer
         self._plan = forward_plan(trainer.config, trainer.layout, num_micro_batches, micro_batch_size)
 
-    def run(self, tokens: Tensor, on_logits: Callable[[Tensor, int], None]) -> None:
+    def run(
+        self, tokens: Tensor, on_logits: Callable[[Tensor, int], None], documents: tuple[Documents, ...] = ()
+    ) -> None:
         """Run one pass; collective over all ranks.
 
         Args:
             tokens: [micro-batches, T]; used on the first stage.
             on_logits: (logits[T, V/tp], micro-batch) -> None; called on the last stage.
+            documents: those of each micro-batch, on every stage; none where sequences are whole.
         """
         trainer = self._trainer
         at = trainer.mesh.at.pp
-        stages = trainer.make_stages(_Evaluated(tokens, on_logits))
+        stages = trainer.make_stages(_Evaluated(tokens, on_logits, trainer.model.position, documents))
         pipeline = RankPipeline(self._plan, at, stages, trainer.mesh.pp, trainer.device, trainer.mailbox)
         handlers = {**trainer.moves.around(pipeline.handlers()), Kind.WAIT: trainer.moves.waiting(pipeline.wait_for)}
         Executor(dist.get_rank(), handlers, activity=trainer.activity).run(self._plan.actions[at])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tpengine.data import batch_digest
@@ -13,6 +15,7 @@ from tpengine.distributed.process import to_device
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.layout.step_plan import evaluation_micro_batches
 from tpengine.training.evaluation.forward_pass import ForwardPass
+from tpengine.training.step_batch import documents_of
 from tpengine.training.trainer import RunError, Trainer
 
 
@@ -41,7 +44,7 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
     # Read this replica's samples; those beyond the last one do not count.
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
-    tokens, labels = _read_held_out(trainer, first, each * size)
+    tokens, labels, starts = _read_held_out(trainer, first, each * size)
     last = min(config.train.eval_micro_batches * size, trainer.corpus.held_out.num_windows)
     labels[max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
@@ -54,7 +57,8 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
         sums[1, place] = (target != IGNORED_LABEL).sum()
 
     # Run the model, then sum over replicas and stages.
-    (forward or evaluation_pass(trainer)).run(tokens, add_loss)
+    documents = documents_of(starts, config.train.seq_len, size, trainer.device)
+    (forward or evaluation_pass(trainer)).run(tokens, add_loss, documents)
     trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)
@@ -63,24 +67,25 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
     return total / num_valid if num_valid else None
 
 
-def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
     """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
 
     Args: first, count: first sample of this rank's replica, and their number.
-    Returns: tokens[count, S] and labels[count, S], int64, on the host; zeros on stages that use neither.
+    Returns: tokens[count, S] and labels[count, S], int64, on the host, zeros where neither is used; where documents
+        begin in each sample, on every stage, if they are packed.
     """
     trainer.activity.begin("reading the held-out text")
     samples, model = trainer.corpus.held_out, trainer.model
     tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
-    error, digest = "", None
-    if model.is_first or model.is_last:
-        try:
+    error, digest, starts = "", None, []
+    try:
+        starts = samples.document_starts(np.arange(first, first + count)) if samples.packs else []
+        if model.is_first or model.is_last:
             arrays = samples.batch(first, count)
-        except ValueError as problem:
-            error = str(problem)
-        else:
-            digest = batch_digest(*arrays)
+            digest = batch_digest(*arrays, starts)
             tokens, labels = (torch.from_numpy(array) for array in arrays)
+    except ValueError as problem:
+        error = str(problem)
     everyone = all_gather_json([trainer.mesh.at.dp, error, digest])
     failed = [rank for rank, (_, of_rank, _) in enumerate(everyone) if of_rank]
     if failed:
@@ -94,4 +99,4 @@ def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Te
             f"all ranks of a replica must read the same held-out text: ranks {differing} have read other tokens than "
             "the first of theirs: give every host the same file"
         )
-    return tokens, labels
+    return tokens, labels, starts

@@ -1,0 +1,81 @@
+"""Where documents begin in the tokens of a file: a sorted list on disk, of which only what is asked for is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpengine.data.stored_tokens import OpenFile, StoredTokens
+
+_START = np.dtype("<u8")
+# Numbers that one read of the search takes: below that a system call costs more than what it brings.
+_NUMBERS_AT_ONCE = 64
+
+
+class DocumentStarts:
+    """The number of the first token of each document of a file, ascending; the first is 0.
+
+    Args:
+        file: the open file.
+        offset: of the list, in bytes.
+        count: number of documents.
+
+    Cost: a search is log2(count / 64) reads of 512 bytes, 20 us for 10**6 documents in the page cache; no memory.
+    """
+
+    def __init__(self, file: OpenFile, offset: int, count: int) -> None:
+        self._tokens = StoredTokens(file, _START, offset, count)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, place: slice) -> NDArray[np.int64]:
+        """Read starts[begin:end]."""
+        return self._tokens[place].astype(np.int64)
+
+    def first_at_or_after(self, token: int) -> int:
+        """Return the number of the first document that begins at a token or after it; the count if none does."""
+        low, high = 0, len(self)
+        while high - low > _NUMBERS_AT_ONCE:
+            middle = (low + high) // 2
+            if int(self[middle : middle + 1][0]) < token:
+                low = middle + 1
+            else:
+                high = middle
+        return low + int(np.searchsorted(self[low:high], token))
+
+    def between(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return all starts in [begin, end)."""
+        first = self.first_at_or_after(begin)
+        found = self[first : first + _NUMBERS_AT_ONCE]
+        while len(found) and found[-1] < end and first + len(found) < len(self):
+            found = np.concatenate([found, self[first + len(found) : first + 2 * len(found)]])
+        return found[: int(np.searchsorted(found, end))]
+
+
+class DocumentTokens(StoredTokens):
+    """Tokens of an open file that knows where documents begin.
+
+    Args:
+        file, dtype, offset, count: as StoredTokens.
+        starts: of the whole file's documents.
+        first: number, in the file, of the first token here.
+    """
+
+    def __init__(
+        self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int, starts: DocumentStarts, first: int = 0
+    ) -> None:
+        super().__init__(file, dtype, offset, count)
+        self.starts, self.first = starts, first
+
+    def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first tokens of all documents that begin in [begin, end), ascending."""
+        return self.starts.between(self.first + begin, self.first + min(end, len(self))) - self.first
+
+    def part(self, begin: int, end: int) -> DocumentTokens:
+        """Return tokens[begin:end] without reading them."""
+        plain = super().part(begin, end)
+        begin = slice(begin, end).indices(len(self))[0]
+        return DocumentTokens(self.file, self.dtype, plain.offset, len(plain), self.starts, self.first + begin)
