@@ -25,6 +25,7 @@ class StepParts:
         bubble: waiting for other stages that are not that far yet.
         optimizer: clipping, tied embeddings' sum, the update.
         host: starting operators, where it takes longer than they do.
+        exact: what exact mode takes longer.
     """
 
     compute: float
@@ -35,6 +36,7 @@ class StepParts:
     bubble: float
     optimizer: float
     host: float
+    exact: float
 
     @classmethod
     def of(cls, plan: Plan, timeline: Timeline, seconds: Mapping[tuple[Kind, int], ActionSeconds]) -> StepParts:
@@ -50,7 +52,7 @@ class StepParts:
         number = Counter((span.action.kind, span.action.chunk) for span in lanes.compute if span.action.kind in COMPUTE)
         spent = {
             name: sum(getattr(seconds[kind, chunk or 0], name) * count for (kind, chunk), count in number.items())
-            for name in ("compute", "again", "exchange", "host")
+            for name in ("compute", "again", "exchange", "host", "exact")
         }
         buckets = sum(time for kind, time in of_rank.waited_in.items() if kind in BUCKET)
         return cls(
@@ -62,6 +64,7 @@ class StepParts:
             bubble=of_rank.bubble + of_rank.idle,
             optimizer=sum(span.duration for span in lanes.compute if span.action.kind not in COMPUTE),
             host=spent["host"],
+            exact=spent["exact"],
         )
 
     @property

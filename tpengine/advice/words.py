@@ -11,6 +11,7 @@ from tpengine.advice.parts import StepParts
 from tpengine.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.advice.search import Found, Row, TooLarge
 from tpengine.advice.sheet import Sheet
+from tpengine.config import Config, num_blocks, num_shards_of
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {
@@ -22,6 +23,7 @@ _NAMES: Mapping[str, str] = {
     "dp": "dp exposed",
     "optimizer": "optimizer",
     "host": "host",
+    "exact": "exact mode",
 }
 # A part below this share of what it is a part of is not told.
 _TOLD = 0.005
@@ -68,7 +70,7 @@ def answer_lines(
     if told or asked:
         yield f"would change it: {told or 'none of: ' + ', '.join(asked)}"
     yield f"run it: {run} {found.rows[0].layout.flags()}"
-    yield from _basis(question)
+    yield from _basis(question, found.rows[0].sheet.config)
 
 
 def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
@@ -91,7 +93,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     if limit < float("inf"):
         room = limit - sheet.peak_bytes
         yield f"{'fits' if room >= 0 else 'does not fit'}: {gigabytes(abs(room))} {'left' if room >= 0 else 'too many'}"
-    yield from _basis(question)
+    yield from _basis(question, sheet.config)
 
 
 def shares(parts: StepParts) -> str:
@@ -202,10 +204,15 @@ def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _basis(question: Question) -> Iterator[str]:
+def _basis(question: Question, config: Config) -> Iterator[str]:
     """Yield what the figures rest on."""
     machine = question.machine
-    exact = " Exact mode's own work is not in it." if question.base.train.reduction == "exact" else ""
+    exact = ""
+    if config.train.reduction == "exact":
+        exact = (
+            f" Exact mode: V {num_shards_of(config)} shards, W {num_blocks(config)} blocks of micro-batches; what the "
+            "shards take longer is a part."
+        )
     slack = ""
     if machine.memory_bytes:
         slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."

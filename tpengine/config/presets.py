@@ -42,6 +42,22 @@ def llama_1b() -> Config:
     )
 
 
+def llama_70b() -> Config:
+    """The shape of Llama 3 70B, which is advised and planned more often than trained: 70,553,706,496 parameters."""
+    return Config(
+        model=ModelConfig(
+            hidden_size=8192,
+            num_layers=80,
+            num_heads=64,
+            num_kv_heads=8,
+            ffn_size=28672,
+            vocab_size=128256,
+        ),
+        train=TrainConfig(seq_len=8192, micro_batch_size=1, num_micro_batches=32, dtype="bfloat16"),
+        optim=OptimConfig(lr=1.5e-4),
+    )
+
+
 def certify() -> Config:
     """What `tpengine certify` trains: 3,017,472 parameters, with everything that could depend on a layout.
 
@@ -68,7 +84,7 @@ def certify() -> Config:
 
 
 PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
-    {"tiny": tiny, "bench": bench, "llama_1b": llama_1b, "certify": certify}
+    {"tiny": tiny, "bench": bench, "llama_1b": llama_1b, "llama_70b": llama_70b, "certify": certify}
 )
 
 

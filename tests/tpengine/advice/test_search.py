@@ -180,3 +180,19 @@ def test_a_setting_that_no_run_accepts_does_not_hide_the_next() -> None:
     found = search(Question(base, machine, 2, 16, fixed), num_rows=1, limit_seconds=1e9)
     assert any("gathered" in message for message in found.refused)
     assert found.rows and found.rows[0].layout.recompute != "none" and found.rows[0].layout.gathered == "keep"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_exact_mode_has_a_price_that_is_a_part(tp: int) -> None:
+    """The other parts are those of the fast step with the same layout; bounds hold with the price in it."""
+    fixed = {"tp": tp, "pp": 2, "schedule": "1f1b", "micro_batch_size": 1, "recompute": "none", "gathered": "keep"}
+    question = question_of(2 * tp, 8, **fixed, zero=0, tp_comm="fused")
+    layout = every(question)[0]
+    fast = Sheet.of(layout.config(question), question.machine)
+    exact_base = replace(question.base, train=replace(question.base.train, reduction="exact"))
+    question = replace(question, base=exact_base)
+    exact = Sheet.of(layout.config(question), question.machine)
+    assert fast.parts.exact == 0.0 and exact.parts.exact > 0.05 * fast.seconds
+    assert exact.parts.compute == pytest.approx(fast.parts.compute)
+    assert exact.parts.step == pytest.approx(exact.seconds)
+    assert Bounds(question).seconds(layout) <= exact.seconds

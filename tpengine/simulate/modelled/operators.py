@@ -28,7 +28,7 @@ from tpkernels.work import (
 
 from tpengine.architectures.describe import Attention
 from tpengine.architectures.registry import architecture_of
-from tpengine.config import Config
+from tpengine.config import Config, num_shards_of
 from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.bytes import BlockBytes
@@ -48,17 +48,20 @@ class ActionSeconds:
         again: operators that backward runs a second time.
         exchange: of tensor-parallel ranks, as far as no operator hides it.
         host: starting operators, as far as it takes longer than they do.
+        exact: what exact mode takes longer: smaller products, exchanges that nothing hides and whose partial sums are
+            wide, and sums in trees.
     """
 
     compute: float = 0.0
     again: float = 0.0
     exchange: float = 0.0
     host: float = 0.0
+    exact: float = 0.0
 
     @property
     def total(self) -> float:
         """Return how long the action occupies its rank."""
-        return self.compute + self.again + self.exchange + self.host
+        return self.compute + self.again + self.exchange + self.host + self.exact
 
 
 def action_seconds(
@@ -81,7 +84,7 @@ def action_seconds(
         is_alike = 0 < index < last and not config.model.details.windows
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
-            known[alike] = _ChunkOperators(config, tp, machine, chunk, index == 0, index == last, engine).by_kind()
+            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine)
         found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
 
@@ -90,7 +93,19 @@ def chunk_seconds(
     config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool
 ) -> Mapping[Kind, ActionSeconds]:
     """Return what F, B, I and W of one chunk take; `is_first` and `is_last` say which ends of the model it holds."""
-    return _ChunkOperators(config, tp, machine, chunk, is_first, is_last, OURS).by_kind()
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS)
+
+
+def _of_chunk(
+    config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+) -> Mapping[Kind, ActionSeconds]:
+    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine).by_kind()
+    # A tp that does not divide the shards is refused with the configuration; until then it has no price.
+    if config.train.reduction != "exact" or num_shards_of(config) % tp:
+        return fast
+    held = num_shards_of(config) // tp
+    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, held).by_kind()
+    return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
 
 
 @dataclass(frozen=True)
@@ -120,14 +135,24 @@ class _ChunkOperators:
     """One chunk's actions on one tp rank."""
 
     def __init__(
-        self, config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+        self,
+        config: Config,
+        tp: int,
+        machine: Machine,
+        chunk: Chunk,
+        is_first: bool,
+        is_last: bool,
+        engine: Engine,
+        shards: int = 0,
     ) -> None:
+        # Shards that the rank computes one after another, in exact mode.
+        self.shards, self.tp = shards, tp
         self.machine, self.chunk, self.is_first, self.is_last = machine, chunk, is_first, is_last
         self.engine, self.context = engine, engine.context_ranks
         self.size, self.batch = sizes_for(config, tp, engine), config.train.micro_batch_size
         # Rows between products.
         self.rows = self.size.own_tokens if engine.cuts_rows else self.size.tokens
-        self.dtype, self.is_fused = config.train.dtype, config.parallel.tp_comm == "fused"
+        self.dtype, self.is_fused = config.train.dtype, config.parallel.tp_comm == "fused" and not shards
         size = self.size
         link = machine.link(tp, 1)
         exchanged = size.x * tp
@@ -211,11 +236,39 @@ class _ChunkOperators:
         size = self.size
         mixed, packed = size.heads * size.head_size, (size.heads + 2 * size.kv_heads) * size.head_size
         return (
-            self._matmul(size.tokens, packed, size.hidden, exchanges, kind),
-            self._matmul(size.tokens, size.hidden, mixed, exchanges, kind),
-            self._matmul(size.tokens, size.num_gated * size.ffn, size.hidden, exchanges, kind),
-            self._matmul(size.tokens, size.hidden, size.ffn, exchanges, kind),
+            self._by_columns(packed, exchanges, kind),
+            self._by_rows(mixed, exchanges, kind),
+            self._by_columns(size.num_gated * size.ffn, exchanges, kind),
+            self._by_rows(size.ffn, exchanges, kind),
         )
+
+    def _by_columns(self, columns: int, exchanges: int, kind: str = "forward") -> _Sum:
+        """Return a product whose columns the ranks share, and in exact mode the shards of a rank."""
+        size, num = self.size, max(1, self.shards)
+        if num == 1:
+            return self._matmul(size.tokens, columns, size.hidden, exchanges, kind)
+        once = self._matmul(size.tokens, -(-columns // num), size.hidden, 0, kind)
+        return once * num + _Sum(exchanges=exchanges * self.exchange_seconds)
+
+    def _by_rows(self, inner: int, exchanges: int, kind: str = "forward") -> _Sum:
+        """Return a product whose inner dimension is shared: its outputs are partial sums."""
+        size, num = self.size, max(1, self.shards)
+        if num == 1:
+            return self._matmul(size.tokens, size.hidden, inner, exchanges, kind)
+        once = self._matmul(size.tokens, size.hidden, -(-inner // num), 0, kind)
+        return once * num + _Sum(exchanges=exchanges * self.exchange_seconds)
+
+    def _tree(self) -> _Sum:
+        """Return what a scatter of partial sums [T, D] takes longer in exact mode: it is wide, and adds in a tree.
+
+        A rank reads two and writes one for each sum of its own shards, and of the ranks' sums for its tokens.
+        """
+        if not self.shards:
+            return _Sum()
+        size, elements = self.size, self.size.tokens * self.size.hidden
+        num_sums = (self.shards - 1) + (self.tp - 1) / self.tp
+        added = Work(int(num_sums * elements), int(num_sums * 3 * elements * size.wide))
+        return self._others(added) + _Sum(exchanges=(size.wide / size.item - 1) * self.exchange_seconds)
 
     def _attend(self, window: int | None, *, backward: bool) -> _Sum:
         size, copied = self.size, self._heads_copied(backward=backward)
@@ -290,6 +343,7 @@ class _ChunkOperators:
         size = self.size
         qkv, output, _, _ = self._products(1)
         norm = self._others(norm_work(self.rows, size.hidden, size.item), name="norm")
+        output += self._tree()
         return norm + qkv + self._rope() + self._attend(window, backward=False) + output + self._dropped()
 
     def _mlp(self) -> _Sum:
@@ -298,6 +352,7 @@ class _ChunkOperators:
         return (
             gate_up
             + down
+            + self._tree()
             + self._others(
                 norm_work(self.rows, size.hidden, size.item, residual=self.engine.joins_residuals), name="norm"
             )
@@ -326,7 +381,7 @@ class _ChunkOperators:
             + self._added()
             + self._norms_again()
         )
-        return _total([total, *self._products(1, "input_gradient")])
+        return _total([total, *self._products(1, "input_gradient"), self._tree() * 2])
 
     def _weight_half(self, rows_again: int) -> _Sum:
         columns = self.columns_again
@@ -339,7 +394,7 @@ class _ChunkOperators:
                 embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item), name="embedding_backward"
             )
         if self.is_last:
-            ends += self._matmul(size.tokens, size.vocab, size.hidden, columns, "weight_gradient")
+            ends += self._by_columns(size.vocab, columns, "weight_gradient")
         blocks = _total([qkv, output, gate_up, down])
         if added:
             mixed = 2 * size.heads + 2 * size.kv_heads
@@ -355,7 +410,7 @@ class _ChunkOperators:
             seconds = self.machine.other_seconds(work, self.dtype, "embedding")
             total += self._with_exchanges(seconds, 1)
         if self.is_last:
-            total += self._matmul(size.tokens, size.vocab, size.hidden, 1)
+            total += self._by_columns(size.vocab, 1)
             total += self._others(norm_work(self.rows, size.hidden, size.item), name="norm")
             total += self._others(cross_entropy_work(size.tokens, size.vocab, size.item), name="cross_entropy")
             total += self._others(*self._wide_loss(_WIDE_LOSS_BYTES))
@@ -366,7 +421,7 @@ class _ChunkOperators:
         # The embedding's gradient needs all tokens: a gather that no operator hides.
         total = _Sum(exchanges=self.exchange_seconds * self.is_first)
         if self.is_last:
-            total += self._matmul(size.tokens, size.vocab, size.hidden, 1, "input_gradient")
+            total += self._by_columns(size.vocab, 1, "input_gradient")
             total += self._others(norm_backward_work(self.rows, size.hidden, size.item), name="norm_backward")
             work = cross_entropy_gradient_work(size.tokens, size.vocab, size.item)
             total += self._others(work, name="cross_entropy_gradient")
