@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import statistics
 import time
@@ -226,7 +227,9 @@ def _measured(options: Options, predictions: Sequence[Prediction], digest: str) 
                 break
             answers = ranks.call("steps", by_name[name].config, options.steps)
             seconds = [max(of) for of in zip(*answers, strict=True)]
-            append(journal, {"predictions": digest, "layout": name, "round": round_, "seconds": seconds})
+            visit = {"predictions": digest, "layout": name, "round": round_, "seconds": seconds}
+            # Above the number of ranks something else computes too.
+            append(journal, visit | {"load": os.getloadavg()[0]})
             samples.setdefault(name, []).extend(seconds)
     return samples
 

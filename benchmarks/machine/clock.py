@@ -1,8 +1,10 @@
-"""Medians of calls that all ranks make at the same time: one rank alone has the caches and the memory to itself."""
+"""Times of calls that all ranks make at the same time: one rank alone has the caches and the memory to itself.
+
+A time is the lower quartile of the calls: other processes make calls slower, never faster.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +14,11 @@ from torch import Tensor
 
 # More than a core's share of the last cache: what is read in turns from so many bytes comes from memory.
 COLD_BYTES = 48 << 20
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """Return the lower quartile."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 class Clock:
@@ -37,7 +44,7 @@ class Clock:
             dist.barrier()
 
     def of_call(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the median of calls that take turns, each with operands of its own."""
+        """Return the time of calls that take turns, each with operands of its own."""
         calls[0]()
         self.together()
         taken: list[float] = []
@@ -47,10 +54,10 @@ class Clock:
             begin = self.now()
             call()
             taken.append(self.now() - begin)
-        return statistics.median(taken)
+        return usual(taken)
 
     def of_graph(self, make: Callable[[], Tensor], run: Callable[[Tensor], Tensor], number: int) -> tuple[float, float]:
-        """Return the medians of forward and backward of an operator.
+        """Return the times of forward and backward of an operator.
 
         As in training an input has just been written, an output is memory that was not used lately, and backward reads
         what forward has kept a while ago: `number` graphs are made, then differentiated, the last first.
@@ -73,4 +80,4 @@ class Clock:
                 begin = self.now()
                 torch.autograd.backward(y, dy)
                 backward.append(self.now() - begin)
-        return statistics.median(forward[1:]), statistics.median(backward[1:])
+        return usual(forward[1:]), usual(backward[1:])

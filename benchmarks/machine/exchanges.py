@@ -13,7 +13,7 @@ from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 
-from benchmarks.machine.clock import Clock
+from benchmarks.machine.clock import Clock, usual
 from tpengine.distributed.groups import SUM_ARENA_BYTES
 
 Points = list[tuple[float, float]]
@@ -43,7 +43,7 @@ def message_seconds(clock: Clock, sizes_bytes: Sequence[int]) -> list[tuple[floa
 
 
 def _of_rounds(clock: Clock, call: object, number: int = 20) -> float:
-    """Return the median of as many calls on every rank."""
+    """Return the time of as many calls on every rank."""
     assert callable(call)
     call()
     taken = []
@@ -52,7 +52,7 @@ def _of_rounds(clock: Clock, call: object, number: int = 20) -> float:
         begin = clock.now()
         call()
         taken.append(clock.now() - begin)
-    return statistics.median(taken)
+    return usual(taken)
 
 
 def sum_rates(clock: Clock, sizes_bytes: Sequence[int]) -> Points:
