@@ -30,7 +30,7 @@ import tpkernels
 import triton
 from tpkernels.launch import jit, observed, run, tl
 
-from benchmarks import compile as benchmark
+from benchmarks.launches import compile as benchmark
 from benchmarks.launches import operators
 from benchmarks.launches.compile import TARGETS, Compiled, compile_all, read_lock, source_key, specialised
 from benchmarks.launches.operators import LAUNCHES

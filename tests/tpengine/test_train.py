@@ -80,7 +80,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
         "sample, continuing",
     ):
         assert text in done.stdout, done.stdout
-    assert done.stdout.count("held-out loss") == 1, "more than one rank printed"
+    assert done.stdout.count("\nheld-out loss") == 1, "more than one rank printed"
     assert done.stdout.count("MB per rank with gradients and moments") == pp
     assert done.stdout.count("MB per rank by the plan: weights ") == pp
 

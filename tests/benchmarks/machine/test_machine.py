@@ -46,6 +46,7 @@ def test_every_axis_schedule_stage_and_number_of_micro_batches_is_compared() -> 
     assert drawn_model(3) == drawn_model(3) != drawn_model(4)
 
 
+@pytest.mark.slow
 def test_predictions_are_hashed_before_a_layout_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where, out = tmp_path / "blind", tmp_path / "rows.jsonl"
     command = f"blind --dir {where} --preset tiny --no-drawn --layouts 2 --seq-len 16 --global-batch 4 --repeats 1"

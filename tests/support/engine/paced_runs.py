@@ -222,6 +222,7 @@ class SlowText:
 
     def __init__(self, samples: Any, seconds: float) -> None:
         self._samples, self._seconds = samples, seconds
+        self.packs = samples.packs
 
     def read(self, samples: Any) -> Any:
         """As Samples.read."""

@@ -33,7 +33,8 @@ def is_evaluated_now(run_dir: Path) -> bool:
     return len(rows) >= 4 and len(rows) % 2 == 0 and "held_out_loss" not in rows[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_during_an_evaluation_saves_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """One rank hears it. The step is saved with its held-out loss; resumed, the losses are the undisturbed run's."""
     out = tmp_path / "out"
