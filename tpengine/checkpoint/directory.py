@@ -91,10 +91,11 @@ class CheckpointDirectory:
         sync_directory(self.path)
         return aside
 
-    def prune(self, keep: int) -> None:
-        """Remove all complete checkpoints but the newest `keep`."""
+    def prune(self, keep: int, every: int = 0) -> None:
+        """Remove all complete checkpoints but the newest `keep` and, unless `every` is 0, those of its multiples."""
         for step in self.steps()[:-keep]:
-            self._remove(self.of_step(step))
+            if not every or step % every:
+                self._remove(self.of_step(step))
 
     def clean(self) -> None:
         """Remove what killed runs have left partly written or partly removed."""

@@ -41,6 +41,7 @@ class Saver:
     Args:
         directory: the run's checkpoints, the same directory on all ranks.
         keep: how many complete checkpoints to keep.
+        keep_every: those of its multiples are kept besides; 0 for none.
 
     Attributes:
         directory: as given.
@@ -48,8 +49,8 @@ class Saver:
     Memory: a copy on the host of the blocks that this rank stores, reused from one checkpoint to the next.
     """
 
-    def __init__(self, directory: CheckpointDirectory, keep: int) -> None:
-        self.directory, self._keep = directory, keep
+    def __init__(self, directory: CheckpointDirectory, keep: int, keep_every: int = 0) -> None:
+        self.directory, self._keep, self._keep_every = directory, keep, keep_every
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -117,7 +118,7 @@ class Saver:
         return Block(self._copies[place], block.offset, block.global_shape)
 
     def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
-        writer = Writer(self.directory, self._step, state, self._keep)
+        writer = Writer(self.directory, self._step, state, self._keep, self._keep_every)
         try:
             failure = self._write_together(writer, copies)
         except Exception as error:  # usually a peer is gone: the main thread notices that too, and reports it

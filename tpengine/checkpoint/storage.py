@@ -59,10 +59,14 @@ class Writer:
         step: optimizer steps done.
         state: all that is not a tensor, as JSON; the first rank's is written.
         keep: how many checkpoints to keep, this one included.
+        keep_every: those of its multiples are kept besides; 0 for none.
     """
 
-    def __init__(self, directory: CheckpointDirectory, step: int, state: Mapping[str, Any], keep: int) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, step: int, state: Mapping[str, Any], keep: int, keep_every: int = 0
+    ) -> None:
         self._directory, self._step, self._state, self._keep = directory, step, state, keep
+        self._keep_every = keep_every
 
     def write(self, name: str, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
         """Write a rank's blocks into the file `name`; without blocks write no file.
@@ -110,7 +114,7 @@ class Writer:
                 raise OSError(f"{name} is not what its rank has written")
         write_index(beside, Index(self._step, tensors, files, self._state))
         self._directory.complete(self._step)
-        self._directory.prune(self._keep)
+        self._directory.prune(self._keep, self._keep_every)
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:

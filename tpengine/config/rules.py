@@ -195,6 +195,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.sample_every": (0, 2**40),
         "train.checkpoint_every": (0, 2**40),
         "train.keep_checkpoints": (1, 2**20),
+        "train.keep_every": (0, 2**40),
         "train.nonfinite_steps": (1, 2**20),
         "train.check_replicas_every": (0, 2**40),
         "train.timeout_seconds": (0, None),

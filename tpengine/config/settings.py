@@ -136,6 +136,8 @@ class TrainConfig:
     none."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept: the newest ones."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept besides, for ever. 0 keeps none besides the newest."""
     nonfinite_steps: int = 3
     """A step whose loss or gradient is not finite is skipped: it updates nothing. This many in a row end the run."""
     check_replicas_every: int = 20

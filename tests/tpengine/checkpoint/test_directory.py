@@ -104,6 +104,17 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     assert not hidden(directory)
 
 
+def test_multiples_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in range(2, 22, 2):
+        write(directory, step)
+        directory.complete(step)
+        directory.prune(2, every=6)
+    assert whole_steps(directory) == [6, 12, 18, 20]
+    directory.prune(1)
+    assert whole_steps(directory) == [20]
+
+
 def test_what_could_not_be_completed_is_abandoned(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     save(directory, 2)

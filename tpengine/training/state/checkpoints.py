@@ -44,7 +44,8 @@ class RunCheckpoints:
         self._failure: str | None = None
         self._saver: Saver | None = None
         if self._train.checkpoint_every:
-            self._saver = Saver(_agree_on_directory(run_dir), self._train.keep_checkpoints)
+            train = self._train
+            self._saver = Saver(_agree_on_directory(run_dir), train.keep_checkpoints, train.keep_every)
 
     def __enter__(self) -> RunCheckpoints:
         return self

@@ -52,6 +52,10 @@ def test_every_so_many_steps_and_the_last_and_the_newest_are_kept(ranks: RankPoo
     (tmp_path / "other").mkdir()
     for seen in ranks.run(run_steps, 2, config_saving(2, tmp_path / "other", keep=1)):
         assert seen == [[], [2], [2], [4], [5]]
+    (tmp_path / "every").mkdir()
+    config = config_saving(1, tmp_path / "every", keep=1)
+    for seen in ranks.run(run_steps, 2, replace(config, train=replace(config.train, keep_every=2))):
+        assert seen == [[1], [2], [2, 3], [2, 4], [2, 4, 5]]
 
 
 def test_zero_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
