@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to measure. On cuda one process does, and exchanges are copies within its memory."""
     passes: int = 3
-    """How often everything is measured; of each figure the fastest pass counts, since other work only slows it."""
+    """How often everything is measured; of each figure the middle one counts."""
     tiny: bool = False
     """Tiny sizes, each once: the file is valid and tells nothing."""
 
@@ -67,9 +67,10 @@ def measured_machine(options: Options) -> Machine:
     sizes = TINY if options.tiny else GPU if is_gpu else Sizes()
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
-        passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
-    rates, copies, exchanges = (_best([of[name] for of in passes], max) for name in ("rates", "copies", "exchanges"))
-    host, messages = (_best([of[name] for of in passes], min) for name in ("host", "messages"))
+        found = _of_each([_measured(ranks, options.dtypes) for _ in range(options.passes)], statistics.median)
+    rates, copies, exchanges, host, messages = (
+        found[name] for name in ("rates", "copies", "exchanges", "host", "messages")
+    )
     peaks = {dtype: max(_all_rates(of["products"])) for dtype, of in rates.items()}
     peak_bytes = max(rate for _, rate in copies)
     per_operator, per_action, launch = host
@@ -107,24 +108,19 @@ def _measured(ranks: Ranks, dtypes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _best(passes: Sequence[Any], of: Callable[[Iterable[float]], float]) -> Any:
-    """Return the best of several passes, number by number."""
-    first = passes[0]
-    if isinstance(first, Mapping):
-        return {name: _best([each[name] for each in passes], of) for name in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_best(each, of) for each in zip(*passes, strict=True))
-    return of(passes)
-
-
 def _mean(answers: Sequence[Any]) -> Any:
-    """Return the mean of what ranks answered, number by number; keys and sizes are the same on all."""
+    """Return the mean of what ranks answered; keys and sizes are the same on all."""
+    return _of_each(answers, statistics.mean)
+
+
+def _of_each(answers: Sequence[Any], of: Callable[[Sequence[float]], float]) -> Any:
+    """Return what `of` makes of several answers of the same form, number by number."""
     first = answers[0]
     if isinstance(first, Mapping):
-        return {name: _mean([answer[name] for answer in answers]) for name in first}
+        return {name: _of_each([answer[name] for answer in answers], of) for name in first}
     if isinstance(first, list | tuple):
-        return type(first)(_mean(of) for of in zip(*answers, strict=True))
-    return statistics.mean(answers)
+        return type(first)(_of_each(each, of) for each in zip(*answers, strict=True))
+    return of(answers)
 
 
 def _all_rates(products: Mapping[str, Mapping[int, Points]]) -> list[float]:

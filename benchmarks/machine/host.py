@@ -42,7 +42,7 @@ class _Block(nn.Module):
 def seconds_per_operator(clock: Clock) -> float:
     """Return the host's time of one operator of a block, forward or backward."""
     block = _Block(clock.device)
-    times = clock.of_graph(lambda: torch.randn(2, 8, device=clock.device).requires_grad_(), block, 4)
+    times = clock.of_graph(lambda: torch.randn(2, 8, device=clock.device).requires_grad_(), block, 4, is_cold=False)
     return sum(times) / _OPERATORS
 
 
@@ -72,4 +72,4 @@ def seconds_per_action(clock: Clock) -> float:
     }
     executor = Executor(0, handlers)
     actions = [Action(kind, 0, number) for kind in (Kind.F, Kind.B) for number in range(8)]
-    return clock.of_call([lambda: executor.run(actions)]) / len(actions)
+    return clock.of_call([lambda: executor.run(actions)], is_cold=False) / len(actions)

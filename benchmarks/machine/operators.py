@@ -1,6 +1,6 @@
 """The operators between matmuls, through the engine's layers: bytes per second by bytes, as tpkernels.work counts them.
 
-What an operator takes at the smallest size is the host's, which is measured by itself (host.py) and left out here.
+The host's time of an operator is measured by itself (host.py) and left out here, because the planner adds it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ Points = dict[str, list[tuple[float, float]]]
 _HEAD_SIZE, _VOCABULARY = 64, 256
 # What is left of a time without the host's, at least.
 _LEAST = 0.2
-_NUMBER = 6
+_NUMBER = 3
 
 
-def operator_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[tuple[int, int]], seqs: Sequence[int]) -> Points:
+def operator_rates(
+    clock: Clock, dtype: torch.dtype, sizes: Sequence[tuple[int, int]], seqs: Sequence[int], host_s: float
+) -> Points:
     """Return rates by operator: (bytes of a call, bytes per second); attention (tokens, operations per second).
 
     Args:
@@ -39,18 +41,15 @@ def operator_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[tuple[int, 
         dtype: of the activations.
         sizes: (tokens, width), small to large.
         seqs: lengths of sequences.
+        host_s: the host's time of an operator.
     """
     found: Points = {}
-    alone: dict[str, float] = {}
 
     def add(name: str, at: float, amount: float, seconds: float) -> None:
-        net = max(seconds - alone.setdefault(name, 0.0), _LEAST * seconds)
+        net = max(seconds - host_s, _LEAST * seconds)
         found.setdefault(name, []).append((float(at), amount / net))
 
     def measure(names: tuple[str, str], case: Callable[[int, int], Any]) -> None:
-        # One token: the host's time.
-        _, make, run = case(1, _HEAD_SIZE)
-        alone.update(zip(names, clock.of_graph(make, run, _NUMBER), strict=True))
         for tokens, width in sizes:
             works, make, run = case(tokens, width)
             for name, of, seconds in zip(names, works, clock.of_graph(make, run, _NUMBER), strict=True):

@@ -29,15 +29,15 @@ class Member:
         if device == "cpu":
             resident_memory.keep_what_is_freed()
             torch.set_num_threads(THREADS_PER_RANK)
-        self._sizes, self._clock = sizes, Clock(torch.device(device), sizes.seconds)
+        self._sizes, self._clock = sizes, Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
 
     def rates(self, dtype: str) -> dict[str, Any]:
         """Return products and operators of a dtype."""
         clock, sizes, of = self._clock, self._sizes, getattr(torch, dtype)
-        operators = operator_rates(clock, of, sizes.operators, sizes.seqs)
+        operators = operator_rates(clock, of, sizes.operators, sizes.seqs, seconds_per_operator(clock))
         if clock.device.type == "cpu":
             operators["prepare"] = prepare_rates(clock, of, sizes.prepared)
-        products = product_rates(clock, of, sizes.rows, sizes.matrices, sizes.cold_bytes)
+        products = product_rates(clock, of, sizes.rows, sizes.matrices)
         return {"products": products, "operators": operators | update_rates(clock, sizes.updated)}
 
     def copies(self) -> list[tuple[float, float]]:
@@ -52,7 +52,7 @@ class Member:
     def host(self) -> tuple[float, float, float]:
         """Return the host's seconds per operator and per action, and those of a kernel that does nothing."""
         x = torch.zeros(1, device=self._clock.device)
-        launch = self._clock.of_call([lambda: x.add_(1.0)])
+        launch = self._clock.of_call([lambda: x.add_(1.0)], is_cold=False)
         return seconds_per_operator(self._clock), seconds_per_action(self._clock), launch
 
     def exchanges(self) -> dict[str, list[tuple[float, float]]]:

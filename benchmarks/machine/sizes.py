@@ -12,7 +12,7 @@ class Sizes:
     seconds: float = 0.05
     rows: tuple[int, ...] = (32, 128, 512, 2048)
     matrices: tuple[tuple[int, int], ...] = ((128, 128), (384, 384), (768, 768), (1536, 1024))
-    cold_bytes: int = 0
+    evicting_bytes: int = 64 << 20
     operators: tuple[tuple[int, int], ...] = ((32, 256), (128, 384), (512, 512), (1024, 1024))
     seqs: tuple[int, ...] = (32, 64, 128, 256, 512)
     prepared: tuple[int, ...] = (128, 512, 1024)
@@ -27,7 +27,7 @@ class Sizes:
 GPU = Sizes(
     rows=(512, 2048, 8192),
     matrices=((1024, 1024), (2048, 2048), (8192, 2048), (8192, 8192)),
-    cold_bytes=512 << 20,
+    evicting_bytes=512 << 20,
     operators=((512, 1024), (2048, 2048), (8192, 4096)),
     seqs=(256, 1024, 2048, 4096),
     updated=(1_000_000, 100_000_000),
@@ -38,7 +38,7 @@ TINY = Sizes(
     seconds=0.0,
     rows=(4, 8),
     matrices=((8, 8), (16, 8)),
-    cold_bytes=1,
+    evicting_bytes=4,
     operators=((4, 8), (8, 16)),
     seqs=(4, 8),
     prepared=(8,),

@@ -96,7 +96,7 @@ def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Ma
     seconds = machine.other_seconds(Work(memory_bytes=numel * wide), dtype, "zero")
     if ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1) and parallel.zero == 0:
         # Both forms of every matrix: read and written.
-        seconds += 2 * machine.other_seconds(Work(memory_bytes=2 * numel * item), dtype, "prepare")
+        seconds += machine.other_seconds(Work(memory_bytes=4 * numel * item), dtype, "prepare")
     return seconds
 
 
