@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
+from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer
@@ -30,6 +31,17 @@ class Member:
         self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
         self._seconds(device)
         return [self._seconds(device) for _ in range(number)]
+
+    def peak(self, config: Config) -> tuple[int, int]:
+        """Build a run, and return its pipeline rank and the most bytes that it held in its second step."""
+        self._trainer = None
+        gc.collect()
+        with Allocations() as counted:
+            trainer = Trainer(config, open_corpus(config), torch.device(config.device))
+            trainer.train_step(0)
+            with counted.here():
+                trainer.train_step(1)
+        return trainer.mesh.at.pp, counted.peak_bytes()
 
     def _seconds(self, device: torch.device) -> float:
         """Return the time of a step that begins on all ranks together."""

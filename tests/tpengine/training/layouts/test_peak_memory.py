@@ -17,8 +17,8 @@ import pytest
 import torch
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
@@ -26,31 +26,16 @@ from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-STEP = "the step that is measured"
 
 
 def peaks(config: Config) -> tuple[int, int]:
     """The bytes that this rank held at most in its second step, and what was predicted."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with Allocations() as counted:
         trainer = Trainer(config, open_corpus(config), CPU)
         trainer.train_step(0)
-        with record_function(STEP):
+        with counted.here():
             trainer.train_step(1)
-    return peak_bytes(recorded), memory_of(config, trainer.layout, trainer.plan)[trainer.mesh.at.pp].peak
-
-
-def peak_bytes(recorded: profile) -> int:
-    """The most that was allocated at once while the step ran, of all that was allocated since the recording began."""
-    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    (step,) = (event for event in events if event.name() == STEP)
-    held, most = 0, 0
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            if step.start_ns() <= event.start_ns() <= step.start_ns() + step.duration_ns():
-                most = max(most, held)
-    return most
+    return counted.peak_bytes(), memory_of(config, trainer.layout, trainer.plan)[trainer.mesh.at.pp].peak
 
 
 def peaks_with_a_double(config: Config) -> tuple[int, int]:
