@@ -31,6 +31,8 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
         yield _line("moments", f"{numel:,} x 2 x {wide}{shares[2]}", state.moments)
         if state.padding:
             yield _line("of these padding", "slices of buckets", state.padding)
+        if memory.prepared:
+            yield _line("for matmuls", f"2 x {narrow} an element of the large matrices", memory.prepared)
         for name, num_bytes in (
             ("gathered weights", memory.gathered),
             ("not summed yet", memory.unsummed),

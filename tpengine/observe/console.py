@@ -18,6 +18,7 @@ from tpengine.config import Config, Phase, Phases, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan, clock
+from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.costs import bytes_per_rank
 from tpengine.simulate.modelled.memory import RankMemory, memory_of
 
@@ -62,7 +63,7 @@ def show_plan(
         what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
         size = f"{num_bytes / 1e6:.1f} MB per rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
-    for stage, memory in enumerate(memory_of(config, layout, plan)):
+    for stage, memory in enumerate(memory_of(config, layout, plan, machine_on(device.type))):
         lines.append(("memory", f"{f'stage {stage}: ' if layout.pp > 1 else ''}{_memory(memory)}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":

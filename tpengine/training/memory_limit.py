@@ -13,7 +13,7 @@ from tpengine.distributed.mesh import Shape
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
+from tpengine.simulate.machine import Machine, machine_on
 from tpengine.simulate.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings
 
 
@@ -42,7 +42,7 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
     """
-    machine = MACHINES["h200"] if device.type == "cuda" else CPU_CORE
+    machine = machine_on(device.type)
     limit = memory_limit(config, launch, device)
     phases = phases_of(config)
     decided = [decided_residency(phase.config, limit, machine) for phase in phases]

@@ -34,6 +34,7 @@ from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.plan import Residency
+from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.phase_parts import PhasePart, enter_phase_of
@@ -398,7 +399,7 @@ def _say_what_will_happen(
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
-    show_phases(console, trainer.phases, [_peak(part) for part in trainer.parts])
+    show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])
     if config.resume:
         # What a checkpoint has are the settings of its last step's phase.
         done = 0 if checkpoint is None else checkpoint.index.step
@@ -408,8 +409,8 @@ def _say_what_will_happen(
     _say_where_learning_ends(console, trainer)
 
 
-def _peak(part: PhasePart) -> int:
-    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan))
+def _peak(part: PhasePart, device: torch.device) -> int:
+    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
 
 
 def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:

@@ -10,7 +10,7 @@ from tpengine.simulate.machine.file import machine_named, machine_text, read_mac
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine
 from tpengine.simulate.machine.measured import Measured
-from tpengine.simulate.machine.sheets import CPU_CORE, MACHINES
+from tpengine.simulate.machine.sheets import CPU_CORE, MACHINES, machine_on
 
 __all__ = [
     "CPU_CORE",
@@ -20,6 +20,7 @@ __all__ = [
     "Machine",
     "Measured",
     "machine_named",
+    "machine_on",
     "machine_text",
     "read_machine",
 ]

@@ -283,3 +283,8 @@ def _machines() -> Mapping[str, Machine]:
 
 
 MACHINES = _machines()
+
+
+def machine_on(device: str) -> Machine:
+    """Return the machine by whose rates a run that is not measured yet is planned: `device` is cpu or cuda."""
+    return MACHINES["h200"] if device == "cuda" else CPU_CORE

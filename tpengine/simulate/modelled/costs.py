@@ -24,6 +24,7 @@ from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.engine import OURS, Engine
 from tpengine.simulate.modelled.kept import engine_activations
 from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.prepared import prepared_bytes, prepares
 
 
 def model_costs(
@@ -76,7 +77,9 @@ def model_costs(
             if engine.is_ours
             else engine_activations(config, layout.tp, plan, engine)
         ),
-        resident=tuple(float(held) for _, held in per_rank),
+        resident=tuple(
+            float(held + prepared_bytes(config, layout, rank, machine)) for rank, (_, held) in enumerate(per_rank)
+        ),
         weights={b.index: float(sizes[b.index] * item) for b in plan.buckets if b.weights is Weights.SLICED},
         contributions={
             b.index: float(sizes[b.index] * reduced) for b in plan.buckets if b.reduced is Reduced.MICROBATCH
@@ -90,11 +93,11 @@ def model_costs(
 
 def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Machine) -> float:
     """Return what a step does before its plan, where it was measured: zero gradients, prepare weights for products."""
-    parallel, dtype = config.parallel, config.train.dtype
+    dtype = config.train.dtype
     if dtype not in machine.measured:
         return 0.0
     seconds = machine.other_seconds(Work(memory_bytes=numel * wide), dtype, "zero")
-    if ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1) and parallel.zero == 0:
+    if prepares(config, machine):
         # Both forms of every matrix: read and written.
         seconds += machine.other_seconds(Work(memory_bytes=4 * numel * item), dtype, "prepare")
     return seconds

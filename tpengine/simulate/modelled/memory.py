@@ -1,8 +1,8 @@
 """What a training run holds on each rank, in bytes, before it runs: by kind, its peak, and where that is.
 
 The state between steps follows from the layout (layout/state_bytes.py), the rest from the simulated step. Not counted:
-the process itself, its libraries, memory that ranks share to exchange tensors, the copy of the state that a checkpoint
-is written from, and copies of weights that a CPU's matmuls read faster (`Transformer.prepare`).
+the process itself, its libraries, memory that ranks share to exchange tensors, and the copy of the state that a
+checkpoint is written from.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.memory import memory_curve, slot_bytes
 from tpengine.simulate.modelled.costs import model_costs
+from tpengine.simulate.modelled.prepared import prepared_bytes
 
 _Curve = tuple[tuple[float, float], ...]
 
@@ -31,6 +32,7 @@ class RankMemory:
 
     Attributes:
         state: between steps.
+        prepared: copies of weights that a CPU's matmuls read faster.
         slots: buffers that receives write to.
         gathered, unsummed, activations: the most that is held at once of gathered weights, of gradients that are not
             summed yet, and of what micro-batches keep and work with.
@@ -39,6 +41,7 @@ class RankMemory:
     """
 
     state: StateBytes
+    prepared: int
     slots: int
     gathered: int
     unsummed: int
@@ -55,6 +58,7 @@ class RankMemory:
         """Return the bytes by kind, in words; kinds of which there is nothing are left out."""
         found = {
             "weights": self.state.weights,
+            "weights prepared for matmuls": self.prepared,
             "gathered weights": self.gathered,
             "gradients": self.state.gradients,
             "gradients not summed yet": self.unsummed,
@@ -72,7 +76,7 @@ def memory_of(config: Config, layout: Layout, plan: Plan, machine: Machine = CPU
     Args:
         config: validated.
         layout, plan: of that configuration.
-        machine: decides what overlaps, and so a little what is held at once.
+        machine: a CPU or a GPU; decides what overlaps, and so a little what is held at once.
     """
     costs = model_costs(config, layout, plan, machine)
     timeline = simulate(plan, costs)
@@ -87,6 +91,7 @@ def memory_of(config: Config, layout: Layout, plan: Plan, machine: Machine = CPU
         found.append(
             RankMemory(
                 state=state_bytes(config, layout, rank),
+                prepared=prepared_bytes(config, layout, rank, machine),
                 slots=slots,
                 gathered=_most(curve(weights=costs.weights), boundaries),
                 unsummed=_most(curve(contributions=costs.contributions), boundaries),

@@ -33,6 +33,7 @@ from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.engine import OURS, Engine
+from tpengine.simulate.modelled.prepared import prepares
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
@@ -161,8 +162,7 @@ class _ChunkOperators:
         # What a fused matmul takes longer, where it was measured: nothing of that is hidden.
         self.fused_seconds = link.fused_seconds(exchanged, tp) if self.is_fused else None
         # Weights are converted once per step for the products of a CPU (Trainer); ZeRO's come and go.
-        parallel = config.parallel
-        self.prepares = (tp > 1 or (parallel.pp or 1) == 1) and parallel.zero == 0 and not machine.is_asynchronous
+        self.prepares = prepares(config, machine)
         parts = architecture_of(config.model).block(config.model, 0).values()
         self.rotates = any(part.rotates for part in parts if isinstance(part, Attention))
         windows = config.model.details.windows or (0,) * config.model.num_layers

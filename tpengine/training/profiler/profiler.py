@@ -43,6 +43,7 @@ from tpengine.pipeline.executor import Trace
 from tpengine.plan import Timeline
 from tpengine.simulate import StepFigures, simulate
 from tpengine.simulate.draw import Picture, draw_svg, write_beside
+from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import StageMemory
@@ -171,8 +172,9 @@ class Profiler:
         """Return what each stage holds: by the plan, and of its ranks the most."""
         trainer = self._trainer
         shape = Shape.of(trainer.config.parallel)
+        planned_memory = memory_of(trainer.config, trainer.layout, trainer.plan, machine_on(trainer.device.type))
         stages = []
-        for stage, planned in enumerate(memory_of(trainer.config, trainer.layout, trainer.plan)):
+        for stage, planned in enumerate(planned_memory):
             held = [of_rank for rank, of_rank in enumerate(self._held) if shape.coordinates(rank).pp == stage]
             arenas, measured = (max(values) for values in zip(*held, strict=True))
             measured_as = "allocated by torch" if trainer.device.type == "cuda" else "resident set of the process"

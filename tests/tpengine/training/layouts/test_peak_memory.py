@@ -17,11 +17,13 @@ import pytest
 import torch
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
+from tpkernels.ops.matmul import host
 
 from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
+from tpengine.simulate.modelled import prepared
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
 
@@ -99,6 +101,36 @@ def test_the_peak_is_the_simulators(ranks: RankPool, zero: int, schedule: str, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_is_the_simulators_with_other_settings(ranks: RankPool, dtype: str, changes: dict[str, Any]) -> None:
     check(ranks.run(peaks, 4, config_for(**{"zero": 3, "schedule": "1f1b", "dtype": dtype, **changes})))
+
+
+# Matrices that are large enough to be copied for a CPU's matmuls: each has two copies, as large as itself.
+@pytest.mark.parametrize(
+    ("layout", "reduction"),
+    [
+        ((1, 1, 2), "fast"),
+        pytest.param((2, 1, 1), "fast", marks=pytest.mark.slow),
+        pytest.param((1, 2, 1), "fast", marks=pytest.mark.slow),
+        pytest.param((1, 2, 1), "exact", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1), "exact", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weights_that_are_copied_for_matmuls_are_counted(
+    ranks: RankPool, layout: tuple[int, int, int], reduction: str
+) -> None:
+    config = config_of(*layout, tied=False, kv_heads=4, num_layers=2)
+    model = replace(config.model, hidden_size=256, ffn_size=512, vocab_size=256)
+    train = replace(config.train, seq_len=128, num_micro_batches=2, dtype="float32", reduction=reduction)
+    found = ranks.run(peaks, 2, replace(config, model=model, train=train))
+    if reduction == "fast":
+        check(found)
+    else:
+        # What exact mode keeps of a micro-batch is an estimate.
+        assert all(abs(measured / predicted - 1) < 0.2 for measured, predicted in found), found
+
+
+def test_the_same_matrices_are_copied() -> None:
+    assert prepared.FEWEST_MULTIPLICATIONS == host.FEWEST_MULTIPLICATIONS
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Copies of weights in the layout that a CPU's matmuls read fastest, made by `Transformer.prepare` once per step.
+
+A matrix [K, N] has two, one for its forward and one for the gradient of its input, if M K N multiplications of M rows
+are enough (tpkernels/ops/matmul/host.py). Intel's processors need none: for them the bytes are too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpengine.config import Config, num_shards_of
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
+from tpengine.layout.step_plan import Layout
+from tpengine.simulate.machine import Machine
+from tpengine.simulate.modelled.bytes import BlockBytes
+
+# As tpkernels.ops.matmul.host has it, which needs torch; nothing here does.
+FEWEST_MULTIPLICATIONS = 8_000_000
+_FORMS = 2
+
+
+def prepares(config: Config, machine: Machine) -> bool:
+    """Return whether a step begins by copying weights, as `Trainer` does it.
+
+    Weights that come and go (ZeRO), and those of a pipeline stage whose time a copy would prolong, are not copied; in
+    exact mode all are, because other layouts' products have other bits.
+    """
+    if machine.is_asynchronous or config.train.dtype != "float32":
+        return False
+    parallel = config.parallel
+    if config.train.reduction == "exact":
+        return parallel.zero < ZERO_OF_SLICED_WEIGHTS
+    return parallel.zero == 0 and ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1)
+
+
+def prepared_bytes(config: Config, layout: Layout, rank: int, machine: Machine) -> int:
+    """Return the bytes of the copies that a pipeline rank holds while a step runs.
+
+    Args:
+        config: validated.
+        layout: of that configuration.
+        rank: of the pipeline.
+        machine: on which it runs.
+    """
+    if not prepares(config, machine):
+        return 0
+    numel = 0
+    for first, last in layout.layers_of(rank):
+        block = BlockBytes.of(config, layout.tp)
+        shards = num_shards_of(config) // layout.tp if config.train.reduction == "exact" else 1
+        # In exact mode each shard multiplies all tokens by a matrix of its own.
+        rows = block.tokens if config.train.reduction == "exact" else block.own_tokens
+        of_block = sum(_copied(rows, *sizes, shards) for sizes in _matrices(block))
+        numel += (last - first) * of_block
+        if last == config.model.num_layers:
+            numel += _copied(rows, block.hidden, block.vocab, shards)
+    return _FORMS * numel * block.item
+
+
+def _matrices(block: BlockBytes) -> Iterator[tuple[int, int]]:
+    """Yield K and N of a block's products; columns that are multiplied together are one matrix."""
+    mixed = block.heads * block.head_size
+    yield block.hidden, mixed + 2 * block.kv_heads * block.head_size
+    yield mixed, block.hidden
+    yield block.hidden, block.num_gated * block.ffn
+    yield block.ffn, block.hidden
+
+
+def _copied(rows: int, inner: int, columns: int, shards: int) -> int:
+    return inner * columns if rows * inner * columns // shards >= FEWEST_MULTIPLICATIONS else 0
