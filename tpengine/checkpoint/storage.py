@@ -1,7 +1,7 @@
 """Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
 
-A rank writes its blocks into one file, hashes it, and describes it as JSON. The first rank merges the descriptions into
-the index, writes the index last, and renames the checkpoint to its final name.
+A rank writes its blocks into one file, which is hashed meanwhile (tensor_file.py), and describes it as JSON. The first
+rank merges the descriptions into the index, writes the index last, and renames the checkpoint to its final name.
 
 The decision a reader will question: torch.distributed.checkpoint is not used. Its planners exchange by pickle who
 writes and reads what. Here that follows from the blocks and the index alone.
@@ -9,17 +9,14 @@ writes and reads what. Here that follows from the blocks and the index alone.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -29,26 +26,11 @@ from tpengine.checkpoint.index import (
     Index,
     Piece,
     TensorEntry,
-    hash_file,
     merged,
     unreadable,
     write_index,
 )
-
-_NAME_OF: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    }
-)
+from tpengine.checkpoint.tensor_file import DTYPE_NAMES, save_file
 
 
 class Writer:
@@ -90,12 +72,10 @@ class Writer:
         return {"tensors": tensors, "files": {name: asdict(self._write(path, contents))}}
 
     def _write(self, path: Path, contents: dict[str, torch.Tensor]) -> FileEntry:
-        save_file(contents, str(path))
-        # safetensors makes files readable for their owner only; here all who may read the directory may read them.
+        entry = save_file(contents, str(path))
+        # All who may read the directory may read its files, whatever the umask of this process.
         path.chmod(path.parent.stat().st_mode & 0o666)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return hash_file(path)
+        return entry
 
     def finish(self, written: Sequence[Mapping[str, Any]]) -> None:
         """Complete the checkpoint: on the first rank, once every rank has written.
@@ -175,9 +155,9 @@ def _key(name: str, block: Block) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name of a dtype."""
-    return _NAME_OF[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype that safetensors' name means."""
-    return next(dtype for dtype, its_name in _NAME_OF.items() if its_name == name)
+    return next(dtype for dtype, its_name in DTYPE_NAMES.items() if its_name == name)

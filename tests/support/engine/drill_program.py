@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import tpengine.checkpoint.storage as storage
+from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.plan import Action, Kind
 from tpengine.train import main
@@ -123,11 +124,12 @@ def main_with(accident: Accident) -> None:
 
     save_file = storage.save_file  # type: ignore[attr-defined]
 
-    def half_a_file(blocks: Mapping[str, torch.Tensor], path: str) -> None:
-        save_file(dict(blocks), path)
+    def half_a_file(blocks: Mapping[str, torch.Tensor], path: str) -> FileEntry:
+        entry = save_file(dict(blocks), path)
         if accident.mine and accident.what == "write":
             os.truncate(path, Path(path).stat().st_size // 2)
             die()
+        return entry
 
     storage.save_file = half_a_file  # type: ignore[attr-defined, assignment]
     run.Trainer = Endangered  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
 import tpengine.checkpoint.storage as storage
+from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
@@ -70,11 +71,12 @@ def steps_while_writing(config: Config) -> list[str]:
     gate = threading.Event()
     save_file = storage.save_file
 
-    def slow(blocks: Any, path: str) -> None:
+    def slow(blocks: Any, path: str) -> FileEntry:
         events.append("write begins")
         assert gate.wait(60), "training did not go on while a checkpoint was written"
-        save_file(blocks, path)
+        entry = save_file(blocks, path)
         events.append("write ends")
+        return entry
 
     storage.save_file = slow
     try:
@@ -185,12 +187,12 @@ def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, 
     save_file = storage.save_file
     saves = 0
 
-    def failing(blocks: Any, path: str) -> None:
+    def failing(blocks: Any, path: str) -> FileEntry:
         nonlocal saves
         saves += 1
         if saves in broken and trainer.mesh.at.pp == 1:
             raise OSError(28, "No space left on device")
-        save_file(blocks, path)
+        return save_file(blocks, path)
 
     storage.save_file = failing
     try:
