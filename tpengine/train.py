@@ -100,6 +100,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     """
     from tpengine.checkpoint.resume import find_checkpoint
     from tpengine.checkpoint.run_directory import open_run_dir
+    from tpengine.checkpoint.upload import check_program
     from tpengine.commands.arguments import parse_config
     from tpengine.config import phases_of
     from tpengine.data import open_corpora
@@ -120,6 +121,8 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     from tpengine.training.memory_limit import fitting_residency
 
     residency = fitting_residency(config, launch, device)
+    if launch.rank == 0:
+        check_program(config.train.after_checkpoint)
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
         for corpus in corpora:

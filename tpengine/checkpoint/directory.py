@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from tpengine.files import sync_directory
@@ -91,10 +92,15 @@ class CheckpointDirectory:
         sync_directory(self.path)
         return aside
 
-    def prune(self, keep: int, every: int = 0) -> None:
-        """Remove all complete checkpoints but the newest `keep` and, unless `every` is 0, those of its multiples."""
+    def prune(self, keep: int, every: int = 0, spared: Collection[int] = ()) -> None:
+        """Remove all complete checkpoints but the newest `keep`, the spared, and, unless `every` is 0, its multiples.
+
+        Args:
+            keep, every: see above.
+            spared: steps whose checkpoints somebody reads now; the next call may remove them.
+        """
         for step in self.steps()[:-keep]:
-            if not every or step % every:
+            if step not in spared and (not every or step % every):
                 self._remove(self.of_step(step))
 
     def clean(self) -> None:

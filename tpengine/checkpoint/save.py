@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Saver:
         directory: the run's checkpoints, the same directory on all ranks.
         keep: how many complete checkpoints to keep.
         keep_every: those of its multiples are kept besides; 0 for none.
+        told: see Writer.
 
     Attributes:
         directory: as given.
@@ -49,8 +50,14 @@ class Saver:
     Memory: a copy on the host of the blocks that this rank stores, reused from one checkpoint to the next.
     """
 
-    def __init__(self, directory: CheckpointDirectory, keep: int, keep_every: int = 0) -> None:
-        self.directory, self._keep, self._keep_every = directory, keep, keep_every
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        keep: int,
+        keep_every: int = 0,
+        told: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        self.directory, self._keep, self._keep_every, self._told = directory, keep, keep_every, told
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -109,6 +116,12 @@ class Saver:
         failure, self._failure = self._failure, None
         return failure
 
+    def is_writing(self, seconds: float = 0.0) -> bool:
+        """Return whether this rank's thread still writes after at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is not None and self._thread.is_alive()
+
     def _copy(self, name: str, block: Block) -> Block:
         place = _place(name, block)
         if place not in self._copies:
@@ -118,7 +131,7 @@ class Saver:
         return Block(self._copies[place], block.offset, block.global_shape)
 
     def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
-        writer = Writer(self.directory, self._step, state, self._keep, self._keep_every)
+        writer = Writer(self.directory, self._step, state, self._keep, self._keep_every, self._told)
         try:
             failure = self._write_together(writer, copies)
         except Exception as error:  # usually a peer is gone: the main thread notices that too, and reports it

@@ -10,7 +10,7 @@ writes and reads what. Here that follows from the blocks and the index alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,21 @@ class Writer:
         state: all that is not a tensor, as JSON; the first rank's is written.
         keep: how many checkpoints to keep, this one included.
         keep_every: those of its multiples are kept besides; 0 for none.
+        told: called on the first rank once the checkpoint is complete, before older ones are removed; returns the
+            steps of those that must stay for now.
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, step: int, state: Mapping[str, Any], keep: int, keep_every: int = 0
+        self,
+        directory: CheckpointDirectory,
+        step: int,
+        state: Mapping[str, Any],
+        keep: int,
+        keep_every: int = 0,
+        told: Callable[[int], Collection[int]] | None = None,
     ) -> None:
         self._directory, self._step, self._state, self._keep = directory, step, state, keep
-        self._keep_every = keep_every
+        self._keep_every, self._told = keep_every, told
 
     def write(self, name: str, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
         """Write a rank's blocks into the file `name`; without blocks write no file.
@@ -94,7 +102,8 @@ class Writer:
                 raise OSError(f"{name} is not what its rank has written")
         write_index(beside, Index(self._step, tensors, files, self._state))
         self._directory.complete(self._step)
-        self._directory.prune(self._keep, self._keep_every)
+        spared = self._told(self._step) if self._told is not None else ()
+        self._directory.prune(self._keep, self._keep_every, spared)
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:

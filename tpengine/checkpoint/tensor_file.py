@@ -64,7 +64,7 @@ def save_file(contents: Mapping[str, Tensor], path: str) -> FileEntry:
     with open(path, "wb", buffering=0) as file:
         _put(file, digest, memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
         for _, tensor in ordered:
-            _put(file, digest, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            _put(file, digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return FileEntry(_LENGTH_BYTES + len(text) + end, digest.hexdigest())
 

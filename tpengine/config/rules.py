@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -73,6 +74,7 @@ def validate(config: Config, world_size: int) -> Config:
     """
     _check_ranges(config)
     _check_evaluation(config)
+    _check_after_checkpoint(config.train)
     profiled_steps(config)
     _check_learning_rate(config)
     _check_model(config.model)
@@ -153,6 +155,28 @@ def _check_evaluation(config: Config) -> None:
                 f"train.{every} {asked} needs a held-out text: data.held_out_fraction is 0: use "
                 f"data.held_out_fraction {DataConfig().held_out_fraction}, or train.{every} 0"
             )
+
+
+def _check_after_checkpoint(train: TrainConfig) -> None:
+    command = train.after_checkpoint
+    if not command:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(
+            f"train.after_checkpoint must be a command: got {command!r}: {error}: use quotes as a shell has them"
+        ) from None
+    if not any("{path}" in word for word in words[1:]):
+        raise ValueError(
+            f"train.after_checkpoint must say where a checkpoint's path goes: got {command!r}: use "
+            f"'{' '.join(words) or 'COMMAND'} {{path}}'"
+        )
+    if not train.checkpoint_every:
+        raise ValueError(
+            f"train.after_checkpoint needs checkpoints: train.checkpoint_every is 0: use train.checkpoint_every "
+            f"{TrainConfig().checkpoint_every}, or no train.after_checkpoint"
+        )
 
 
 # Rank 0 holds the records of all ranks until the last recorded step.

@@ -138,6 +138,9 @@ class TrainConfig:
     """How many checkpoints are kept: the newest ones."""
     keep_every: int = 0
     """Checkpoints of steps that this divides are kept besides, for ever. 0 keeps none besides the newest."""
+    after_checkpoint: str = ""
+    """Command that rank 0 runs for each complete checkpoint, such as 'rclone copy {path} bucket:run': {path} is its
+    directory. One runs at a time, beside training; its failure is said and ends nothing. Empty runs none."""
     nonfinite_steps: int = 3
     """A step whose loss or gradient is not finite is skipped: it updates nothing. This many in a row end the run."""
     check_replicas_every: int = 20

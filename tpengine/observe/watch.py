@@ -140,6 +140,17 @@ class Watch:
         thread.start()
         thread.join(_KEEPING_SECONDS)
 
+    def seconds_left(self, most: float) -> float:
+        """Return how long this rank can stay after a request to stop: `most`, or less where torchrun will kill it."""
+        if not self.stop or self.parent is None or not self._torchrun_kills():
+            return most
+        return max(0.0, min(most, self._stopped_at + _TORCHRUN_SECONDS - self._clock()))
+
+    def _torchrun_kills(self) -> bool:
+        """Whether torchrun passes on the signal that this rank has heard, and so kills what is left 30 s later."""
+        passes_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _PASSED_ON).split(",")
+        return signal.Signals(self.stop).name in passes_on
+
     def leave_stopped(self, number: int, message: str) -> NoReturn:
         """Leave because some rank was asked to stop, with 128 + the signal; rank 0 prints the message. After saving."""
         self.leave(128 + number, message if self._rank == 0 else "")
@@ -221,8 +232,7 @@ class Watch:
         patience = self._patience_seconds()
         if now - moved_at > patience:
             self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")
-        passes_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _PASSED_ON).split(",")
-        if self.parent is not None and name in passes_on and now - self._stopped_at > _TORCHRUN_SECONDS:
+        if self.parent is not None and self._torchrun_kills() and now - self._stopped_at > _TORCHRUN_SECONDS:
             self.report_and_leave(f"{name}, and torchrun kills what is left 30 s after it")
 
     def _patience_seconds(self) -> float:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tpengine.checkpoint.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.upload import Uploads
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.amounts import amount_of
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks, Corpus
@@ -29,6 +30,7 @@ from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
+from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_phases, show_plan
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
@@ -92,13 +94,17 @@ def train(job: Job, watch: Watch) -> None:
     try:
         with _pulse(job, watch):
             # Keep no variable of the run here: it would keep the process groups alive until they are destroyed below.
-            _loop(_set_up(job, watch))
+            uploads = _loop(_set_up(job, watch))
     except RunError as error:
         # All ranks come here. Clear the traceback's frames first: they keep the process groups alive.
         traceback.clear_frames(error.__traceback__)
         _end_groups(watch)
         raise
     _end_groups(watch)
+    if uploads is not None:
+        # The other ranks have ended or end now: nobody waits for the last upload but rank 0.
+        watch.activity.begin("waiting for --train.after-checkpoint", timed=False)
+        uploads.finish()
 
 
 @contextlib.contextmanager
@@ -193,8 +199,11 @@ def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, b
     return partial(keep_last_words, trainer, peers, run_dir) if run_dir.is_dir() else lambda *_: None
 
 
-def _loop(run: _Run) -> None:
-    """Train the steps that are left, evaluate, and write their metrics; at the end show a sample; collective."""
+def _loop(run: _Run) -> Uploads | None:
+    """Train the steps that are left, evaluate, and write their metrics; at the end show a sample; collective.
+
+    Returns: what still runs --train.after-checkpoint.
+    """
     job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
     with open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
         say = partial(run.console.print, markup=False, highlight=False)
@@ -222,8 +231,8 @@ def _loop(run: _Run) -> None:
                 # Train.
                 profiler.begin(step)
                 begin = time.perf_counter()
-                result = trainer.train_step(step, partial(_figures, begin, job.device, watch, content))
-                seconds, memory, stop_signal, content_flag = result.largest
+                result = trainer.train_step(step, partial(_figures, begin, run))
+                seconds, memory, stop_signal, content_flag, is_writing = result.largest
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 now = time.perf_counter()
                 seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
@@ -252,10 +261,11 @@ def _loop(run: _Run) -> None:
                 if stop_signal:
                     pause.stop(step + 1, int(stop_signal))
                 held_out = pause.after(step + 1)
-                checkpoints.after_step(step + 1, held_out)
+                checkpoints.after_step(step + 1, held_out, bool(is_writing))
         profiler.finish()
-        _end_steps(run, held_out)
+        _end_steps(run, pause, held_out)
     _show_result(run, held_out)
+    return checkpoints.uploads
 
 
 @dataclass(frozen=True)
@@ -263,7 +273,7 @@ class _Pause:
     """Between two steps: evaluates and samples what is due, and leaves if it must; all methods are collective."""
 
     run: _Run
-    writer: MetricsWriter | None
+    writer: BackgroundWriter | None
     progress: ProgressLine
     profiler: Profiler
 
@@ -290,7 +300,15 @@ class _Pause:
         """Save, and leave."""
         self.progress.__exit__()
         self.profiler.finish()
-        message = self.run.checkpoints.save_and_say(num_steps, stop_signal, held_out)
+        self.leave(num_steps, stop_signal, held_out)
+
+    def leave(self, num_steps: int, stop_signal: int, held_out: float | None) -> NoReturn:
+        """Save, and leave, when nothing is shown or recorded any more."""
+        left = self.run.watch.seconds_left
+        message = self.run.checkpoints.save_and_say(num_steps, stop_signal, held_out, left)
+        if self.writer is not None:
+            self.run.trainer.activity.begin("writing what it measured", timed=False)
+            self.writer.flush()
         self.run.watch.leave_stopped(stop_signal, message)
 
     def _evaluate(self, num_steps: int) -> float | None:
@@ -312,14 +330,14 @@ class _Pause:
             self.stop(num_steps, int(stop_signal), held_out)
 
 
-def _write(writer: MetricsWriter | None, progress: ProgressLine, record: dict[str, Any]) -> None:
+def _write(writer: BackgroundWriter | None, progress: ProgressLine, record: dict[str, Any]) -> None:
     """Write a step's record, and show it."""
     if writer is not None:
         writer.write(record)
     progress.update(record)
 
 
-def _end_steps(run: _Run, held_out: float | None) -> None:
+def _end_steps(run: _Run, pause: _Pause, held_out: float | None) -> None:
     """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
@@ -327,8 +345,7 @@ def _end_steps(run: _Run, held_out: float | None) -> None:
     if content_flag:
         raise RunError(run.content.explain(int(content_flag)))
     if stop_signal:
-        message = checkpoints.save_and_say(run.job.config.train.steps, int(stop_signal), held_out)
-        watch.leave_stopped(int(stop_signal), message)
+        pause.leave(run.job.config.train.steps, int(stop_signal), held_out)
     watch.parting = checkpoints.where()
     watch.stoppable = False
 
@@ -361,7 +378,7 @@ def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:
 @contextlib.contextmanager
 def open_writer(
     trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
-) -> Iterator[MetricsWriter | None]:
+) -> Iterator[BackgroundWriter | None]:
     """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
 
     Raises:
@@ -384,13 +401,15 @@ def open_writer(
     problem = broadcast_json(problem)
     if problem:
         raise RunError(problem)
+    behind = None
     try:
         if writer is not None:
             _say_what_is_written(writer, console)
-        yield writer
+        behind = None if writer is None else BackgroundWriter(writer)
+        yield behind
     finally:
-        if writer is not None:
-            writer.close()
+        if behind is not None:
+            behind.close()
 
 
 def _say_what_will_happen(
@@ -480,6 +499,10 @@ def _keep_beginning(job: Job) -> None:
         hand_on(job.beginning[0].parent.parent, job.run_dir)
 
 
-def _figures(begin: float, device: torch.device, watch: Watch, content: ContentChecks) -> list[float]:
-    """Return what a rank tells the others at the end of a step: its seconds, peak memory, signal, and content flag."""
-    return [time.perf_counter() - begin, float(peak_memory_bytes(device)), float(watch.stop), float(content.flag)]
+def _figures(begin: float, run: _Run) -> list[float]:
+    """Return what a rank tells the others at the end of a step.
+
+    Its seconds, peak memory, signal, content flag, and whether it still writes a checkpoint.
+    """
+    memory, stop_signal, flag = peak_memory_bytes(run.job.device), run.watch.stop, run.content.flag
+    return [time.perf_counter() - begin, float(memory), float(stop_signal), float(flag), run.checkpoints.is_writing]

@@ -45,12 +45,12 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
     length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
-    which checkpoints stay, and how documents lie in sequences.
+    which checkpoints stay, how documents lie in sequences, and what is run for a checkpoint.
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 63
+    assert len(names) <= 64
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,10 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"eval_every": -1}, 1, ["eval_every must be at least 0", "-1"]),
     ({"eval_every": 5, "eval_micro_batches": 0}, 1, ["eval_every 5", "eval_micro_batches 0", "use", "16"]),
     ({"eval_every": 5, "held_out_fraction": 0.0}, 1, ["eval_every 5", "held_out_fraction is 0", "use", "0.05"]),
+    ({"after_checkpoint": "cp 'x {path}"}, 1, ["after_checkpoint", "cp 'x {path}", "No closing quotation", "quotes"]),
+    ({"after_checkpoint": "cp x"}, 1, ["after_checkpoint", "'cp x'", "'cp x {path}'"]),
+    ({"after_checkpoint": " "}, 1, ["after_checkpoint", "' '", "'COMMAND {path}'"]),
+    ({"after_checkpoint": "cp {path}", "checkpoint_every": 0}, 1, ["after_checkpoint", "checkpoint_every is 0", "100"]),
     ({"sample_every": 5, "sample_tokens": 0}, 1, ["sample_every 5", "sample_tokens 0", "use", "200"]),
     ({"held_out_fraction": 1.0}, 1, ["held_out_fraction must be", "1.0"]),
     ({"held_out_fraction": -0.1}, 1, ["held_out_fraction must be at least 0", "-0.1"]),

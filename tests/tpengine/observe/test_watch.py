@@ -338,6 +338,22 @@ def test_torchruns_limit_is_kept_where_torchrun_sent_the_signal(
     assert left_at(watch, now, 200) == (128 if leaves else None)
 
 
+@pytest.mark.parametrize(
+    ("number", "has_torchrun", "seconds"),
+    [(signal.SIGTERM, True, 17.0), (signal.SIGTERM, False, 60.0), (signal.SIGUSR1, True, 60.0), (0, True, 60.0)],
+)
+def test_who_must_leave_before_torchrun_kills_knows_how_long_it_can_stay(
+    monkeypatch: pytest.MonkeyPatch, number: int, has_torchrun: bool, seconds: float
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    watch, now, _ = stopped_watch(monkeypatch, 0.5, signal.SIGTERM)
+    watch.stop, watch.parent = number, os.getppid() if has_torchrun else None
+    now[0] = watch._stopped_at + 10
+    assert watch.seconds_left(60.0) == seconds and watch.seconds_left(3.0) == 3.0
+    now[0] += 100
+    assert watch.seconds_left(60.0) == (0.0 if seconds == 17.0 else 60.0)
+
+
 def test_a_rank_moves_if_it_begins_another_thing_or_waits_for_nobody() -> None:
     watch = Watch(0, Activity())
     watch.activity.begin("0F0")

@@ -7,6 +7,8 @@ import secrets
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +18,18 @@ import torch.distributed as dist
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.upload import Uploads
 from tpengine.distributed.messages import all_gather_json, broadcast_json
+from tpengine.distributed.process import max_over_ranks
 from tpengine.training.state.state_check import check_finite, check_replicas
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import RunError, Trainer
 
+# Training waits for storage for no more than these seconds and this share of its time, all in all: a checkpoint that is
+# nearly written is not worth leaving out the next.
+_MOST_WAITING_SECONDS, _MOST_WAITING_SHARE = 5.0, 0.02
+# After a request to stop, an upload command has so long.
+_UPLOAD_SECONDS = 60.0
 # How long a failed rank waits for a checkpoint that is being written; if a peer is gone, writing fails much sooner.
 _LAST_WRITE_SECONDS = 10.0
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
@@ -33,6 +42,10 @@ class RunCheckpoints:
         trainer: has the state that is saved.
         run_dir: the run's directory on rank 0; None elsewhere.
 
+    Attributes:
+        uploads: runs --train.after-checkpoint on rank 0; None elsewhere, and without it. Whoever has left the context
+            without an error finishes it.
+
     Raises:
         RunError: on all ranks alike: checkpoints are asked for, and rank 0 cannot write to its directory or a rank does
             not see it.
@@ -43,11 +56,18 @@ class RunCheckpoints:
         self._saved_step: int | None = None
         self._failure: str | None = None
         self._saver: Saver | None = None
+        self.uploads: Uploads | None = None
+        self._began_at, self._waited_seconds = time.monotonic(), 0.0
         if self._train.checkpoint_every:
-            train = self._train
-            self._saver = Saver(_agree_on_directory(run_dir), train.keep_checkpoints, train.keep_every)
+            train, directory = self._train, _agree_on_directory(run_dir)
+            if train.after_checkpoint and run_dir is not None:
+                self.uploads = Uploads(train.after_checkpoint, directory, run_dir, _say)
+            told = None if self.uploads is None else self.uploads.offer
+            self._saver = Saver(directory, train.keep_checkpoints, train.keep_every, told)
 
     def __enter__(self) -> RunCheckpoints:
+        if self.uploads is not None:
+            self.uploads.offer_again()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -58,30 +78,52 @@ class RunCheckpoints:
             # This rank has failed, and its report names the current activity, so keep that. Wait a little, so that the
             # ranks that are alive can complete the checkpoint.
             self._saver.wait(_LAST_WRITE_SECONDS)
+        if kind is not None and self.uploads is not None:
+            self.uploads.finish(0.0)
 
-    def after_step(self, num_steps: int, held_out_loss: float | None = None) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes the checkpoint before."""
+        return self._saver is not None and self._saver.is_writing()
+
+    def after_step(self, num_steps: int, held_out_loss: float | None = None, is_writing: bool = False) -> None:
         """Begin to save if a checkpoint is due; otherwise compare replicas if that is due.
+
+        Training does not wait for storage: a checkpoint that is due while the one before is still being written is left
+        out, unless it is the last, or the one before is complete in a moment.
 
         Args:
             num_steps: steps that are done.
             held_out_loss: of the weights that are saved; None where this step is not evaluated. The index keeps it.
+            is_writing: whether some rank's `is_writing` was true at the end of the step, the same on all ranks; without
+                it this waits for the checkpoint before.
 
         Raises:
             RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
         """
         every = self._train.checkpoint_every
         if every and (num_steps % every == 0 or num_steps == self._train.steps):
+            if is_writing and num_steps != self._train.steps and self._must_leave_out(num_steps):
+                return
             self._save(num_steps, held_out_loss)
         elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
             self._trainer.activity.begin("comparing replicas")
             check_replicas(self._trainer, num_steps, masters_only=True)
 
-    def save_and_say(self, num_steps: int, stop_signal: int, held_out_loss: float | None = None) -> str:
-        """Save now, because a signal asked the run to stop, and wait until it is on disk.
+    def save_and_say(
+        self,
+        num_steps: int,
+        stop_signal: int,
+        held_out_loss: float | None = None,
+        seconds_left: Callable[[float], float] = lambda most: most,
+    ) -> str:
+        """Save now, because a signal asked the run to stop, and wait until it is on disk and uploaded.
 
         Args:
             num_steps, held_out_loss: as `after_step`.
             stop_signal: what asked.
+            seconds_left: returns how long this rank can stay, at most as long as it is given: rank 0 waits no longer
+                for the upload command, and all others wait for rank 0.
 
         Returns:
             The message for the user.
@@ -96,6 +138,12 @@ class RunCheckpoints:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
         self._save(num_steps, held_out_loss)
         self.wait()
+        if self._train.after_checkpoint:
+            self._trainer.activity.begin("waiting for --train.after-checkpoint", timed=False)
+            if self.uploads is not None:
+                self.uploads.finish(seconds_left(_UPLOAD_SECONDS))
+            # Who leaves first has torchrun end the others.
+            broadcast_json(None)
         return f"{done}{self.where()}"
 
     def save_before_leaving(self, num_steps: int) -> str:
@@ -127,6 +175,22 @@ class RunCheckpoints:
         """
         if self._failure is not None:
             raise RunError(f"the last checkpoint must be written: {self._failure}{self.where()}")
+
+    def _must_leave_out(self, num_steps: int) -> bool:
+        """Wait a moment for the checkpoint before; return whether some rank still writes it; collective."""
+        assert self._saver is not None
+        self._trainer.activity.begin("waiting for the checkpoint before", timed=False)
+        begin = time.monotonic()
+        most = _MOST_WAITING_SECONDS + _MOST_WAITING_SHARE * (begin - self._began_at)
+        is_writing = self._saver.is_writing(max(0.0, most - self._waited_seconds))
+        (anybody_writes,) = max_over_ranks([float(is_writing)], self._trainer.device)
+        self._waited_seconds += time.monotonic() - begin
+        if anybody_writes and dist.get_rank() == 0:
+            _say(
+                f"the checkpoint of step {num_steps} is left out: the one before is still being written, as storage is "
+                f"slower than --train.checkpoint-every {self._train.checkpoint_every}"
+            )
+        return bool(anybody_writes)
 
     def _save(self, num_steps: int, held_out_loss: float | None) -> None:
         assert self._saver is not None
@@ -161,11 +225,12 @@ class RunCheckpoints:
         self._failure = failure
         self._saved_step = None
         if dist.get_rank() == 0:
-            print(
-                f"tpengine: a checkpoint could not be written: {failure}{self.where()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"a checkpoint could not be written: {failure}{self.where()}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed
+        print(f"tpengine: {line}", file=sys.stderr, flush=True)
 
 
 def _agree_on_directory(run_dir: Path | None) -> CheckpointDirectory:
