@@ -65,6 +65,7 @@ class Uploads:
         self._running: int | None = None
         self._waiting: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._newest: int | None = None
         self._is_closed = False
 
     def offer_again(self) -> None:
@@ -83,7 +84,7 @@ class Uploads:
         with self._lock:
             if self._is_closed:
                 return frozenset()
-            left_out, self._waiting = self._waiting, step
+            left_out, self._waiting, self._newest = self._waiting, step, step
             if self._running is None and left_out is None:
                 threading.Thread(target=self._work, name="tpengine-upload", daemon=True).start()
             running = frozenset() if self._running is None else frozenset([self._running])
@@ -93,14 +94,14 @@ class Uploads:
         return running
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait for the command of the newest checkpoint, and say what became of it; then run no more.
+        """Wait for what runs and what waits, and say what became of the newest; then run no more.
 
         Args:
             seconds: after these a command that runs is ended; None for no limit.
         """
         with self._lock:
-            newest = self._waiting or self._running
-            if newest is not None and seconds != 0:
+            newest = self._newest
+            if newest is not None and not self._is_idle() and seconds != 0:
                 self._say(f"waiting for {_FLAG} of {self._directory.of_step(newest).name}")
             if not self._lock.wait_for(self._is_idle, seconds):
                 self._close()

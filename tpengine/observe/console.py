@@ -73,6 +73,8 @@ def show_plan(
         lines.append(("threads", f"{torch.get_num_threads()} per rank{share}"))
     lines.append(("exchange", exchange))
     lines.append(("output", str(run_dir)))
+    if train.after_checkpoint:
+        lines.append(("upload", f"{train.after_checkpoint!r} for each checkpoint, on rank 0"))
     for name, text in lines:
         console.print(f"{name:10}{text}", markup=False, highlight=False)
 

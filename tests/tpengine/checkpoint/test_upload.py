@@ -64,7 +64,8 @@ def test_a_command_runs_for_each_checkpoint_and_is_noted(run: Run) -> None:
         assert not uploads.offer(step) - {1}
         until(lambda step=step: step in done_steps(run.path / JOURNAL))
     uploads.finish()
-    assert run.lines("uploaded") == ["tensors of 1", "tensors of 2"] and not run.said
+    assert run.lines("uploaded") == ["tensors of 1", "tensors of 2"]
+    assert run.said == ["--train.after-checkpoint of step-00000002 is done"]
     rows = [json.loads(line) for line in run.lines(JOURNAL)]
     assert [(row["step"], row["exit_code"], row["text"]) for row in rows] == [
         (1, 0, "{not a place}"),

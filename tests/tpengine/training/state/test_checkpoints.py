@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
 import tpengine.checkpoint.storage as storage
+import tpengine.training.state.checkpoints as run_checkpoints
 from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
@@ -97,6 +99,57 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks: RankPool, tmp_pat
     for events in ranks.run(steps_while_writing, 2, config_saving(1, tmp_path, steps=3)):
         assert events.index("step 1") < events.index("step 2") < events.index("write ends")
         assert events.count("write ends") == 3
+
+
+def steps_on_slow_storage(config: Config, seconds: float) -> tuple[list[str], list[int]]:
+    """Hold back writes until step 4 is done or somebody waits for them; return what happened in which order.
+
+    Args: seconds: for how long training may wait for storage.
+    """
+    trainer, checkpoints = prepared(config)
+    events: list[str] = []
+    gate = threading.Event()
+    save_file = storage.save_file
+
+    def slow(blocks: Any, path: str) -> FileEntry:
+        events.append("write begins")
+        while not gate.wait(0.01):
+            if seconds and trainer.activity.now.what == "waiting for the checkpoint before":
+                gate.set()
+        entry = save_file(blocks, path)
+        events.append("write ends")
+        return entry
+
+    storage.save_file = slow
+    with (
+        patch.object(run_checkpoints, "_MOST_WAITING_SECONDS", seconds),
+        patch.object(run_checkpoints, "_MOST_WAITING_SHARE", 0.0),
+        checkpoints,
+    ):
+        for step in range(config.train.steps):
+            result = trainer.train_step(step, lambda: [float(checkpoints.is_writing)])
+            events.append(f"step {step + 1}")
+            if step == 3 and not seconds:
+                gate.set()
+                checkpoints.wait()
+            checkpoints.after_step(step + 1, is_writing=bool(result.largest[0]))
+    storage.save_file = save_file
+    return events, checkpoints_of(config.run_dir).steps()
+
+
+def test_training_does_not_wait_for_slow_storage(ranks: RankPool, tmp_path: Path) -> None:
+    """Checkpoints that are due while the first is being written are left out; the last never is. Proved by order."""
+    for events, steps in ranks.run(steps_on_slow_storage, 2, config_saving(1, tmp_path, keep=9), 0.0):
+        assert events[0] == "step 1" and events.index("write begins") < events.index("step 4")
+        assert events.index("step 4") < events.index("write ends")
+        assert steps == [1, 4, 5]
+
+
+def test_a_checkpoint_that_is_nearly_written_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    """Storage is ready in the moment in which the second is due, and no checkpoint is left out."""
+    for events, steps in ranks.run(steps_on_slow_storage, 2, config_saving(1, tmp_path, keep=9), 60.0):
+        assert events.index("step 2") < events.index("write ends")
+        assert steps == [1, 2, 3, 4, 5]
 
 
 def stop_now(config: Config) -> list[str]:
