@@ -1,13 +1,14 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
-from tpengine.data.content_check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
 from tpengine.data.corpora import for_phase, open_corpora
+from tpengine.data.files.content_check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
+from tpengine.data.files.stored_tokens import StoredTokens
+from tpengine.data.files.token_file import TokenFile, open_tokens
+from tpengine.data.files.writing import write_tokens
 from tpengine.data.order import permute
 from tpengine.data.position import Position
 from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
-from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.text.sources import stdlib_text
-from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
     "CPU_SHARE",

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data.content_hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
-from tpengine.data.documents import DocumentTokens
+from tpengine.data.files.content_hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
+from tpengine.data.files.documents import DocumentTokens
+from tpengine.data.files.stored_tokens import StoredTokens, Tokens
+from tpengine.data.files.token_file import TokenFile, check_tokens, open_tokens
 from tpengine.data.order import permute
-from tpengine.data.stored_tokens import StoredTokens, Tokens
 from tpengine.data.text.sources import stdlib_text
-from tpengine.data.token_file import TokenFile, check_tokens, open_tokens
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.stored_tokens import OpenFile, StoredTokens
+from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
 
 _START = np.dtype("<u8")
 # Numbers that one read of the search takes: below that a system call costs more than what it brings.

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tpengine.data.stored_tokens import StoredTokens
+from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.files import write_beside
 
 _PIECE_BYTES = 1 << 20

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from tpengine.data.stored_tokens import FileIdentity, StoredTokens
-from tpengine.data.token_file import TokenFile
+from tpengine.data.files.stored_tokens import FileIdentity, StoredTokens
+from tpengine.data.files.token_file import TokenFile
 
 # Share of one core's time. On CPUs the ranks of a host use all of it, and a step takes as long as on its slowest rank:
 # 0.3 % reads 4 MB/s on an AMD EPYC. Beside a GPU cores are idle: 5 % reads 65 MB/s, little for a shared file system.
