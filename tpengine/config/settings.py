@@ -156,7 +156,8 @@ class DataConfig:
     """What is trained on."""
 
     path: str = "stdlib"
-    """Token file (see `tpengine data`), or "stdlib": the top-level *.py files of Python's standard library."""
+    """Token files (see `tpengine data`): a file, a directory, a glob, or several with commas between; or "stdlib":
+    the top-level *.py files of Python's standard library."""
     held_out_fraction: float = 0.05
     """Share of the tokens, at the end of the text, that is never trained on."""
     packing: Literal["cut", "documents"] = "cut"

@@ -1,7 +1,8 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
 from tpengine.data.corpora import for_phase, open_corpora
-from tpengine.data.files.content_check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
+from tpengine.data.files.content.check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
+from tpengine.data.files.source import Source, open_source
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TokenFile, open_tokens
 from tpengine.data.files.writing import write_tokens
@@ -18,6 +19,7 @@ __all__ = [
     "Corpus",
     "Position",
     "Samples",
+    "Source",
     "StoredTokens",
     "TokenFile",
     "batch_digest",
@@ -25,6 +27,7 @@ __all__ = [
     "for_phase",
     "open_corpora",
     "open_corpus",
+    "open_source",
     "open_tokens",
     "permute",
     "stdlib_text",

@@ -10,16 +10,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data.files.content_hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
+from tpengine.data.files.content.hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.stored_tokens import StoredTokens, Tokens
-from tpengine.data.files.token_file import TokenFile, check_tokens, open_tokens
+from tpengine.data.files.source import open_text
+from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
+from tpengine.data.files.stored_tokens import StoredTokens
+from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.order import permute
 from tpengine.data.text.sources import stdlib_text
 
@@ -56,7 +58,7 @@ class Samples:
             next document becomes IGNORED_LABEL.
     """
 
-    tokens: StoredTokens | Tokens
+    tokens: TextTokens
     seq_len: int
     vocab_size: int
     ignore_token: int | None = None
@@ -86,7 +88,8 @@ class Samples:
             )
         starts = self._windows(samples) * self.seq_len
         text = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()])
-        check_tokens(text, self.vocab_size, "model.vocab_size")
+        if text.max() >= self.vocab_size:
+            raise ValueError(self._beyond(text, starts))
         tokens, labels = text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
         if self.ignore_token is not None:
             labels[labels == self.ignore_token] = IGNORED_LABEL
@@ -111,6 +114,20 @@ class Samples:
         assert isinstance(self.tokens, HasDocuments), "packed samples have documents"
         ends = [(first + 1, first + self.seq_len + 1) for first in windows.tolist()]
         return [self.tokens.document_starts(first, end) - (first - 1) for first, end in ends]
+
+    def _beyond(self, text: NDArray[Any], starts: NDArray[np.int64]) -> str:
+        """Say which token of windows is beyond the vocabulary, and where the first one is."""
+        rows, columns = np.nonzero(text >= self.vocab_size)
+        first, largest = int(text[rows[0], columns[0]]), int(text.max())
+        place = int(starts[rows[0]] + columns[0])
+        where = f"token {place} of the text"
+        if not isinstance(self.tokens, np.ndarray):
+            path, number = self.tokens.where(place)
+            where = f"token {number} of {path}"
+        return (
+            f"tokens must be at least 0 and below model.vocab_size: got {largest}, model.vocab_size {self.vocab_size}; "
+            f"the first beyond it, {first}, is {where}: use model.vocab_size {largest + 1} or other text"
+        )
 
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The window of each sample; each pass over the text has an order of its own over all windows."""
@@ -144,7 +161,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Return a line that identifies a text: number, dtype and vocabulary of the tokens, and their hash."""
-        tokens, vocab_size, sha256, about = self.text
+        tokens, vocab_size, sha256, about, _ = self.text
         documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
         return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
 
@@ -197,7 +214,7 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     Raises: ValueError: an unreadable or damaged token file, a vocabulary larger than the model's, too little text.
     """
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
-    text = _stdlib_tokens() if data.path == "stdlib" else open_tokens(data.path)
+    text = _stdlib_tokens() if data.path == "stdlib" else open_text(data.path)
     if text.vocab_size > vocab_size:
         remedy = f"use model.vocab_size {text.vocab_size}"
         if config.model.path:
@@ -207,13 +224,16 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
             f"{text.vocab_size}: {remedy}"
         )
     num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
-    if isinstance(text.tokens, DocumentTokens):
+    if isinstance(text.tokens, DocumentTokens | DocumentSourceTokens):
         num_train = _whole_documents(text.tokens, num_train)
     train_tokens, held_out_tokens = _cut(text.tokens, num_train)
     packs = data.packing == "documents"
     if packs and not isinstance(text.tokens, HasDocuments):
+        where = data.path
+        if isinstance(text.tokens, SourceTokens):
+            where = str(next(file.path for file in text.tokens.files if file.starts is None))
         raise ValueError(
-            f"--data.packing documents needs to know where documents begin: {data.path} does not say: write it again "
+            f"--data.packing documents needs to know where documents begin: {where} does not say: write it again "
             "with tpengine data, or use --data.packing cut"
         )
     train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed, packs=packs)
@@ -250,7 +270,7 @@ def _stdlib_tokens() -> TokenFile:
     return TokenFile(text, int(text.max()) + 1, hashlib.sha256(text.tobytes()).hexdigest())
 
 
-def _whole_documents(tokens: DocumentTokens, num_train: int) -> int:
+def _whole_documents(tokens: DocumentTokens | DocumentSourceTokens, num_train: int) -> int:
     """Return where the held-out text begins: with the last document that begins at or before token `num_train`.
 
     Where that is the first, the first one behind it; a file of one document is cut inside it.
@@ -262,8 +282,8 @@ def _whole_documents(tokens: DocumentTokens, num_train: int) -> int:
     return next((int(start[0]) for start in (before, after) if len(start) and start[0]), num_train)
 
 
-def _cut(tokens: StoredTokens | Tokens, place: int) -> tuple[StoredTokens | Tokens, StoredTokens | Tokens]:
-    if isinstance(tokens, StoredTokens):
+def _cut(tokens: TextTokens, place: int) -> tuple[TextTokens, TextTokens]:
+    if isinstance(tokens, StoredTokens | SourceTokens):
         return tokens.part(0, place), tokens.part(place, len(tokens))
     return tokens[:place], tokens[place:]
 

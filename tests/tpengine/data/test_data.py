@@ -251,7 +251,10 @@ def test_ignored_tokens_leave_the_labels_only() -> None:
 def test_a_token_beyond_the_vocabulary_is_found_when_read() -> None:
     samples = replace(counting(100, 8), vocab_size=50)
     samples.batch(0, 6)
-    with pytest.raises(ValueError, match=r"below model.vocab_size: got 56, model.vocab_size 50: use .* 57"):
+    with pytest.raises(
+        ValueError,
+        match=r"vocab_size: got 56, model.vocab_size 50; the first beyond it, 50, is token 50 of the text: use .* 57",
+    ):
         samples.batch(6, 1)
 
 

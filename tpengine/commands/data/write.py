@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.data import write_tokens
-from tpengine.data.files.token_file import About
+from tpengine.data.files.one_file import About
 from tpengine.data.text.documents import Documents
 from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Lengths, bytes_of, tokens_of
 from tpengine.data.text.sources import find_files

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,67 @@ _START = np.dtype("<u8")
 _NUMBERS_AT_ONCE = 64
 
 
-class DocumentStarts:
-    """The number of the first token of each document of a file, ascending; the first is 0.
+class Starts(ABC):
+    """The number of the first token of each document of a text, ascending; the first is 0.
+
+    Documents without tokens are in some formats: two starts may be equal, and the last ones the text's end.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of documents."""
+
+    @abstractmethod
+    def __getitem__(self, place: slice) -> NDArray[np.int64]:
+        """Read starts[begin:end].
+
+        Raises: ValueError: it cannot be read, or is no list of starts.
+        """
+
+    def first_at_or_after(self, token: int) -> int:
+        """Return the number of the first document that begins at a token or after it; the count if none does."""
+        low, high = 0, len(self)
+        while high - low > _NUMBERS_AT_ONCE:
+            middle = (low + high) // 2
+            if int(self[middle : middle + 1][0]) < token:
+                low = middle + 1
+            else:
+                high = middle
+        return low + int(np.searchsorted(self[low:high], token))
+
+    def between(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return all starts in [begin, end), ascending, each once.
+
+        Raises: ValueError: as for a slice; starts that do not ascend.
+        """
+        if end <= begin:
+            return np.empty(0, dtype=np.int64)
+        first = self.first_at_or_after(begin)
+        found = self[first : first + _NUMBERS_AT_ONCE]
+        while len(found) and found[-1] < end and first + len(found) < len(self):
+            found = np.concatenate([found, self[first + len(found) : first + 2 * len(found)]])
+        self.check_ascending(found, first)
+        found = found[: int(np.searchsorted(found, end))]
+        return found[np.diff(found, prepend=-1) > 0]
+
+    def check_ascending(self, starts: NDArray[np.int64], first: int) -> None:
+        """Raise ValueError if starts[first], ... are not ascending; the place is said."""
+        falls = np.flatnonzero(np.diff(starts) < 0)
+        if len(falls):
+            at = int(falls[0])
+            raise ValueError(
+                f"documents must begin one behind the other: {self.path}: document {first + at} begins at token "
+                f"{starts[at]} and the next one at {starts[at + 1]}: the file is damaged, write or copy it again"
+            )
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The file that has them."""
+
+
+class DocumentStarts(Starts):
+    """Starts as our own files have them.
 
     Args:
         file: the open file.
@@ -32,27 +93,11 @@ class DocumentStarts:
         return len(self._tokens)
 
     def __getitem__(self, place: slice) -> NDArray[np.int64]:
-        """Read starts[begin:end]."""
         return self._tokens[place].astype(np.int64)
 
-    def first_at_or_after(self, token: int) -> int:
-        """Return the number of the first document that begins at a token or after it; the count if none does."""
-        low, high = 0, len(self)
-        while high - low > _NUMBERS_AT_ONCE:
-            middle = (low + high) // 2
-            if int(self[middle : middle + 1][0]) < token:
-                low = middle + 1
-            else:
-                high = middle
-        return low + int(np.searchsorted(self[low:high], token))
-
-    def between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return all starts in [begin, end)."""
-        first = self.first_at_or_after(begin)
-        found = self[first : first + _NUMBERS_AT_ONCE]
-        while len(found) and found[-1] < end and first + len(found) < len(self):
-            found = np.concatenate([found, self[first + len(found) : first + 2 * len(found)]])
-        return found[: int(np.searchsorted(found, end))]
+    @property
+    def path(self) -> Path:
+        return self._tokens.file.path
 
 
 class DocumentTokens(StoredTokens):
@@ -65,10 +110,10 @@ class DocumentTokens(StoredTokens):
     """
 
     def __init__(
-        self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int, starts: DocumentStarts, first: int = 0
+        self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int, starts: Starts, first: int = 0
     ) -> None:
-        super().__init__(file, dtype, offset, count)
-        self.starts, self.first = starts, first
+        super().__init__(file, dtype, offset, count, first)
+        self.starts = starts
 
     def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the first tokens of all documents that begin in [begin, end), ascending."""
@@ -77,5 +122,4 @@ class DocumentTokens(StoredTokens):
     def part(self, begin: int, end: int) -> DocumentTokens:
         """Return tokens[begin:end] without reading them."""
         plain = super().part(begin, end)
-        begin = slice(begin, end).indices(len(self))[0]
-        return DocumentTokens(self.file, self.dtype, plain.offset, len(plain), self.starts, self.first + begin)
+        return DocumentTokens(self.file, self.dtype, plain.offset, len(plain), self.starts, plain.first)

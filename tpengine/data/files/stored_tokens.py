@@ -6,8 +6,11 @@ ends without a message. A read can report the error in one line, and is about as
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.unsignedinteger[Any]]
+
+# A quarter of what systems allow a process, 1,024 mostly.
+_MOST_OPEN = 256
 
 
 class FileIdentity(NamedTuple):
@@ -26,8 +32,30 @@ class FileIdentity(NamedTuple):
     inode: int
 
 
+class _Descriptor:
+    """What the system knows an open file by; -1 while it is closed.
+
+    Attributes:
+        users: reads that are under way; it is not closed meanwhile.
+    """
+
+    __slots__ = ("number", "users")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.users = number, 0
+
+
+# Files are read by the trainer, by the thread that reads ahead and by the one that checks contents.
+_LOCK = threading.RLock()
+# What is open, the one used longest ago first.
+_OPEN: OrderedDict[int, _Descriptor] = OrderedDict()
+
+
 class OpenFile:
-    """A file held open for reading while this object lives: a file renamed over its name does not affect it.
+    """A file for reading, while this object lives.
+
+    A file that is renamed over its name does not affect it. Of very many files, those that were used longest ago are
+    closed and opened again when they are needed: then the name must still be that of the same file.
 
     Args: path: the file.
     Raises: OSError: it cannot be opened.
@@ -35,15 +63,23 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        status = os.fstat(self._descriptor.number)
+        self._is = status.st_dev, status.st_ino
+        weakref.finalize(self, _close, self._descriptor)
+        with _LOCK:
+            _used_now(self._descriptor)
 
     def __reduce__(self) -> str:
         raise TypeError(f"an open file cannot be copied to another process: open {self.path} there")
 
     def identity(self) -> FileIdentity:
         """Return size, time of the last change and inode, as they are now."""
-        status = os.fstat(self._descriptor)
+        number = self._take()
+        try:
+            status = os.fstat(number)
+        finally:
+            self._give()
         return FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
@@ -51,13 +87,59 @@ class OpenFile:
 
         Raises: OSError: it cannot be read.
         """
-        content = os.pread(self._descriptor, num_bytes, offset)
-        while 0 < len(content) < num_bytes:
-            more = os.pread(self._descriptor, num_bytes - len(content), offset + len(content))
-            if not more:
-                break
-            content += more
+        number = self._take()
+        try:
+            content = os.pread(number, num_bytes, offset)
+            while 0 < len(content) < num_bytes:
+                more = os.pread(number, num_bytes - len(content), offset + len(content))
+                if not more:
+                    break
+                content += more
+        finally:
+            self._give()
         return content
+
+    def _take(self) -> int:
+        """Return the descriptor, which stays open until `_give`."""
+        with _LOCK:
+            if self._descriptor.number < 0:
+                number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                status = os.fstat(number)
+                if (status.st_dev, status.st_ino) != self._is:
+                    os.close(number)
+                    raise OSError(errno.ESTALE, "was replaced by another file while it was in use", str(self.path))
+                self._descriptor.number = number
+            self._descriptor.users += 1
+            _used_now(self._descriptor)
+            return self._descriptor.number
+
+    def _give(self) -> None:
+        with _LOCK:
+            self._descriptor.users -= 1
+
+
+def _used_now(descriptor: _Descriptor) -> None:
+    """Note a use; close what was used longest ago if too much is open. The caller has the lock."""
+    _OPEN[id(descriptor)] = descriptor
+    _OPEN.move_to_end(id(descriptor))
+    if len(_OPEN) <= _MOST_OPEN:
+        return
+    # Of a copy: whatever is dropped meanwhile takes itself out.
+    idle = next((key for key in list(_OPEN) if not _OPEN[key].users and _OPEN[key] is not descriptor), None)
+    if idle is not None:
+        surplus = _OPEN.pop(idle)
+        os.close(surplus.number)
+        surplus.number = -1
+
+
+def _close(descriptor: _Descriptor) -> None:
+    """Close a file that nobody holds any more."""
+    # This may run inside any line of a thread that has the lock.
+    with _LOCK:
+        _OPEN.pop(id(descriptor), None)
+        number, descriptor.number = descriptor.number, -1
+    if number >= 0:
+        os.close(number)
 
 
 class StoredTokens:
@@ -68,12 +150,13 @@ class StoredTokens:
         dtype: of a token.
         offset: of the first token, in bytes.
         count: number of tokens.
+        first: number, in the file, of the first token here.
 
     Cost: a slice is one system call and a copy: 10 us for 2,049 tokens in the page cache.
     """
 
-    def __init__(self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
-        self.file, self.dtype = file, dtype
+    def __init__(self, file: OpenFile, dtype: np.dtype[Any], offset: int, count: int, first: int = 0) -> None:
+        self.file, self.dtype, self.first = file, dtype, first
         self.offset, self._count = offset, count
 
     def __len__(self) -> int:
@@ -92,7 +175,12 @@ class StoredTokens:
     def part(self, begin: int, end: int) -> StoredTokens:
         """Return tokens[begin:end] without reading them."""
         begin, end, _ = slice(begin, end).indices(self._count)
-        return StoredTokens(self.file, self.dtype, self.offset + begin * self.dtype.itemsize, max(0, end - begin))
+        offset = self.offset + begin * self.dtype.itemsize
+        return StoredTokens(self.file, self.dtype, offset, max(0, end - begin), self.first + begin)
+
+    def where(self, token: int) -> tuple[Path, int]:
+        """Return the file that a token is in, and its number there."""
+        return self.file.path, self.first + token
 
     def pieces(self, num_tokens: int) -> Iterator[bytes]:
         """Yield all tokens as bytes, in pieces of `num_tokens`.

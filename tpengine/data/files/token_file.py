@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.data.files.documents import DocumentStarts, DocumentTokens
+from tpengine.data.files.one_file import About, check_pieces
+from tpengine.data.files.source_tokens import SourceTokens
 from tpengine.data.files.stored_tokens import OpenFile, StoredTokens, Tokens
 
 MAGIC, VERSION, WITH_DOCUMENTS = b"TPTOKENS", 1, 2
@@ -35,35 +37,23 @@ START = np.dtype("<u8")
 DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
+TextTokens = StoredTokens | SourceTokens | Tokens
+
+
 class TokenFile(NamedTuple):
     """Tokens, the number of values they can take, and the SHA-256 that the file gives for them; empty if it gives none.
 
     Tokens of a file are read when they are sliced: `tokens[:]` reads all.
+
+    A source of several files, or of others' (source.py), is one too: its vocabulary is 0 if no file says one, its hash
+    is of what identifies the files, and `parts` are those whose content has a hash.
     """
 
-    tokens: StoredTokens | Tokens
+    tokens: TextTokens
     vocab_size: int
     sha256: str = ""
     about: About | None = None
-
-
-class About(NamedTuple):
-    """What a token file of version 2 says besides.
-
-    Attributes:
-        begin, end: ids before and after each document; None for none.
-        tokenizer: its name; empty where tokens are bytes or came as numbers.
-        tokenizer_sha256: of its file, in hex.
-        largest: the largest id in the file.
-        starts_sha256: of the list of documents, in hex.
-    """
-
-    begin: int | None = None
-    end: int | None = None
-    tokenizer: str = ""
-    tokenizer_sha256: str = ""
-    largest: int = 0
-    starts_sha256: str = ""
+    parts: tuple[TokenFile, ...] = ()
 
 
 def open_tokens(path: str | Path) -> TokenFile:
@@ -129,6 +119,7 @@ def _with_documents(path: Path, file: OpenFile, header: bytes, size: int, remedy
             f"documents of a token file begin at token 0 and within its {count}: {path} has {num_documents}, from "
             f"{starts[:1].tolist()} to {starts[-1:].tolist()}: {remedy}"
         )
+    check_pieces(starts)
     if largest >= vocab_size or any(mark is not None and not 0 <= mark < vocab_size for mark in marks):
         raise ValueError(
             f"ids of a token file must be below its vocabulary, {vocab_size}: {path} has {largest}, begins documents "

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.data.files.one_file import About
 from tpengine.data.files.token_file import (
     ALL_HEADER_BYTES,
     DTYPES,
@@ -23,7 +24,6 @@ from tpengine.data.files.token_file import (
     START,
     VERSION,
     WITH_DOCUMENTS,
-    About,
     beside,
     check_tokens,
 )

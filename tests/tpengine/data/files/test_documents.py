@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import open_corpus, open_tokens, write_tokens
 from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.token_file import About
+from tpengine.data.files.one_file import About
 
 
 def written(path: Path, lengths: list[int], vocab_size: int = 300, **about: object) -> DocumentTokens:

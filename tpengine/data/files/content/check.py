@@ -33,7 +33,8 @@ class ContentCheck:
     """A thread that reads a text; a context manager. Every rank has one, but only one per host reads.
 
     Args:
-        text: with the SHA-256 of its tokens. A text in memory is not read: its hash was computed from it.
+        text: with the SHA-256 of its tokens, or of those of its parts. A text in memory is not read: its hash was
+            computed from it. Files of others, whose content has no hash, are not read either.
         rank: this rank, for `flag`.
         reads: whether this rank is the one that reads on its host.
         share: of a core's time that reading may take.
@@ -46,13 +47,14 @@ class ContentCheck:
     def __init__(
         self, text: TokenFile, rank: int, reads: bool, share: float, wait: Callable[[float], bool] | None = None
     ) -> None:
-        self._text, self._rank, self._share = text, rank, share
+        self._rank, self._share = rank, share
+        parts = text.parts or (text,)
+        self._files = [(part.tokens, part.sha256) for part in parts if isinstance(part.tokens, StoredTokens)]
         self._ending = threading.Event()
         self._wait = wait or self._ending.wait
         self._thread: threading.Thread | None = None
-        if reads and isinstance(text.tokens, StoredTokens):
-            work = (text.tokens,)
-            self._thread = threading.Thread(target=self._run, args=work, name="tpengine-content-check", daemon=True)
+        if reads and self._files:
+            self._thread = threading.Thread(target=self._run, name="tpengine-content-check", daemon=True)
         self.flag = 0
 
     def __enter__(self) -> ContentCheck:
@@ -68,34 +70,44 @@ class ContentCheck:
 
     def explain(self, flag: int) -> str:
         """Return in one line what a rank's flag means; the same line on every rank."""
-        assert flag and isinstance(self._text.tokens, StoredTokens)
-        rank, kind = divmod(flag, _KINDS)
-        where = f"{self._text.tokens.file.path} on the host of rank {rank}"
+        assert flag and self._files
+        rest, kind = divmod(flag, _KINDS)
+        rank, number = divmod(rest, len(self._files))
+        tokens, sha256 = self._files[number]
+        where = f"{tokens.file.path} on the host of rank {rank}"
         if kind == _UNREADABLE:
             return (
                 f"a text must stay readable to its end: {where} was cut short or its disk fails: restore it and "
                 "continue with --resume"
             )
         return (
-            f"a text must have the content that its hash says: {where} does not have SHA-256 {self._text.sha256}: "
+            f"a text must have the content that its hash says: {where} does not have SHA-256 {sha256}: "
             "restore it and continue with --resume, or write it again with write_tokens for a new run"
         )
 
-    def _run(self, tokens: StoredTokens) -> None:
-        seen: FileIdentity | None = None
+    def _run(self) -> None:
+        seen: dict[int, FileIdentity] = {}
+        number = 0
         try:
             while not self.flag:
-                identity = tokens.file.identity()
-                if identity != seen and not self._has_its_hash(tokens):
-                    self.flag = _KINDS * self._rank + _OTHER_CONTENT
-                seen = identity
+                for number, (tokens, sha256) in enumerate(self._files):
+                    identity = tokens.file.identity()
+                    if identity != seen.get(number) and not self._has_hash(tokens, sha256):
+                        self.flag = self._flag_of(number, _OTHER_CONTENT)
+                        return
+                    seen[number] = identity
+                    if self._ending.is_set():
+                        return
                 if self._wait(_SECONDS_BETWEEN_LOOKS):
                     return
         except (ValueError, OSError):
-            self.flag = _KINDS * self._rank + _UNREADABLE
+            self.flag = self._flag_of(number, _UNREADABLE)
 
-    def _has_its_hash(self, tokens: StoredTokens) -> bool:
-        """Read the whole file and compare; True also when told to end before."""
+    def _flag_of(self, number: int, kind: int) -> int:
+        return _KINDS * (len(self._files) * self._rank + number) + kind
+
+    def _has_hash(self, tokens: StoredTokens, sha256: str) -> bool:
+        """Read a whole file and compare; True also when told to end before."""
         digest = hashlib.sha256()
         began = time.thread_time()
         for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
@@ -104,7 +116,7 @@ class ContentCheck:
             used, began = time.thread_time() - began, time.thread_time()
             if self._wait(used * (1 / self._share - 1)):
                 return True
-        return digest.hexdigest() == self._text.sha256
+        return digest.hexdigest() == sha256
 
 
 class ContentChecks:

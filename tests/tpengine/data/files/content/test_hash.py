@@ -19,7 +19,7 @@ import pytest
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, samples, stdlib_text, write_tokens
-from tpengine.data.files.content_hash import content_sha256, note_sha256, noted_sha256, once_per_host
+from tpengine.data.files.content.hash import content_sha256, note_sha256, noted_sha256, once_per_host
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
 TOKENS = np.arange(400_000) % 251

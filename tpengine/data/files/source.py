@@ -1,0 +1,208 @@
+"""A source: the tokens of one or several files, one behind the other, in whatever formats they are.
+
+How many tokens there are, where documents begin and what is held out follows from the headers and the order of the
+files alone. Nothing is read through at the start, no index is built: a file costs its header, and where its content has
+no hash some pieces of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpengine.data.files.documents import DocumentTokens
+from tpengine.data.files.find import files_of
+from tpengine.data.files.foreign.datatrove import is_datatrove, open_datatrove
+from tpengine.data.files.foreign.megatron import is_megatron, open_megatron
+from tpengine.data.files.foreign.plain import open_plain, said_beside
+from tpengine.data.files.one_file import About, SourceFile, fingerprint_of
+from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceStarts, SourceTokens
+from tpengine.data.files.stored_tokens import StoredTokens, Tokens
+from tpengine.data.files.token_file import MAGIC, TokenFile, open_tokens
+
+
+class Source:
+    """Several token files as one; what is said of it is what its files say together.
+
+    Args:
+        path: as the user wrote it.
+        files: in order.
+
+    Attributes:
+        tokens: of all files; read when they are sliced, a DocumentSourceTokens if all files know their documents.
+        vocab_size: the largest of the files'; 0 if none says.
+        about: marks and tokenizer, as far as the files know them; its `largest` is the largest id if all files say one.
+
+    Raises:
+        ValueError: files of different tokenizers or marks.
+
+    Example:
+        source = open_source("corpus/")
+        source.num_tokens, source.num_documents, source.read(10**9, 2049), source.document_starts(10**9, 10**9 + 2049)
+    """
+
+    def __init__(self, path: str, files: Sequence[SourceFile]) -> None:
+        self.path, self.files = path, tuple(files)
+        self.about = _together(self.files)
+        self.vocab_size = max(file.vocab_size for file in files)
+        self._starts = SourceStarts(self.files) if all(file.starts is not None for file in files) else None
+        self.tokens: SourceTokens = (
+            SourceTokens(self.files) if self._starts is None else DocumentSourceTokens(self.files, self._starts)
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all files."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int | None:
+        """The number of documents of all files; None if a file does not know its documents."""
+        return None if self._starts is None else len(self._starts)
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The widest dtype of the files' ids, in which all are read."""
+        return self.tokens.dtype
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Read tokens start, start + 1, ..., across files."""
+        return self.tokens[start : start + count]
+
+    def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first tokens of all documents that begin in [begin, end), ascending.
+
+        Raises: ValueError: a file does not know its documents, and which.
+        """
+        if not isinstance(self.tokens, DocumentSourceTokens):
+            raise ValueError(
+                f"documents need files that know where they begin: {self.without_documents()} does not say: write it "
+                "again with tpengine data, or leave it out"
+            )
+        return self.tokens.document_starts(begin, end)
+
+    def without_documents(self) -> Path | None:
+        """Return the first file that does not know its documents; None if all do."""
+        return next((file.path for file in self.files if file.starts is None), None)
+
+    @cached_property
+    def fingerprints(self) -> tuple[tuple[str, str], ...]:
+        """What identifies each file: its name, and number of tokens, dtype and hash in a line."""
+        return tuple(
+            (file.path.name, f"{len(file.tokens)} {file.tokens.dtype} tokens, SHA-256 {file.fingerprint}")
+            for file in self.files
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of what identifies the files, in order; their names and places do not count."""
+        lines = "\n".join(line for _, line in self.fingerprints)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def text(self) -> TokenFile:
+        """Return the source as what samples are cut from.
+
+        One file of our own is what open_tokens returns. Of others the hash is the fingerprint; files whose content has
+        a hash of its own are its parts, to be checked while training goes on.
+        """
+        parts = tuple(
+            TokenFile(file.tokens, file.vocab_size, file.sha256, file.about) for file in self.files if file.sha256
+        )
+        known = self.about if self._starts is not None else None
+        return TokenFile(self.tokens, self.vocab_size, self.fingerprint, known, parts)
+
+
+def open_source(path: str) -> Source:
+    """Open all files that a path names: a file, a directory, a glob, or a list with commas.
+
+    Raises: ValueError: as files_of; a file that is damaged; files that do not fit each other. One line.
+    Cost: some 100 us per file in the page cache.
+    """
+    return Source(path, [open_file(file) for file in files_of(path)])
+
+
+def open_text(path: str) -> TokenFile:
+    """Open what a run is to read: a source of one file or several; one file of our own as open_tokens does.
+
+    Raises: ValueError: as open_source.
+    """
+    files = files_of(path)
+    if len(files) == 1 and _is_ours(files[0]):
+        return open_tokens(files[0])
+    return Source(path, [open_file(file) for file in files]).text()
+
+
+def open_file(path: Path) -> SourceFile:
+    """Open one file of a source, in whatever format it is.
+
+    Raises: ValueError: it is damaged, or in no format that is known.
+    """
+    if is_datatrove(path):
+        return open_datatrove(path)
+    if is_megatron(path):
+        return open_megatron(path)
+    said = said_beside(path)
+    if said is not None and not _is_ours(path):
+        return open_plain(path, said)
+    if path.is_file() and not _is_ours(path):
+        raise ValueError(
+            f"a token file must be written by tpengine data, or have what others write beside it: {path} starts with "
+            f"neither {MAGIC!r} nor is {path.with_suffix('.idx').name} or {path.name}.json there: copy that too, or "
+            f"write one with: tpengine data --from DIR --out {path.with_name(path.name + '.tokens')}"
+        )
+    text = open_tokens(path)
+    assert isinstance(text.tokens, StoredTokens)
+    starts = text.tokens.starts if isinstance(text.tokens, DocumentTokens) else None
+    about = text.about or About()
+    identity = text.sha256 + about.starts_sha256 or fingerprint_of(text.tokens.file)
+    digest = hashlib.sha256(f"{identity} {about.begin} {about.end}".encode()).hexdigest()
+    kind = "TPTOKENS 1" if starts is None else "TPTOKENS 2"
+    return SourceFile(path, kind, text.tokens, starts, text.vocab_size, about, text.sha256, digest)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return True  # open_tokens says what is wrong with it
+
+
+def _together(files: Sequence[SourceFile]) -> About:
+    """Return what files say of marks and tokenizer; raise ValueError if two say different things."""
+    agreed: dict[str, tuple[object, SourceFile]] = {}
+    for file in files:
+        for name, value in _said(file):
+            had, first = agreed.setdefault(name, (value, file))
+            if had != value:
+                raise ValueError(
+                    f"files of one source must have one {name}: {first.path} has {had}, {file.path} {value}: write "
+                    "them again with one, or make a source of each"
+                )
+    largest = 0
+    if all(file.about.largest for file in files):
+        largest = max(file.about.largest for file in files)
+    marks = files[0].about
+    name = next((file.about.tokenizer for file in files if file.about.tokenizer), "")
+    sha256 = next((file.about.tokenizer_sha256 for file in files if file.about.tokenizer_sha256), "")
+    starts = hashlib.sha256(" ".join(file.about.starts_sha256 for file in files).encode()).hexdigest()
+    return About(marks.begin, marks.end, name, sha256, largest, starts)
+
+
+def _said(file: SourceFile) -> Iterator[tuple[str, object]]:
+    """Yield what a file says that its neighbours must say too."""
+    about = file.about
+    if about.tokenizer_sha256:
+        yield "tokenizer (SHA-256)", about.tokenizer_sha256
+    elif about.tokenizer:
+        yield "tokenizer", about.tokenizer
+    if file.starts is not None and file.sha256:
+        yield "begin of documents", about.begin
+        yield "end of documents", about.end
+        # Without a tokenizer tokens are bytes, or came as numbers.
+        yield "kind of tokens", "a tokenizer's" if about.tokenizer_sha256 else "bytes or numbers"
