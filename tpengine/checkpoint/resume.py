@@ -24,6 +24,7 @@ from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.config import (
     Config,
+    DataConfig,
     ParallelConfig,
     Phases,
     decay_steps_of,
@@ -33,10 +34,11 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.config.toml import load_toml
+from tpengine.data import change_of
 from tpengine.plan import SCHEDULES
 
-# The copy of a user's file of phases in the run's directory.
-PHASES_FILE = "phases.toml"
+# The copies of a user's files of phases and of a mixture in the run's directory.
+PHASES_FILE, MIXTURE_FILE = "phases.toml", "mixture.toml"
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,12 @@ def saved_config(run_dir: str) -> Config:
         # A configuration from before optim.decay_steps existed: the rate decayed over all steps of the run. A run that
         # was imported and has not begun leaves it open.
         saved = replace(saved, optim=replace(saved.optim, decay_steps=decay_steps_of(saved)))
-    # Use the run's copies of the files of phases, a schedule and an architecture, wherever the run directory is now.
+    # Use the run's copies of the files of phases, a mixture, a schedule and an architecture, wherever the run directory
+    # is now.
     if saved.phases and path.with_name(PHASES_FILE).is_file():
         saved = replace(saved, phases=str(path.with_name(PHASES_FILE)))
+    if saved.data.mixture and path.with_name(MIXTURE_FILE).is_file():
+        saved = replace(saved, data=replace(saved.data, mixture=str(path.with_name(MIXTURE_FILE))))
     own = path.with_name(Path(saved.model.architecture).name)
     if own.suffix == ".py" and own.is_file():
         saved = replace(saved, model=replace(saved.model, architecture=str(own)))
@@ -236,7 +241,7 @@ def _is_the_same(name: str, before: object, now: object) -> bool:
         return "auto" in (before, now)
     if name == "parallel.schedule" and before not in SCHEDULES and now not in SCHEDULES:
         return Path(str(before)).stem == Path(str(now)).stem
-    if name == "phases":
+    if name in ("phases", "data.mixture"):
         return bool(before) and bool(now)
     if name == "model.architecture":
         return Path(str(before)).name == Path(str(now)).name
@@ -365,6 +370,7 @@ def _check_continues(directory: Path, index: Index, config: Config, fingerprint:
             f"a resumed run must not be shorter than it is: {directory} has {index.step} steps, train.steps is "
             f"{config.train.steps}: use --train.steps {index.step} or more"
         )
+    _check_same_data(directory, saved.pop("the text", ""), now.pop("the text", ""))
     for name, value in now.items():
         if saved.get(name) != value:
             raise CheckpointError(
@@ -373,10 +379,21 @@ def _check_continues(directory: Path, index: Index, config: Config, fingerprint:
             )
 
 
+def _check_same_data(directory: Path, saved: str, now: str) -> None:
+    """Raise CheckpointError, naming what has changed, unless a run reads what the checkpoint's run has read."""
+    change = change_of(saved, now)
+    if change is None:
+        return
+    before, after = ("nothing" if value is None else value for value in (change.before, change.now))
+    raise CheckpointError(
+        f"a resumed run must keep {change.what}: {directory} was saved with {before}, this run has {after}: use the "
+        "text it was trained on, begin a phase with this one (--phases), or use another --run-dir"
+    )
+
+
 _REMEDIES = {
     "the number of samples read": "give the phases until then the steps and batches that they had",
     "the phase that began its order of samples": "give it the phases until then that it had",
-    "the text": "use the text it was trained on",
     "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",
 }
 
@@ -400,6 +417,7 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
         # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
+        "data.packing": data.get("packing", DataConfig().packing),
         # Before there were phases all steps of a run had equally many.
         "samples per step": state["data"].get("samples_per_step", state["data"]["next_sample"] / step),
         "the number of samples read": state["data"]["next_sample"],

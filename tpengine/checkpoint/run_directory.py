@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.resume import PHASES_FILE, checkpoints_of
+from tpengine.checkpoint.resume import MIXTURE_FILE, PHASES_FILE, checkpoints_of
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
 from tpengine.files import keep_copy_aside, written_beside
@@ -81,7 +81,7 @@ def _begins_with(path: Path, config: Config) -> bool:
 
 
 def write_config(config: Config, directory: Path, *, keeps_equal: bool) -> None:
-    """Write config.toml, and beside it copies of the files that it names: phases, a schedule, an architecture.
+    """Write config.toml, and beside it copies of the files that it names: phases, mixture, schedule, architecture.
 
     Earlier files are kept aside.
 
@@ -106,6 +106,9 @@ def write_config(config: Config, directory: Path, *, keeps_equal: bool) -> None:
     if config.phases:
         _write_once(directory / PHASES_FILE, Path(config.phases).read_bytes(), keeps_equal=True)
         config = replace(config, phases=str(place / PHASES_FILE))
+    if config.data.mixture:
+        _write_once(directory / MIXTURE_FILE, Path(config.data.mixture).read_bytes(), keeps_equal=True)
+        config = replace(config, data=replace(config.data, mixture=str(place / MIXTURE_FILE)))
     config = replace(
         config,
         model=replace(config.model, architecture=architecture),

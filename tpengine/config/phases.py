@@ -237,7 +237,7 @@ def _changed(number: int, entry: Mapping[str, Any], config: Config) -> tuple[Con
         if isinstance(value, dict):
             given[key] = value
         _check_key(name, key, value)
-    config = updated(config, given, name)
+    config = updated(_reading(config, given.get("data", {})), given, name)
     in_all = entry.get("micro_batches", samples_per_step(config) // max(1, config.train.micro_batch_size))
     dp = config.parallel.dp or 1
     if type(in_all) is not int or in_all < 1:
@@ -248,6 +248,16 @@ def _changed(number: int, entry: Mapping[str, Any], config: Config) -> tuple[Con
             f"micro_batches {-(-in_all // dp) * dp}, or another dp"
         )
     return replace(config, train=replace(config.train, num_micro_batches=in_all // dp)), given
+
+
+def _reading(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the configuration without the mixture, or the text, that a phase reads another text, or mixture, for."""
+    data = config.data
+    if changes.get("mixture") and "path" not in changes:
+        data = replace(data, path=DataConfig().path)
+    elif "path" in changes and "mixture" not in changes:
+        data = replace(data, mixture="")
+    return replace(config, data=data)
 
 
 def _check_key(name: str, key: str, value: object) -> None:

@@ -73,6 +73,7 @@ def validate(config: Config, world_size: int) -> Config:
         ValueError: the rule, the values and the nearest legal choice, in one line.
     """
     _check_ranges(config)
+    _check_data(config)
     _check_evaluation(config)
     _check_after_checkpoint(config.train)
     profiled_steps(config)
@@ -135,6 +136,15 @@ def _check_schedule(config: Config) -> None:
         raise ValueError(
             "with train.reduction exact a schedule must add each chunk's gradients in the order of the micro-batches: "
             f"{parallel.schedule} does not: reorder its B and W, or use train.reduction fast"
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if data.mixture and data.path != DataConfig().path:
+        raise ValueError(
+            f"a run reads one text or one mixture: got data.path {data.path} and data.mixture {data.mixture}: leave "
+            "one out, or name the text in the mixture"
         )
 
 

@@ -158,8 +158,10 @@ class DataConfig:
     path: str = "stdlib"
     """Token files (see `tpengine data`): a file, a directory, a glob, or several with commas between; or "stdlib":
     the top-level *.py files of Python's standard library."""
+    mixture: str = ""
+    """TOML file of a mixture, instead of one text: a table of sources, each with path, weight, and epochs at most."""
     held_out_fraction: float = 0.05
-    """Share of the tokens, at the end of the text, that is never trained on."""
+    """Share of the tokens, at the end of the text, that is never trained on; with a mixture, of each source."""
     packing: Literal["cut", "documents"] = "cut"
     """How documents lie in a sequence: cut, one behind the other as if they were one text; documents, the same, but
     attention does not cross from one to the next, positions begin anew, and no token is predicted across a border."""

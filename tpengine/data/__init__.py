@@ -1,14 +1,16 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
-from tpengine.data.corpora import for_phase, open_corpora
+from tpengine.data.corpora import for_phase, open_corpora, open_corpus
+from tpengine.data.corpus import Corpus, HeldOut, SampleReader
 from tpengine.data.files.content.check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
 from tpengine.data.files.source import Source, open_source
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TokenFile, open_tokens
 from tpengine.data.files.writing import write_tokens
+from tpengine.data.fingerprint import change_of
 from tpengine.data.order import permute
 from tpengine.data.position import Position
-from tpengine.data.samples import Corpus, Samples, batch_digest, first_sample_index, open_corpus
+from tpengine.data.samples import Samples, TextCorpus, batch_digest, first_sample_index
 from tpengine.data.text.sources import stdlib_text
 
 __all__ = [
@@ -17,12 +19,16 @@ __all__ = [
     "ContentCheck",
     "ContentChecks",
     "Corpus",
+    "HeldOut",
     "Position",
+    "SampleReader",
     "Samples",
     "Source",
     "StoredTokens",
+    "TextCorpus",
     "TokenFile",
     "batch_digest",
+    "change_of",
     "first_sample_index",
     "for_phase",
     "open_corpora",

@@ -1,41 +1,87 @@
-"""The text of each phase of a run, cut into windows as the phase asks for."""
+"""What each phase of a run reads: a text or a mixture, cut into windows as the phase asks for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from tpengine.config import Phase, Phases
-from tpengine.data.samples import Corpus, check_lengths, open_corpus
+from tpengine.config import Config, Phase, Phases
+from tpengine.data.corpus import Corpus
+from tpengine.data.mixtures.corpus import MixtureCorpus, open_mixture
+from tpengine.data.samples import TextCorpus, open_text_corpus
+
+
+def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:
+    """Open what a run without phases reads: data.mixture if it names one, else data.path.
+
+    Args:
+        config: validated; data, train.seq_len, train.seed and run_dir are used.
+        say: called if a text has to be read completely, because neither its header nor a note has its hash.
+
+    Returns: training samples in shuffled order, held-out samples in the order of the text.
+    Raises: ValueError: as open_text_corpus and open_mixture.
+    """
+
+    def open_source(of: Config) -> TextCorpus:
+        return open_text_corpus(of, say)
+
+    return open_mixture(config, open_source) if config.data.mixture else open_source(config)
 
 
 def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) -> tuple[Corpus, ...]:
-    """Open the text of each phase; a text that several phases have is opened once.
+    """Open what each phase reads; a text that several phases or sources have is opened once.
 
     Args: phases: of a validated configuration. say: as open_corpus.
-    Raises: ValueError: as open_corpus; a text that is too short for a phase's windows.
+    Raises: ValueError: as open_corpus; a text that is too short for a phase's windows; a source of a mixture that is
+        used up before the phase ends.
     """
-    opened: dict[object, Corpus] = {}
+    opened: dict[object, TextCorpus] = {}
+
+    def open_source(config: Config) -> TextCorpus:
+        text = replace(config.data, ignore_token=None)
+        if text not in opened:
+            opened[text] = open_text_corpus(config, say)
+        return opened[text]
+
     found = []
     for phase in phases:
-        text = replace(phase.config.data, ignore_token=None)
-        if text not in opened:
-            opened[text] = open_corpus(phase.config, say)
-        found.append(for_phase(opened[text], phase))
+        config = phase.config
+        corpus: Corpus
+        if config.data.mixture:
+            corpus = open_mixture(config, open_source, phase.order)
+            _check_lasts(corpus, phase)
+        else:
+            corpus = for_phase(open_source(config), phase)
+        found.append(corpus)
     return tuple(found)
 
 
 def for_phase(corpus: Corpus, phase: Phase) -> Corpus:
-    """Return a phase's view of its text: windows of its length in its order, its targets that do not count.
+    """Return a phase's view of what it reads: windows of its length in its order, its targets that do not count.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: a text is too short.
     """
-    seq_len, ignored = phase.config.train.seq_len, phase.config.data.ignore_token
-    corpus = replace(
-        corpus,
-        train=replace(corpus.train, seq_len=seq_len, ignore_token=ignored, phase=phase.order),
-        held_out=replace(corpus.held_out, seq_len=seq_len, ignore_token=ignored),
-    )
-    check_lengths(corpus.train, corpus.held_out, phase.config)
-    return corpus
+    return corpus.viewed(phase.config, phase.order)
+
+
+def _check_lasts(corpus: MixtureCorpus, phase: Phase) -> None:
+    """Raise ValueError if a phase needs more of a source than it may give, all epochs together."""
+    samples = corpus.train
+    needed = samples.mixture.counts(phase.samples_before(phase.end_step))
+    for place, (entry, limit, need) in enumerate(zip(corpus.entries, samples.limits, needed, strict=True)):
+        if need <= limit:
+            continue
+        windows = samples.sources[place].num_windows
+        # The steps that it lasts: a bisection.
+        low, high = phase.first_step, phase.end_step
+        while high - low > 1:
+            middle = (low + high) // 2
+            lasts = samples.mixture.counts(phase.samples_before(middle))[place] <= limit
+            low, high = (middle, high) if lasts else (low, middle)
+        raise ValueError(
+            f"{corpus.path}: source {entry.name} is used up after step {low}: {entry.path} has {windows} samples of "
+            f"{samples.seq_len} tokens, epochs {entry.epochs:g}, and {phase.end_step} steps read {need}: end after "
+            f"{low} steps, use epochs = {math.ceil(need / windows)} for it, or a smaller weight"
+        )

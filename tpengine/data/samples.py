@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
+from tpengine.data.corpus import Batch
 from tpengine.data.files.content.hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.source import open_text
@@ -23,9 +24,8 @@ from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.order import permute
+from tpengine.data.position import Position
 from tpengine.data.text.sources import stdlib_text
-
-Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @runtime_checkable
@@ -56,6 +56,7 @@ class Samples:
         phase: the phase of a run whose order this is, key of it besides.
         packs: whether a window is documents that do not see each other: the label that would be the first token of the
             next document becomes IGNORED_LABEL.
+        source: place of the text in the table of a mixture, key of the order besides; None for a text by itself.
     """
 
     tokens: TextTokens
@@ -65,6 +66,25 @@ class Samples:
     seed: int | None = None
     phase: int = 0
     packs: bool = False
+    source: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of sources: a text is one without a name."""
+        return ("",)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of sources."""
+        return (1.0,)
+
+    def place(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample, and the sample's number in it."""
+        return np.zeros_like(samples), samples
+
+    def progress(self, position: Position) -> dict[str, float]:
+        """Return what a row of metrics says of sources: nothing of one text."""
+        return {}
 
     @property
     def num_windows(self) -> int:
@@ -133,8 +153,9 @@ class Samples:
         """The window of each sample; each pass over the text has an order of its own over all windows."""
         epochs, places = np.divmod(samples, self.num_windows)
         if self.seed is not None:
-            # A run of one phase has the order that it had before there were phases.
-            what = f"sample order of phase {self.phase}" if self.phase else "sample order"
+            # A run of one phase and one text has the order that it had before there were phases and mixtures.
+            what = "sample order" if self.source is None else f"sample order of source {self.source}"
+            what += f" of phase {self.phase}" if self.phase else ""
             for epoch in np.unique(epochs):
                 now = epochs == epoch
                 places[now] = permute(places[now], self.num_windows, self.seed, int(epoch), what)
@@ -142,8 +163,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """A text cut into a training part and a held-out part.
+class TextCorpus:
+    """A text cut into a training part and a held-out part; see Corpus.
 
     Attributes:
         train, held_out: the parts.
@@ -158,6 +179,22 @@ class Corpus:
     text: TokenFile
     is_noted: bool
     reading_seconds: float
+
+    @property
+    def texts(self) -> tuple[TokenFile, ...]:
+        """See Corpus."""
+        return (self.text,)
+
+    def viewed(self, config: Config, phase: int) -> TextCorpus:
+        """See Corpus."""
+        seq_len, ignored = config.train.seq_len, config.data.ignore_token
+        corpus = replace(
+            self,
+            train=replace(self.train, seq_len=seq_len, ignore_token=ignored, phase=phase),
+            held_out=replace(self.held_out, seq_len=seq_len, ignore_token=ignored),
+        )
+        check_lengths(corpus.train, corpus.held_out, config)
+        return corpus
 
     def fingerprint(self) -> str:
         """Return a line that identifies a text: number, dtype and vocabulary of the tokens, and their hash."""
@@ -202,7 +239,7 @@ def batch_digest(
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 
-def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:
+def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> TextCorpus:
     """Open the text of a run: the first part for training, the rest held out.
 
     Args:
@@ -241,7 +278,7 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     check_lengths(train_samples, held_out_samples, config)
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
     text, is_noted = _with_hash(text, config.run_dir, say)
-    return Corpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S)
+    return TextCorpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S)
 
 
 def first_sample_index(

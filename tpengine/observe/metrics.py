@@ -38,8 +38,8 @@ _PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 
 
-# Of metrics.jsonl, in bytes.
-_LONGEST_ROW = 2**16
+# Of metrics.jsonl, in bytes: a mixture may have 256 sources, of which a row says three numbers each.
+_LONGEST_ROW = 2**18
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:

@@ -184,7 +184,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     enter_phase_of(trainer, 0 if checkpoint is None else checkpoint.index.step)
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
-    texts = [corpus.text for corpus in job.corpora]
+    texts = [text for corpus in job.corpora for text in corpus.texts]
     content = ContentChecks(texts, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(trainer, job.run_dir, console, partial(_decoder, job, console), first_step)
@@ -252,6 +252,8 @@ def _loop(run: _Run) -> Uploads | None:
                     wall_seconds=wall_seconds,
                 )
                 trainer.activity.begin("writing what it measured", timed=False)
+                if writer is not None:
+                    record |= trainer.corpus.train.progress(trainer.position_after(step))
                 _write(writer, progress, record)
                 profiler.end(step, seconds)
                 # React: to a text that has changed, a skipped step, a signal to stop, what is due after the step.
@@ -314,11 +316,13 @@ class _Pause:
     def _evaluate(self, num_steps: int) -> float | None:
         evaluation = self.run.evaluation
         before = evaluation.seconds
-        loss = evaluation.held_out_loss()
+        losses = evaluation.held_out_losses()
+        loss = losses.of_all
         if loss is not None:
             self.run.trainer.activity.begin("writing what it measured", timed=False)
             if self.writer is not None:
                 found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
+                found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
                 self.writer.complete(num_steps - 1, found)
             self.progress.evaluated(loss)
         return loss

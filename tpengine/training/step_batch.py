@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data import Position as SamplePosition
-from tpengine.data import Samples, batch_digest, first_sample_index
+from tpengine.data import SampleReader, batch_digest, first_sample_index
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
@@ -181,7 +181,7 @@ class BatchReader:
     def __init__(
         self,
         config: Config,
-        samples: Samples,
+        samples: SampleReader,
         mesh: Mesh,
         ends: tuple[int, int],
         device: torch.device,

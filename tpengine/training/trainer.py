@@ -76,6 +76,11 @@ class StepResult:
     largest: tuple[float, ...] = ()
 
 
+def _anywhere(config: Config) -> Config:
+    """Return a configuration without the places of files whose content is compared otherwise."""
+    return replace(config, run_dir="", phases="", data=replace(config.data, mixture=""))
+
+
 class Probe(Protocol):
     """Looks at the gradients of a step that is computed again; see Trainer.compute_again."""
 
@@ -245,6 +250,10 @@ class Trainer:
         """Return where the run is in its samples before a step."""
         phase = self.phases.at(step)
         return Position(phase.order, phase.samples_before(step), self.left_out)
+
+    def position_after(self, step: int) -> Position:
+        """Return where the run is, in the order of samples of a step's phase, after that step."""
+        return self.position(step).after(self.phases.at(step).samples_per_step)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -487,7 +496,7 @@ class Trainer:
         """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
         parts = self.parts
         plans = " ".join(part.plan.digest() for part in parts)
-        settings = json.dumps([asdict(replace(part.config, run_dir="", phases="")) for part in parts])
+        settings = json.dumps([asdict(_anywhere(part.config)) for part in parts])
         mine = (plans, settings, " ".join(part.corpus.fingerprint() for part in parts))
         names = ("plan", "configuration", "text")
         for name, value in zip(names, mine, strict=True):

@@ -17,7 +17,7 @@ from rich.console import Console
 from tpengine.files import write_beside
 from tpengine.observe.console import show_sample, texts_of
 from tpengine.training.evaluation.forward_pass import ForwardPass
-from tpengine.training.evaluation.held_out import evaluation_pass, held_out_loss
+from tpengine.training.evaluation.held_out import HeldOutLoss, evaluation_pass, held_out_losses
 from tpengine.training.evaluation.sampling import read_prompt, sample
 from tpengine.training.trainer import Trainer
 
@@ -66,18 +66,18 @@ class Evaluation:
         train = self._trainer.config.train
         return train.sample_tokens > 0 and num_steps < train.steps and _is_multiple(num_steps, train.sample_every)
 
-    def held_out_loss(self) -> float | None:
-        """Return the held-out loss of the weights as they are.
+    def held_out_losses(self) -> HeldOutLoss:
+        """Return the held-out losses of the weights as they are.
 
         Raises:
-            RunError: as held_out.held_out_loss.
+            RunError: as held_out.held_out_losses.
         """
         begin = time.perf_counter()
         phase = self._trainer.phase.number
         if self._forward is None or self._forward[0] != phase:
             # Its plan is verified once in a phase.
             self._forward = phase, evaluation_pass(self._trainer)
-        loss = held_out_loss(self._trainer, self._forward[1])
+        loss = held_out_losses(self._trainer, self._forward[1])
         self.seconds += time.perf_counter() - begin
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,22 +20,37 @@ from tpengine.training.step_batch import documents_of
 from tpengine.training.trainer import RunError, Trainer
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean losses over the valid targets of the held-out samples, in nats; the same in every layout.
+
+    Attributes:
+        of_all: of a mixture the mean of its sources' losses, each by its share in training; None if no target is valid.
+        of_source: by name, of those sources of a mixture that have a valid target.
+    """
+
+    of_all: float | None
+    of_source: dict[str, float] = field(default_factory=dict)
+
+
 def evaluation_pass(trainer: Trainer) -> ForwardPass:
     """Return the pass over a replica's held-out micro-batches."""
     return ForwardPass(trainer, evaluation_micro_batches(trainer.config), trainer.config.train.micro_batch_size)
 
 
 def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float | None:
-    """Return the mean loss over the valid targets of the first held-out samples, in nats; the same in every layout.
+    """Return the held-out loss of all sources; as `held_out_losses`."""
+    return held_out_losses(trainer, forward).of_all
+
+
+def held_out_losses(trainer: Trainer, forward: ForwardPass | None = None) -> HeldOutLoss:
+    """Compute the mean loss over the valid targets of the first held-out samples.
 
     `eval_micro_batches` is a number over all replicas, which share them as evenly as possible. No sample counts twice,
     so that a short held-out text gives fewer. Collective; equal on all ranks.
 
     Args:
         forward: the evaluation_pass of this trainer, to verify its plan once for many calls.
-
-    Returns:
-        The mean; None if no target is valid.
 
     Raises:
         RunError: on all ranks alike: a rank cannot read its samples, or ranks of a replica have read different ones.
@@ -45,16 +61,22 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
     tokens, labels, starts = _read_held_out(trainer, first, each * size)
-    last = min(config.train.eval_micro_batches * size, trainer.corpus.held_out.num_windows)
+    held_out = trainer.corpus.held_out
+    last = min(config.train.eval_micro_batches * size, held_out.num_windows)
     labels[max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
-    # Loss and number of targets of each micro-batch have a place: others add zeros there, which is exact in any order.
-    sums = torch.zeros(2, mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
+    # Loss and number of targets of each source of each micro-batch have a place: others add zeros there, which is exact
+    # in any order.
+    sources = held_out.place(np.arange(first, first + each * size))[0].reshape(each, size)
+    sums = torch.zeros(2, len(held_out.names), mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
-        target, place = labels[microbatch], mesh.at.dp * each + microbatch
-        sums[0, place] = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
-        sums[1, place] = (target != IGNORED_LABEL).sum()
+        place, of_samples = mesh.at.dp * each + microbatch, sources[microbatch]
+        for source in np.unique(of_samples).tolist():
+            is_of = torch.from_numpy(of_samples == source).repeat_interleave(config.train.seq_len)
+            target = labels[microbatch].masked_fill(~to_device(is_of, trainer.device), IGNORED_LABEL)
+            loss = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
+            sums[0, source, place], sums[1, source, place] = loss, (target != IGNORED_LABEL).sum()
 
     # Run the model, then sum over replicas and stages.
     documents = documents_of(starts, config.train.seq_len, size, trainer.device)
@@ -62,9 +84,16 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
     trainer.activity.begin("summing the held-out loss")
     trainer.comms.dp.all_reduce_(sums)
     trainer.comms.pp.all_reduce_(sums)
-    total, num_valid = math.fsum(sums[0].tolist()), float(sums[1].sum())
+    totals, num_valid = [math.fsum(of_source) for of_source in sums[0].tolist()], sums[1].sum(1).tolist()
     trainer.comms.tp.check()
-    return total / num_valid if num_valid else None
+    means = {place: totals[place] / number for place, number in enumerate(num_valid) if number}
+    if len(held_out.names) == 1:
+        return HeldOutLoss(means.get(0))
+    # Weigh each source as training does. One of share 0 has its own loss and no part in the whole.
+    shares = {place: held_out.shares[place] for place in means if held_out.shares[place]}
+    whole = math.fsum(means[place] * share for place, share in shares.items())
+    of_source = {held_out.names[place]: mean for place, mean in means.items()}
+    return HeldOutLoss(whole / math.fsum(shares.values()) if shares else None, of_source)
 
 
 def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:

@@ -6,17 +6,17 @@ Samples come in blocks of N. Up to the end of a block, source k has had
 
 so that counts add up to n, and each differs from w_k n by less than 1, after any number of blocks. Inside a block an
 order of its own, keyed by (seed, block), says which place belongs to which source. Nothing is stored and nothing
-drifts: all is computed from i, with integers.
+drifts: all is computed from i, with integers. The samples of a source have its numbers 0, 1, 2, ... in their order.
 
 The decision a reader will question: differences of floors may fall from one n to the next, where w_k N < 1. So N is
-1,024, or the power of two above that at which every source's share of a block is at least a sample.
+1,024, or the power of two above that at which every source's share of a block is at least a sample; a share below one
+sample of 2**20 is refused. A source of weight 0 is never read.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from tpengine.data.order import permute
 
 BLOCK = 1024
-_MOST_BLOCKS_CACHED = 64
+_LARGEST_BLOCK = 2**20
+# Of the largest blocks 16 MB each.
+_MOST_BLOCKS_CACHED = 4
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,32 @@ class Mixture:
     """Shares of sources in a sequence of samples without end.
 
     Attributes:
-        weights: of the sources, above 0; they need not add up to 1. A weight counts as the decimal number that it is
-            written as.
+        weights: of the sources, at least 0, not all 0; they need not add up to 1. A weight counts as the decimal number
+            that it is written as.
         seed: key of the order of sources within blocks.
+        phase: the phase of a run whose order this is, key of it besides.
+
+    Raises:
+        ValueError: other weights, or a source with less than one sample of 2**20.
     """
 
     weights: tuple[float, ...]
     seed: int
+    phase: int = 0
 
     def __post_init__(self) -> None:
-        if not self.weights or not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
-            raise ValueError(f"weights of sources must be above 0 and finite: got {list(self.weights)}")
+        are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
+        if not are_numbers or not any(self.weights):
+            raise ValueError(
+                f"weights of sources must be finite, at least 0 and not all 0: got {list(self.weights)}: give each its "
+                "share, such as 0.7 and 0.3"
+            )
+        rarest = min(share for share in self.shares if share)
+        if rarest * _LARGEST_BLOCK < 1:
+            raise ValueError(
+                f"a source must give at least one sample of {_LARGEST_BLOCK}: weights {list(self.weights)} leave one "
+                f"{float(rarest):.1e} of the samples: use weight 0 for it, or leave it out"
+            )
 
     @functools.cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -65,10 +82,15 @@ class Mixture:
     @functools.cached_property
     def block(self) -> int:
         """N: samples of a block."""
-        size = BLOCK
-        while min(self.shares) * size < 1:
+        size, rarest = BLOCK, min(share for share in self.shares if share)
+        while rarest * size < 1:
             size *= 2
         return size
+
+    @property
+    def key(self) -> str:
+        """What keys the order of sources within blocks, besides seed and block."""
+        return f"sources of a block of phase {self.phase}" if self.phase else "sources of a block"
 
     def counts_at(self, num_blocks: int) -> tuple[int, ...]:
         """Return how many samples each source has had at the end of a number of blocks."""
@@ -79,53 +101,34 @@ class Mixture:
     def counts(self, num_samples: int) -> tuple[int, ...]:
         """Return how many of the first samples come from each source."""
         num_blocks, rest = divmod(num_samples, self.block)
-        sources, _ = self.place(num_blocks * self.block + np.arange(rest, dtype=np.int64))
-        of_rest = np.bincount(sources, minlength=len(self.weights)).tolist()
+        of_rest = np.bincount(_of_block(self, num_blocks)[0][:rest], minlength=len(self.weights)).tolist()
         return tuple(map(sum, zip(self.counts_at(num_blocks), of_rest, strict=True)))
 
     def place(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample, and the sample's number in that source's own sequence.
 
         Args: samples: int64 [n], numbers in the mixture.
-        Returns: sources and numbers, int64 [n]. Every number of a source occurs once.
-        Cost: O(sources) a block and a binary search a sample.
+        Returns: sources and numbers, int64 [n]. A source's numbers are 0, 1, 2, ... in the order of its samples.
+        Cost: O(sources + N) a block, 120 us for 1,024 samples on an AMD EPYC, once for the samples of a block.
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         blocks, places = np.divmod(samples, self.block)
         for block in np.unique(blocks).tolist():
             now = blocks == block
-            before, ends = _of_block(self, block)
-            permuted = permute(places[now], self.block, self.seed, block, "sources of a block")
-            source = np.searchsorted(ends, permuted, side="right") - 1
-            sources[now], numbers[now] = source, before[source] + permuted - ends[source]
+            of_block = _of_block(self, block)
+            sources[now], numbers[now] = of_block[0][places[now]], of_block[1][places[now]]
         return sources, numbers
 
 
 @functools.lru_cache(maxsize=_MOST_BLOCKS_CACHED)
 def _of_block(mixture: Mixture, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each source's count before a block, and where its places in the block begin, the block's end last."""
-    before, after = mixture.counts_at(block), mixture.counts_at(block + 1)
-    own: Sequence[int] = [last - first for first, last in zip(before, after, strict=True)]
-    return np.array(before, dtype=np.int64), np.array([0, *accumulate(own)], dtype=np.int64)
-
-
-def steps_until(mixture: Mixture, source: int, num_samples: int, global_batch: int) -> int:
-    """Return how many whole steps a source of some samples lasts: the steps before the one that needs one more.
-
-    Args:
-        source: its number.
-        num_samples: what it may give, all epochs together.
-        global_batch: samples of a step.
-
-    Cost: a bisection over steps.
-    """
-    low, high = 0, 1
-    while mixture.counts(high * global_batch)[source] <= num_samples:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if mixture.counts(middle * global_batch)[source] <= num_samples:
-            low = middle
-        else:
-            high = middle
-    return low
+    """Return the source of each sample of a block, and its number in that source: a source's numbers ascend."""
+    before, after = np.array(mixture.counts_at(block)), np.array(mixture.counts_at(block + 1))
+    begins = np.concatenate(([0], np.cumsum(after - before)))
+    permuted = permute(np.arange(mixture.block), mixture.block, mixture.seed, block, mixture.key)
+    sources = np.searchsorted(begins, permuted, side="right") - 1
+    # The samples of each source, in their order: they take its next numbers.
+    in_order = np.argsort(sources, kind="stable")
+    numbers = np.empty_like(sources)
+    numbers[in_order] = np.arange(mixture.block) + (before - begins[:-1])[sources[in_order]]
+    return sources, numbers

@@ -1,0 +1,123 @@
+"""A mixture, opened: its sources' texts, each cut into what is trained on and what is held out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpengine.config import Config
+from tpengine.data.files.token_file import TokenFile
+from tpengine.data.fingerprint import joined
+from tpengine.data.mixtures.samples import HeldOutSamples, MixtureSamples, evenly
+from tpengine.data.mixtures.shares import Mixture
+from tpengine.data.mixtures.table import SourceEntry, read_table
+from tpengine.data.samples import TextCorpus
+
+
+@dataclass(frozen=True)
+class MixtureCorpus:
+    """The sources of a mixture; see Corpus.
+
+    Attributes:
+        path: the file of the mixture.
+        entries: its table.
+        sources: the text of each source, with an order of its own.
+        train, held_out: of all sources.
+    """
+
+    path: str
+    entries: tuple[SourceEntry, ...]
+    sources: tuple[TextCorpus, ...]
+    train: MixtureSamples
+    held_out: HeldOutSamples
+
+    @property
+    def texts(self) -> tuple[TokenFile, ...]:
+        """See Corpus."""
+        return tuple(text for source in self.sources for text in source.texts)
+
+    @property
+    def reading_seconds(self) -> float:
+        """See Corpus."""
+        return sum(source.reading_seconds for source in self.sources)
+
+    def fingerprint(self) -> str:
+        """See Corpus."""
+        parts = {
+            entry.name: {"weight": entry.weight, "epochs": entry.epochs, "text": source.fingerprint()}
+            for entry, source in zip(self.entries, self.sources, strict=True)
+        }
+        # A source's place is key of its order.
+        named = {"sources of the mixture": ", ".join(parts), **parts}
+        return joined(named, {entry.name: entry.path for entry in self.entries})
+
+    def fingerprint_of_ends(self) -> str:
+        """See Corpus."""
+        return ""
+
+    def note_hash(self, run_dir: Path) -> None:
+        """See Corpus."""
+        for source in self.sources:
+            source.note_hash(run_dir)
+
+    def viewed(self, config: Config, phase: int) -> MixtureCorpus:
+        """See Corpus."""
+        return _mixed(self.path, self.entries, self.sources, config, phase)
+
+
+def open_mixture(config: Config, open_source: Callable[[Config], TextCorpus], phase: int = 0) -> MixtureCorpus:
+    """Open the mixture of a run.
+
+    Args:
+        config: validated; data.mixture is set.
+        open_source: opens a text, as samples.open_text_corpus does.
+        phase: that begins its order.
+
+    Raises:
+        ValueError: the file is no table of sources, or a source cannot be used; one line, with the source's name.
+    """
+    entries, sources = read_table(config.data.mixture), []
+    for entry in entries:
+        data = replace(config.data, path=entry.path, mixture="")
+        try:
+            sources.append(open_source(replace(config, data=data)))
+        except ValueError as error:
+            raise ValueError(f"{config.data.mixture}: source {entry.name}: {error}") from None
+    return _mixed(config.data.mixture, entries, tuple(sources), config, phase)
+
+
+def _mixed(
+    path: str, entries: tuple[SourceEntry, ...], texts: tuple[TextCorpus, ...], config: Config, phase: int
+) -> MixtureCorpus:
+    """Return a mixture in windows of a configuration's length, in the order of a phase."""
+    sources = []
+    for number, (entry, text) in enumerate(zip(entries, texts, strict=True)):
+        try:
+            text = text.viewed(config, phase)
+        except ValueError as error:
+            raise ValueError(f"{path}: source {entry.name}: {error}") from None
+        sources.append(replace(text, train=replace(text.train, source=number)))
+    try:
+        mixture = Mixture(tuple(entry.weight for entry in entries), config.train.seed, phase)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    train = MixtureSamples(entries, tuple(source.train for source in sources), mixture)
+    held_out = tuple(source.held_out for source in sources)
+    counts = evenly([part.num_windows for part in held_out], _num_held_out(path, len(entries), config))
+    names, shares = tuple(entry.name for entry in entries), tuple(map(float, mixture.shares))
+    return MixtureCorpus(path, entries, tuple(sources), train, HeldOutSamples(names, shares, held_out, counts))
+
+
+def _num_held_out(path: str, num_sources: int, config: Config) -> int:
+    """Return how many samples the held-out loss is of; at least one of each source."""
+    train = config.train
+    number = train.eval_micro_batches * train.micro_batch_size
+    if number and number < num_sources:
+        raise ValueError(
+            f"{path}: the held-out loss needs a sample of each source: train.eval_micro_batches "
+            f"{train.eval_micro_batches} of {train.micro_batch_size} samples, {num_sources} sources: use "
+            f"train.eval_micro_batches {-(-num_sources // train.micro_batch_size)} or more, or 0"
+        )
+    # A sample's prompt comes from there too.
+    return number or num_sources
