@@ -24,6 +24,7 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.data import for_phase, open_corpora, open_corpus
+from tpengine.data.fingerprint import joined
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.training.update.learning_rate import rate_of_step
 
@@ -66,7 +67,13 @@ def test_steps_tokens_and_samples_follow_from_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "order"),
-    [("train.seq_len = 16", 1), ('data.path = "other.bin"', 1), ("data.ignore_token = 3", 0), ("optim.lr = 1e-4", 0)],
+    [
+        ("train.seq_len = 16", 1),
+        ('data.path = "other.bin"', 1),
+        ('data.mixture = "mix.toml"', 1),
+        ("data.ignore_token = 3", 0),
+        ("optim.lr = 1e-4", 0),
+    ],
 )
 def test_an_order_of_its_own_begins_with_other_windows(tmp_path: Path, given: str, order: int) -> None:
     phases = phases_of(config_of(tmp_path, f"[[phase]]\nuntil = 10\n[[phase]]\n{given}\n"))
@@ -161,9 +168,9 @@ def test_a_checkpoint_says_where_it_is(tmp_path: Path) -> None:
     assert state["config"]["train"]["seq_len"] == 64
 
 
-def saved_after(tmp_path: Path, config: Config, step: int, **without: object) -> None:
+def saved_after(tmp_path: Path, config: Config, step: int, fingerprint: str = "text", **without: object) -> None:
     """A checkpoint of the run directory, without tensors; `without`: what its data do not say."""
-    state = state_of(config, "text", step)
+    state = state_of(config, fingerprint, step)
     for name in without:
         del state["data"][name]
     directory = checkpoints_of(tmp_path / "run").of_step(step)
@@ -210,6 +217,46 @@ def test_the_text_of_the_checkpoints_own_phase_must_be_the_same(tmp_path: Path) 
     assert find_checkpoint(config, ["older", "text", "later"]) is not None
     with pytest.raises(ValueError, match="must keep the text"):
         find_checkpoint(config, ["text", "older", "later"])
+
+
+def test_a_mixture_that_has_changed_is_named_and_may_be_a_new_phase(tmp_path: Path) -> None:
+    def mixed(*weights: float) -> str:
+        parts = {name: {"weight": weight, "text": f"of {name}"} for name, weight in zip("abc", weights, strict=False)}
+        return joined({"sources of the mixture": ", ".join(parts), **parts}, {name: f"{name}.tokens" for name in parts})
+
+    config = replace(config_of(tmp_path, "[[phase]]\nuntil = 20\n[[phase]]\n"), run_dir=str(tmp_path / "run"))
+    saved_after(tmp_path, config, 20, fingerprint=mixed(0.7, 0.3))
+    assert find_checkpoint(config, [mixed(0.7, 0.3)] * 2) is not None
+    for now, words in (
+        (mixed(0.7, 0.4), r"must keep the weight of b \(b.tokens\): .* was saved with 0.3, this run has 0.4: use"),
+        (mixed(0.7, 0.3, 0.1), "must keep the sources of the mixture: .* with a, b, this run has a, b, c"),
+        (
+            mixed(0.7, 0.3).replace("of a", "of x"),
+            r"must keep the text of a \(a.tokens\): .* with of a, this run has of x",
+        ),
+        ("a text", "must keep the text: .* was saved with a mixture of a, b, this run has a text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_checkpoint(config, [now] * 2)
+    # The next phase may read anything.
+    later = replace(config, phases=config_of(tmp_path, '[[phase]]\nuntil = 20\n[[phase]]\ndata.mixture = "m"\n').phases)
+    assert find_checkpoint(later, [mixed(0.7, 0.3), mixed(0.7, 0.4)]) is not None
+
+
+def test_a_phase_reads_a_text_or_a_mixture(tmp_path: Path) -> None:
+    text = '[[phase]]\nuntil = 10\n[[phase]]\nuntil = 20\ndata.mixture = "m"\n[[phase]]\ndata.path = "b"\n'
+    config = config_of(tmp_path, text)
+    phases = phases_of(validate_run(replace(config, data=replace(config.data, path="a")), 1))
+    assert [(phase.config.data.path, phase.config.data.mixture) for phase in phases] == [
+        ("a", ""),
+        ("stdlib", "m"),
+        ("b", ""),
+    ]
+    both = replace(config, data=replace(config.data, path="a", mixture="m"))
+    with pytest.raises(ValueError, match=r"one text or one mixture: got data\.path a and data\.mixture m: leave"):
+        validate_run(both, 1)
+    with pytest.raises(ValueError, match="in phase 2 a run reads one text or one mixture"):
+        validate_run(config_of(tmp_path, '[[phase]]\nuntil = 9\n[[phase]]\ndata.path = "a"\ndata.mixture = "m"\n'), 1)
 
 
 BAD = [
