@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def write_mixture(
         tokens = np.arange(sum(lengths), dtype=np.int64) + source * APART
         of_vocab = tokens % vocab_size if vocab_size else tokens
         path = directory / f"s{source}.tokens"
-        write_tokens(path, of_vocab, vocab_size or len(documents) * APART, lengths=lambda lengths=lengths: lengths)
+        write_tokens(path, of_vocab, vocab_size or len(documents) * APART, lengths=partial(list, lengths))
         at_most = epochs[source] if epochs else "inf"
         lines.append(f's{source} = {{ path = "{path}", weight = {weights[source]}, epochs = {at_most} }}\n')
     (directory / "mix.toml").write_text("".join(lines))

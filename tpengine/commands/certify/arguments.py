@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model.path", dest="model_path", metavar="DIR", help="the preset with the sizes of a model's directory"
     )
+    parser.add_argument("--data.path", dest="data_path", metavar="FILE", help="as in training (default stdlib)")
+    parser.add_argument("--data.mixture", dest="mixture", default="", metavar="FILE", help="as in training")
+    parser.add_argument(
+        "--data.packing", dest="packing", choices=("cut", "documents"), default="cut", help="as in training"
+    )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
     parser.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")
@@ -54,6 +59,9 @@ def run_certify(args: argparse.Namespace) -> int:
         seed=args.seed,
         steps=args.steps,
         fast=args.fast,
+        data_path=args.data_path,
+        mixture=args.mixture,
+        packing=args.packing,
     )
     with stoppable():
         return certify(options)

@@ -73,6 +73,9 @@ class Options:
     seed: int
     steps: int
     fast: bool
+    data_path: str | None = None
+    mixture: str = ""
+    packing: Literal["cut", "documents"] = "cut"
 
 
 def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
@@ -106,6 +109,8 @@ def parse_layout(text: str) -> Layout:
 def base_of(options: Options) -> Config:
     """Return the preset, with the model of a directory if one is given; its weights are drawn as any others."""
     base = PRESETS[options.preset]()
+    path = base.data.path if options.data_path is None else options.data_path
+    base = replace(base, data=replace(base.data, path=path, mixture=options.mixture, packing=options.packing))
     if options.model_path is None:
         return base
     model = replace(model_at(replace(base.model, path=options.model_path)), path="")

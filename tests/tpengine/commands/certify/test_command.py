@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.mixtures import write_mixture
 from support.ranks.progress import finish
 
 from tpengine.cli import main
@@ -68,6 +69,22 @@ def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) ->
     shown = [re.fullmatch(rf"  (\w+) +({HASH})", line) for line in lines[3:6]]
     assert [match and match[1] for match in shown] == ["weights", "gradients", "optimizer"]
     assert lines[-1] == "certified: identical"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_preset")
+def test_a_mixture_of_packed_documents_with_ignored_labels_is_certified(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert PRESETS["certify"]().data.ignore_token is not None
+    seq_len = PRESETS["certify"]().train.seq_len
+    documents = [[1, seq_len, seq_len + 1, 10 * seq_len, *[37] * 60], [11] * 300]
+    mixture = write_mixture(tmp_path, documents, [2, 1], vocab_size=250)
+    argv = ["certify", "--tp", "2", "--dp", "2", "--against", "pp=2", "--steps", "2"]
+    assert main([*argv, "--data.mixture", str(mixture), "--data.packing", "documents"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "certified: identical"
+    assert main([*argv, "--data.mixture", str(mixture), "--data.path", "other"]) == 2
+    assert "one text or one mixture" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small_preset")

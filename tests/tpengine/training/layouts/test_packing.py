@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from support.engine import exactness, parity
+from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, validate
 from tpengine.data import open_corpus, write_tokens
-from tpengine.training.evaluation.held_out import held_out_loss
+from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
 from tpengine.training.trainer import RunError, Trainer
 
 VOCAB = 250
@@ -39,8 +40,8 @@ def packed(config: Config, path: Path, **data: Any) -> Config:
     return validate(replace(config, data=replace(config.data, **data)), parallel.tp * parallel.pp * parallel.dp)
 
 
-def held_out(config: Config) -> float | None:
-    return held_out_loss(Trainer(config, open_corpus(config), torch.device("cpu")))
+def held_out(config: Config) -> HeldOutLoss:
+    return held_out_losses(Trainer(config, open_corpus(config), torch.device("cpu")))
 
 
 # Of the two, every one has a stage in the middle or ranks that share a sequence.
@@ -54,16 +55,27 @@ def test_a_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, dp: int
 
 
 def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    """With a mixture, of which some labels are ignored besides, and the held-out loss of each source."""
     path = written(tmp_path / "tokens")
+    documents = [[1, 24, 25, 240, 2, 1, 1, *range(20, 50)], [60, 60, 1, 100, 30, 40, 70]]
+    mixture = str(write_mixture(tmp_path, documents, [0.7, 0.3], vocab_size=VOCAB))
     config = packed(exactness.exact_config(1, 2, 2, dtype="float32", layers=2, steps=2), path)
+    config = replace(config, data=replace(config.data, path="stdlib", mixture=mixture))
     one = exactness.alone(config)
     found = exactness.merge(config, ranks.run(exactness.train, 4, config))
     exactness.assert_same_bits(found, exactness.merge(one, ranks.run(exactness.train, 1, one)))
     (alone,) = ranks.run(held_out, 1, one)
     assert ranks.run(held_out, 4, config) == [alone] * 4
-    # Cut, the same text has another loss: borders reach the held-out text too.
-    (cut,) = ranks.run(held_out, 1, packed(one, path, packing="cut"))
-    assert cut != alone
+    assert set(alone.of_source) == {"s0", "s1"}
+    assert alone.of_all == pytest.approx(0.7 * alone.of_source["s0"] + 0.3 * alone.of_source["s1"], rel=1e-15)
+    # Each source by itself has that loss; cut, another: borders reach the held-out text too.
+    for source, samples in (("s0", 3), ("s1", 3)):
+        text = replace(one, data=replace(one.data, path=str(tmp_path / f"{source}.tokens"), mixture=""))
+        text = replace(text, train=replace(text.train, micro_batch_size=1, eval_micro_batches=samples))
+        (found,) = ranks.run(held_out, 1, text)
+        assert found.of_all == pytest.approx(alone.of_source[source], rel=1e-6) and not found.of_source
+        (cut,) = ranks.run(held_out, 1, packed(text, Path(text.data.path), packing="cut"))
+        assert abs(cut.of_all - found.of_all) > 1e-4
 
 
 def test_a_step_of_ignored_labels_alone_is_refused(ranks: RankPool, tmp_path: Path) -> None:
