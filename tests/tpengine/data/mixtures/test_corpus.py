@@ -169,4 +169,4 @@ def test_a_source_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     said = refusal(config)
     assert f"{tmp_path / 'mix.toml'}: source s1: a token file must be readable: {tmp_path / 's1.tokens'}" in said
     (tmp_path / "s1.tokens").touch()
-    assert "source s1: a token file has at least 64 bytes" in refusal(config)
+    assert "source s1: a token file must be written by tpengine data" in refusal(config)
