@@ -1,16 +1,16 @@
 """What identifies the data of a run, so that a continued run can say which file has changed and how.
 
-A text has a line. A mixture has a JSON object of what its sources are, by name; what is below "paths" says where they
-are, which may change, and is named in messages.
+A text of one file has a line. One of several files, and a mixture, have a JSON object of what their parts are, by name;
+what is below "paths" says where these are, which may change, and is named in messages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-_PATHS = "paths"
+_PATHS, _SOURCES = "paths", "sources of the mixture"
 
 
 class Change(NamedTuple):
@@ -21,26 +21,41 @@ class Change(NamedTuple):
     now: str | None
 
 
-def joined(parts: Mapping[str, Any], paths: Mapping[str, str]) -> str:
-    """Return the fingerprint of several parts.
+def of_files(lines: Mapping[str, str]) -> str:
+    """Return the fingerprint of a text of several files.
 
-    Args: parts: what each is; a part that is such an object itself has parts. paths: where each part's data is.
+    Args: lines: what each is, by its path, in order. Their names do not count.
     """
-    return json.dumps({**parts, _PATHS: dict(paths)})
+    return json.dumps(
+        {
+            **{f"file {number}": line for number, line in enumerate(lines.values(), 1)},
+            _PATHS: {f"file {number}": path for number, path in enumerate(lines, 1)},
+        }
+    )
+
+
+def of_mixture(sources: Mapping[str, tuple[str, Mapping[str, float], str]]) -> str:
+    """Return the fingerprint of a mixture.
+
+    Args: sources: of each, by name and in order: its path, how it is mixed, and its text's fingerprint.
+    """
+    parts: dict[str, Any] = {_SOURCES: ", ".join(sources)}
+    for name, (_, mixed, text) in sources.items():
+        parts[name] = {**mixed, **(_parts(text) or {"text": text})}
+    return json.dumps({**parts, _PATHS: {name: path for name, (path, _, _) in sources.items()}})
 
 
 def change_of(before: str, now: str) -> Change | None:
     """Return the first difference of two fingerprints; None if the data are the same."""
     old, new = _parts(before), _parts(now)
-    if old is None or new is None:
+    if old is None or new is None or (_SOURCES in old) != (_SOURCES in new):
         return None if before == now else Change("the text", _spelled(before, old), _spelled(now, new))
-    paths = {**old.pop(_PATHS, {}), **new.pop(_PATHS, {})}
-    flat_old, flat_new = dict(_flat(old)), dict(_flat(new))
+    flat_old, flat_new = ({what: (value, path) for what, value, path in _flat(parts)} for parts in (old, new))
     for what in [*flat_old, *flat_new]:
-        if flat_old.get(what) != flat_new.get(what):
-            owner = what.partition(" of ")[2]
-            path = f" ({paths[owner]})" if owner in paths else ""
-            return Change(f"the {what}{path}", flat_old.get(what), flat_new.get(what))
+        (was, was_at), (becomes, is_at) = flat_old.get(what, (None, "")), flat_new.get(what, (None, ""))
+        if was != becomes:
+            path = is_at or was_at
+            return Change(f"the {what}" + (f" ({path})" if path else ""), was, becomes)
     return None
 
 
@@ -53,16 +68,18 @@ def _parts(fingerprint: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _flat(parts: Mapping[str, Any], owner: str = "") -> list[tuple[str, str]]:
-    """Return what each part is called, as "weight of web", and its value."""
-    found = []
+def _flat(parts: Mapping[str, Any], owner: str = "", of_owner: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield what each part is called, as "weight of web", its value, and its path."""
+    paths = parts.get(_PATHS, {})
     for name, value in parts.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{name} of {owner}" if owner else name)
-        else:
-            found.append((f"{name} of {owner}" if owner else name, str(value)))
-    return found
+        what, path = f"{name} of {owner}" if owner else name, paths.get(name, of_owner)
+        if isinstance(value, Mapping) and name != _PATHS:
+            yield from _flat(value, what, path)
+        elif name != _PATHS:
+            yield what, str(value), path
 
 
 def _spelled(fingerprint: str, parts: Mapping[str, Any] | None) -> str:
-    return fingerprint if parts is None else f"a mixture of {', '.join(parts[_PATHS])}"
+    if parts is None:
+        return fingerprint
+    return f"a mixture of {parts[_SOURCES]}" if _SOURCES in parts else f"{len(parts.get(_PATHS, {}))} files"

@@ -23,6 +23,7 @@ from tpengine.data.files.source import open_text
 from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
+from tpengine.data.fingerprint import of_files
 from tpengine.data.order import permute
 from tpengine.data.position import Position
 from tpengine.data.text.sources import stdlib_text
@@ -197,8 +198,16 @@ class TextCorpus:
         return corpus
 
     def fingerprint(self) -> str:
-        """Return a line that identifies a text: number, dtype and vocabulary of the tokens, and their hash."""
+        """Return what identifies a text: number, dtype and vocabulary of the tokens, and their hash; or each file's."""
         tokens, vocab_size, sha256, about, _ = self.text
+        if isinstance(tokens, SourceTokens) and len(tokens.files) > 1:
+            return of_files(
+                {
+                    str(file.path): f"{len(file.tokens)} {file.tokens.dtype} tokens, SHA-256 "
+                    f"{file.fingerprint[:_SHOWN_DIGITS]}"
+                    for file in tokens.files
+                }
+            )
         documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
         return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
 

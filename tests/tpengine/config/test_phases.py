@@ -24,7 +24,7 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.data import for_phase, open_corpora, open_corpus
-from tpengine.data.fingerprint import joined
+from tpengine.data.fingerprint import of_mixture
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.training.update.learning_rate import rate_of_step
 
@@ -221,8 +221,8 @@ def test_the_text_of_the_checkpoints_own_phase_must_be_the_same(tmp_path: Path) 
 
 def test_a_mixture_that_has_changed_is_named_and_may_be_a_new_phase(tmp_path: Path) -> None:
     def mixed(*weights: float) -> str:
-        parts = {name: {"weight": weight, "text": f"of {name}"} for name, weight in zip("abc", weights, strict=False)}
-        return joined({"sources of the mixture": ", ".join(parts), **parts}, {name: f"{name}.tokens" for name in parts})
+        pairs = zip("abc", weights, strict=False)
+        return of_mixture({name: (f"{name}.tokens", {"weight": weight}, f"of {name}") for name, weight in pairs})
 
     config = replace(config_of(tmp_path, "[[phase]]\nuntil = 20\n[[phase]]\n"), run_dir=str(tmp_path / "run"))
     saved_after(tmp_path, config, 20, fingerprint=mixed(0.7, 0.3))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tpengine.config import Config
 from tpengine.data.files.token_file import TokenFile
-from tpengine.data.fingerprint import joined
+from tpengine.data.fingerprint import of_mixture
 from tpengine.data.mixtures.samples import HeldOutSamples, MixtureSamples, evenly
 from tpengine.data.mixtures.shares import Mixture
 from tpengine.data.mixtures.table import SourceEntry, read_table
@@ -44,13 +44,12 @@ class MixtureCorpus:
 
     def fingerprint(self) -> str:
         """See Corpus."""
-        parts = {
-            entry.name: {"weight": entry.weight, "epochs": entry.epochs, "text": source.fingerprint()}
-            for entry, source in zip(self.entries, self.sources, strict=True)
-        }
-        # A source's place is key of its order.
-        named = {"sources of the mixture": ", ".join(parts), **parts}
-        return joined(named, {entry.name: entry.path for entry in self.entries})
+        return of_mixture(
+            {
+                entry.name: (entry.path, {"weight": entry.weight, "epochs": entry.epochs}, source.fingerprint())
+                for entry, source in zip(self.entries, self.sources, strict=True)
+            }
+        )
 
     def fingerprint_of_ends(self) -> str:
         """See Corpus."""
