@@ -20,9 +20,10 @@ from rich.table import Table
 from tpengine.architectures.model_path import model_at
 from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.commands.certify.evidence import Difference, Evidence
-from tpengine.config import Config, ParallelConfig, num_shards_of, shards_said, validate
+from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, shards_said, validate
 from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.presets import PRESETS
+from tpengine.data import open_corpora
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
 from tpengine.plan import SCHEDULES, make_schedule
@@ -222,6 +223,8 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
 def _compare_bits(options: Options, witness: str) -> int:
     layouts = (options.layout, options.against or Layout())
     configs = [config_of(options, layout) for layout in layouts]
+    # A text that cannot be read is one line, before ranks meet it.
+    open_corpora(phases_of(replace(configs[0], train=replace(configs[0].train, steps=options.steps))))
     _say(options, configs[0], f"{layouts[0]} against {layouts[1]}, exact mode")
     with contextlib.ExitStack() as stack:
         advance = stack.enter_context(_progress(2 * options.steps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +83,23 @@ def open_mixture(config: Config, open_source: Callable[[Config], TextCorpus], ph
             sources.append(open_source(replace(config, data=data)))
         except ValueError as error:
             raise ValueError(f"{config.data.mixture}: source {entry.name}: {error}") from None
+    _check_one_tokenizer(config.data.mixture, entries, sources)
     return _mixed(config.data.mixture, entries, tuple(sources), config, phase)
+
+
+def _check_one_tokenizer(path: str, entries: Sequence[SourceEntry], sources: Sequence[TextCorpus]) -> None:
+    """Raise ValueError if ids of two sources mean different tokens, as far as their files say what they mean."""
+    known = [
+        (entry.name, source.text.about.tokenizer, source.text.about.tokenizer_sha256)
+        for entry, source in zip(entries, sources, strict=True)
+        if source.text.about is not None and source.text.about.tokenizer_sha256
+    ]
+    for name, tokenizer, sha256 in known:
+        if sha256 != known[0][2]:
+            raise ValueError(
+                f"{path}: sources of a mixture must have one tokenizer: {known[0][0]} has {known[0][1]} (SHA-256 "
+                f"{known[0][2][:16]}), {name} has {tokenizer} ({sha256[:16]}): write one of them again with the other's"
+            )
 
 
 def _mixed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from support.mixtures import APART, mixed_config, write_mixture
 
 from tpengine.config import Config, phases_of, validate_run
-from tpengine.data import Position, change_of, open_corpora, open_corpus
+from tpengine.data import Position, change_of, open_corpora, open_corpus, write_tokens
+from tpengine.data.files.one_file import About
 from tpengine.data.mixtures.corpus import MixtureCorpus
 from tpengine.data.mixtures.samples import evenly
 
@@ -161,6 +163,19 @@ def test_sources_that_cannot_be_used_are_one_line(
     said = refusal(replace(config, train=replace(config.train, **train)))  # type: ignore[arg-type]
     for part in [str(tmp_path / "mix.toml"), *parts]:
         assert part in said
+
+
+def test_sources_of_different_tokenizers_are_one_line(tmp_path: Path) -> None:
+    config = mixture_of(tmp_path, [3, 1])
+    for source, name in enumerate("ab"):
+        about = About(tokenizer=name, tokenizer_sha256=name * 64)
+        tokens = np.arange(sum(DOCUMENTS[source]))
+        write_tokens(
+            tmp_path / f"s{source}.tokens", tokens, 2000, lengths=partial(list, DOCUMENTS[source]), about=about
+        )
+    assert "must have one tokenizer: s0 has a (SHA-256 aaaaaaaaaaaaaaaa), s1 has b (bbbbbbbbbbbbbbbb)" in refusal(
+        config
+    )
 
 
 def test_a_source_that_is_not_there_is_one_line(tmp_path: Path) -> None:

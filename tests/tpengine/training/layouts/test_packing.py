@@ -17,7 +17,7 @@ from support.engine import exactness, parity
 from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
 
-from tpengine.config import Config, validate
+from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
 from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
 from tpengine.training.trainer import RunError, Trainer
@@ -55,19 +55,24 @@ def test_a_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, dp: int
 
 
 def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    """With a mixture, of which some labels are ignored besides, and the held-out loss of each source."""
+    """With a mixture, of which some labels are ignored besides, and the held-out loss of each source.
+
+    Most documents of one source have 1 token, so that a micro-batch has no target that counts.
+    """
     path = written(tmp_path / "tokens")
-    documents = [[1, 24, 25, 240, 2, 1, 1, *range(20, 50)], [60, 60, 1, 100, 30, 40, 70]]
-    mixture = str(write_mixture(tmp_path, documents, [0.7, 0.3], vocab_size=VOCAB))
+    documents = [[1, 24, 25, 240, 2, 1, 1, *range(20, 50)], [*[1] * 300, 60, 70, 80]]
+    mixture = str(write_mixture(tmp_path, documents, [0.5, 0.5], vocab_size=VOCAB))
     config = packed(exactness.exact_config(1, 2, 2, dtype="float32", layers=2, steps=2), path)
     config = replace(config, data=replace(config.data, path="stdlib", mixture=mixture))
     one = exactness.alone(config)
+    num_valid = (open_corpus(one).train.batch(0, 16)[1] != IGNORED_LABEL).reshape(8, -1).sum(1)
+    assert 0 in num_valid and num_valid.reshape(2, 4).sum(1).all()
     found = exactness.merge(config, ranks.run(exactness.train, 4, config))
     exactness.assert_same_bits(found, exactness.merge(one, ranks.run(exactness.train, 1, one)))
     (alone,) = ranks.run(held_out, 1, one)
     assert ranks.run(held_out, 4, config) == [alone] * 4
     assert set(alone.of_source) == {"s0", "s1"}
-    assert alone.of_all == pytest.approx(0.7 * alone.of_source["s0"] + 0.3 * alone.of_source["s1"], rel=1e-15)
+    assert alone.of_all == pytest.approx((alone.of_source["s0"] + alone.of_source["s1"]) / 2, rel=1e-15)
     # Each source by itself has that loss; cut, another: borders reach the held-out text too.
     for source, samples in (("s0", 3), ("s1", 3)):
         text = replace(one, data=replace(one.data, path=str(tmp_path / f"{source}.tokens"), mixture=""))
