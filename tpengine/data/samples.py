@@ -186,6 +186,14 @@ class TextCorpus:
         """See Corpus."""
         return (self.text,)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that it is read from; none of a text in memory."""
+        tokens = self.text.tokens
+        if isinstance(tokens, SourceTokens):
+            return tuple(file.path.resolve() for file in tokens.files)
+        return (tokens.file.path.resolve(),) if isinstance(tokens, StoredTokens) else ()
+
     def viewed(self, config: Config, phase: int) -> TextCorpus:
         """See Corpus."""
         seq_len, ignored = config.train.seq_len, config.data.ignore_token

@@ -84,6 +84,7 @@ def open_mixture(config: Config, open_source: Callable[[Config], TextCorpus], ph
         except ValueError as error:
             raise ValueError(f"{config.data.mixture}: source {entry.name}: {error}") from None
     _check_one_tokenizer(config.data.mixture, entries, sources)
+    _check_distinct(config.data.mixture, entries, sources)
     return _mixed(config.data.mixture, entries, tuple(sources), config, phase)
 
 
@@ -100,6 +101,21 @@ def _check_one_tokenizer(path: str, entries: Sequence[SourceEntry], sources: Seq
                 f"{path}: sources of a mixture must have one tokenizer: {known[0][0]} has {known[0][1]} (SHA-256 "
                 f"{known[0][2][:16]}), {name} has {tokenizer} ({sha256[:16]}): write one of them again with the other's"
             )
+
+
+def _check_distinct(path: str, entries: Sequence[SourceEntry], sources: Sequence[TextCorpus]) -> None:
+    """Raise ValueError if two sources read one file, or the same text: its samples would come twice."""
+    seen: dict[str | Path, str] = {}
+    for entry, source in zip(entries, sources, strict=True):
+        has: list[str | Path] = [*source.paths, source.fingerprint()]
+        for what in has:
+            first = seen.setdefault(what, entry.name)
+            if first != entry.name:
+                of = f"the file {what}" if isinstance(what, Path) else f"the text of {entry.path}"
+                raise ValueError(
+                    f"{path}: sources of a mixture must be different texts: {first} and {entry.name} both have {of}: "
+                    "give one of them the weight of both"
+                )
 
 
 def _mixed(

@@ -178,6 +178,23 @@ def test_sources_of_different_tokenizers_are_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_text_that_two_sources_have_is_one_line(tmp_path: Path) -> None:
+    config = mixture_of(tmp_path, [3, 1])
+    table = Path(config.data.mixture)
+    lines = table.read_text()
+    s0, s1 = tmp_path / "s0.tokens", tmp_path / "s1.tokens"
+    for path, said in (
+        (s1, f"s1 and s2 both have the file {s1}"),
+        (f"{s0},{s1}", f"s0 and s2 both have the file {s0}"),
+    ):
+        table.write_text(f'{lines}s2 = {{ path = "{path}", weight = 1, epochs = inf }}\n')
+        assert f"sources of a mixture must be different texts: {said}" in refusal(config)
+    # A copy has other names, and is the same text.
+    (tmp_path / "copy").write_bytes(s1.read_bytes())
+    table.write_text(f'{lines}s2 = {{ path = "{tmp_path / "copy"}", weight = 1, epochs = inf }}\n')
+    assert f"s1 and s2 both have the text of {tmp_path / 'copy'}" in refusal(config)
+
+
 def test_a_source_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     config = mixture_of(tmp_path, [3, 1])
     (tmp_path / "s1.tokens").unlink()
