@@ -8,9 +8,10 @@ so that counts add up to n, and each differs from w_k n by less than 1, after an
 order of its own, keyed by (seed, block), says which place belongs to which source. Nothing is stored and nothing
 drifts: all is computed from i, with integers. The samples of a source have its numbers 0, 1, 2, ... in their order.
 
-The decision a reader will question: differences of floors may fall from one n to the next, where w_k N < 1. So N is
-1,024, or the power of two above that at which every source's share of a block is at least a sample; a share below one
-sample of 2**20 is refused. A source of weight 0 is never read.
+The decision a reader will question: differences of floors may fall from one n to the next, where w_k N < 1, unless the
+source is the first (a floor) or the last (n less a floor). So the rarest is counted first and the next one last, and N
+is 1,024, or the power of two above that at which all others have at least a sample of a block; a share below one
+sample of 2**20 among these is refused. A source of weight 0 is never read.
 """
 
 from __future__ import annotations
@@ -57,33 +58,42 @@ class Mixture:
                 f"weights of sources must be finite, at least 0 and not all 0: got {list(self.weights)}: give each its "
                 "share, such as 0.7 and 0.3"
             )
-        rarest = min(share for share in self.shares if share)
-        if rarest * _LARGEST_BLOCK < 1:
+        if self._rarest_between * _LARGEST_BLOCK < 1:
             raise ValueError(
-                f"a source must give at least one sample of {_LARGEST_BLOCK}: weights {list(self.weights)} leave one "
-                f"{float(rarest):.1e} of the samples: use weight 0 for it, or leave it out"
+                f"all sources but two must give at least one sample of {_LARGEST_BLOCK}: weights {list(self.weights)} "
+                f"leave a third {float(self._rarest_between):.1e} of the samples: use weight 0 for it, or leave it out"
             )
 
     @functools.cached_property
-    def _bounds(self) -> tuple[int, ...]:
-        """0, W_0, W_1, ... in units of 1 / the last."""
-        exact = [Fraction(repr(float(weight))) for weight in self.weights]
-        unit = math.lcm(*(weight.denominator for weight in exact))
-        numerators = [int(weight * unit) for weight in exact]
-        common = math.gcd(*numerators)
-        return tuple(accumulate((numerator // common for numerator in numerators), initial=0))
-
-    @property
     def shares(self) -> tuple[Fraction, ...]:
         """w_k, which add up to 1."""
-        bounds = self._bounds
-        return tuple(Fraction(after - before, bounds[-1]) for before, after in pairwise(bounds))
+        exact = [Fraction(repr(float(weight))) for weight in self.weights]
+        total = sum(exact)
+        return tuple(weight / total for weight in exact)
+
+    @functools.cached_property
+    def _counted(self) -> tuple[int, ...]:
+        """The sources in the order in which they are counted: the rarest first, the next one last."""
+        rarest = sorted((source for source, share in enumerate(self.shares) if share), key=lambda k: self.shares[k])
+        first, last = rarest[:1], rarest[1:2]
+        return (*first, *(k for k in range(len(self.shares)) if k not in (*first, *last)), *last)
+
+    @functools.cached_property
+    def _rarest_between(self) -> Fraction:
+        """The smallest share of those that are counted between the first and the last; 1 if there is none."""
+        return min((self.shares[k] for k in self._counted[1:-1] if self.shares[k]), default=Fraction(1))
+
+    @functools.cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """0, W_0, W_1, ... of the sources as they are counted, in units of 1 / the last."""
+        unit = math.lcm(*(share.denominator for share in self.shares))
+        return tuple(accumulate((int(self.shares[k] * unit) for k in self._counted), initial=0))
 
     @functools.cached_property
     def block(self) -> int:
         """N: samples of a block."""
-        size, rarest = BLOCK, min(share for share in self.shares if share)
-        while rarest * size < 1:
+        size = BLOCK
+        while self._rarest_between * size < 1:
             size *= 2
         return size
 
@@ -96,7 +106,8 @@ class Mixture:
         """Return how many samples each source has had at the end of a number of blocks."""
         n = num_blocks * self.block
         ends = [bound * n // self._bounds[-1] for bound in self._bounds]
-        return tuple(after - before for before, after in pairwise(ends))
+        counts = dict(zip(self._counted, (after - before for before, after in pairwise(ends)), strict=True))
+        return tuple(counts[source] for source in range(len(counts)))
 
     def counts(self, num_samples: int) -> tuple[int, ...]:
         """Return how many of the first samples come from each source."""

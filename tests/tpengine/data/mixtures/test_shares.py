@@ -62,12 +62,24 @@ def test_orders_of_blocks_and_seeds_differ() -> None:
 
 
 def test_blocks_are_larger_where_a_source_is_rarer_than_one_in_1024() -> None:
-    mixture = Mixture((1.0, 1e-5, 2e-5), 0)
-    assert mixture.block == 131072
+    mixture = Mixture((1.0, 1e-5, 2e-5, 1.1e-5, 0.0), 0)
+    assert mixture.block == 65536
     for block in range(40):
         assert_shares(mixture, block)
         before, after = mixture.counts_at(block), mixture.counts_at(block + 1)
         assert all(last >= first for first, last in zip(before, after, strict=True))
+
+
+def test_two_sources_may_be_as_rare_as_they_like() -> None:
+    for weights in ((1e-5, 1.0, 2e-5, 0.3), (0.3, 1.0, 1e-9, 1e-5), (1.0, 1e-7)):
+        mixture = Mixture(weights, 0)
+        assert mixture.block == BLOCK
+        before = mixture.counts_at(0)
+        for block in [*range(1, 400), 10**6, 10**6 + 1, 10**9, 10**9 + 1]:
+            assert_shares(mixture, block)
+            counts = mixture.counts_at(block)
+            assert all(last >= first for first, last in zip(before, counts, strict=True))
+            before = counts
 
 
 def test_weights_count_as_they_are_written() -> None:
@@ -87,8 +99,8 @@ def test_a_source_without_weight_is_never_read() -> None:
     for weights in ((0.0, 1.0, 2.0), (1.0, 0.0, 2.0), (1.0, 2.0, 0.0)):
         sources, _ = Mixture(weights, 0).place(np.arange(4 * BLOCK))
         assert set(sources.tolist()) == {place for place, weight in enumerate(weights) if weight}
-    with pytest.raises(ValueError, match="at least one sample of 1048576"):
-        Mixture((1.0, 1e-7), 0)
+    with pytest.raises(ValueError, match=r"two must give at least one sample of 1048576: .* leave a third 3\.0e-07"):
+        Mixture((1.0, 1e-7, 2e-7, 3e-7), 0)
 
 
 def test_shares_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
