@@ -212,6 +212,7 @@ def test_layout_steps_and_learning_rate_may_change(tmp_path: Path) -> None:
         ),
         ("data", "ignore_token", 7, "must keep data.ignore_token"),
         ("data", "held_out_fraction", 0.5, "must keep data.held_out_fraction"),
+        ("data", "packing", "documents", "must keep data.packing: {} was saved with cut, this run has documents: use"),
     ],
 )
 def test_what_decides_later_numbers_may_not_change(
@@ -231,6 +232,7 @@ def test_a_checkpoint_older_than_a_setting_has_its_default(tmp_path: Path) -> No
     for name in ("residual_dropout", "attention_dropout", "mlp_dropout"):
         del state["config"]["model"][name]
     del state["config"]["train"]["reduction"]
+    del state["config"]["data"]["packing"]
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     write_index(directory.begin(10), Index(10, {}, {}, state))
     directory.complete(10)

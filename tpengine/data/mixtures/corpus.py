@@ -43,10 +43,10 @@ class MixtureCorpus:
         return sum(source.reading_seconds for source in self.sources)
 
     def fingerprint(self) -> str:
-        """See Corpus."""
+        """See Corpus. How often a source may be read is no part of it: the order of samples is the same."""
         return of_mixture(
             {
-                entry.name: (entry.path, {"weight": entry.weight, "epochs": entry.epochs}, source.fingerprint())
+                entry.name: (entry.path, {"weight": entry.weight}, source.fingerprint())
                 for entry, source in zip(self.entries, self.sources, strict=True)
             }
         )

@@ -117,7 +117,7 @@ class MixtureSamples(_OfSources):
             entry = self.entries[int(sources[over][0])]
             raise ValueError(
                 f"a source may be read {entry.epochs:g} times at most: {entry.name} of the mixture, {entry.path}, is "
-                "used up: allow it more epochs in the mixture of a new phase, or end the run here"
+                "used up: allow it more epochs and continue with --resume --data.mixture FILE, or end the run here"
             )
         return sources, numbers
 
