@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tpengine: a rank failed, all have ended\n{error}", file=sys.stderr)
         return RANK_FAILED
     except KeyboardInterrupt as stop:
-        print("tpengine: interrupted; no process and no unfinished file is left", file=sys.stderr)
+        left = "; ".join(getattr(stop, "__notes__", ["no process and no unfinished file is left"]))
+        print(f"tpengine: interrupted; {left}", file=sys.stderr)
         return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     return code
 

@@ -116,7 +116,7 @@ def test_a_source_that_fails_is_not_taken_for_the_output(tmp_path: Path) -> None
     documents = Documents([tmp_path / "a", tmp_path / "b"])
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError) as error:
-        write_tokens(tmp_path / "t", bytes_of(documents), 256)
+        write_tokens(tmp_path / "t", (chunk.ids for chunk in bytes_of(documents)), 256)
     assert str(error.value) == (
         f"the text must be readable: {tmp_path / 'b'}: No such file or directory: correct that or leave it out"
     )

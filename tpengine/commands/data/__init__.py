@@ -1,5 +1,7 @@
-"""`tpengine data`: text files become a token file.
+"""`tpengine data`: text files become token files, and token files are checked.
 
 arguments.py   what the command understands
-write.py       documents to tokens to a file
+write.py       documents to tokens
+shards.py      tokens to files, and what a killed command has begun
+check.py       whether files hold what they say
 """

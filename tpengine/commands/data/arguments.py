@@ -5,22 +5,38 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
 
-DESCRIPTION = "Write a token file from text files, each one document, and .jsonl files, each line one document."
+DESCRIPTION = (
+    "Write token files from text files, each one document, .jsonl files, each line one document, and .parquet files, "
+    "each row one document; or check token files. A command that was killed goes on where it stopped when it is given "
+    "again."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command understands."""
-    parser.add_argument(
-        "--from", dest="sources", type=Path, nargs="+", required=True, metavar="PATH", help="directories and files"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="directories and files; or - for JSON lines from the standard input",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="token file to write, a new one")
+    what.add_argument(
+        "--check",
+        metavar="PATH",
+        help="check token files, named as --data.path names them: hashes, ids, documents and their marks",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="token file to write, a new one; or a directory")
     parser.add_argument(
         "--pattern", default="**/*", metavar="GLOB", help="which files of a directory (default '**/*', all)"
     )
     parser.add_argument(
-        "--field", default="text", metavar="NAME", help="of a line of JSONL, has the text (default text)"
+        "--field", default="text", metavar="NAME", help="of a line of JSONL or a row, has the text (default text)"
     )
     parser.add_argument(
         "--tokenizer",
@@ -36,14 +52,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="TOKEN",
             help=f"{name} each document with this token or id; without one, with the tokenizer's own",
         )
+    parser.add_argument(
+        "--shard-tokens",
+        type=count,
+        metavar="N",
+        help="write a directory of token files, each of so many tokens and the rest of a document",
+    )
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes that encode (default: as many as cores; 1: this one); the bytes are the same for any number",
+    )
 
 
 def run_data(args: argparse.Namespace) -> None:
-    """Turn text files into a token file."""
+    """Turn text files into token files, or check token files."""
+    if args.check is not None:
+        from tpengine.commands.data.check import check_data
+
+        with stoppable():
+            check_data(args.check, args.tokenizer)
+        return
     from tpengine.commands.data.write import Options, write_data
 
+    if args.out is None:
+        raise ValueError("--from needs --out: the token file to write, such as --out text.tokens")
     with stoppable():
         asked = Options(
-            args.sources, args.pattern, args.field, args.tokenizer, begin=args.begin, end=args.end, out=args.out
+            args.sources,
+            args.pattern,
+            args.field,
+            args.tokenizer,
+            begin=args.begin,
+            end=args.end,
+            out=args.out,
+            shard_tokens=args.shard_tokens,
+            workers=args.workers,
         )
         write_data(asked)

@@ -1,23 +1,28 @@
-"""`tpengine data`: text files become a token file. No torch.
+"""`tpengine data`: text files become token files. No torch.
 
-The file is written beside its place and renamed when it is whole; an interrupted command leaves none.
+Everything is written beside its place and renamed when it is whole; what a killed command has begun is continued by the
+next one (shards.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpengine.data import write_tokens
+from tpengine.commands.data.shards import Progress as Written
+from tpengine.commands.data.shards import Shards
 from tpengine.data.files.one_file import About
-from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Lengths, bytes_of, tokens_of
+from tpengine.data.text.documents import PIPE, Documents
+from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
+from tpengine.data.text.pool import Pool
 from tpengine.data.text.sources import find_files
 from tpengine.data.text.tokenizer import TextTokenizer
 
@@ -25,6 +30,8 @@ BYTES = "bytes"
 
 # Where the output is no terminal.
 _PLAIN_LINES = 20
+# A process takes as long to start as the library takes for some MB.
+_LEAST_BYTES_PER_WORKER = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,15 @@ class Options:
     """What `tpengine data` was asked for.
 
     Attributes:
-        sources: files, and directories to look in.
+        sources: files, and directories to look in; or PIPE.
         pattern: which files of a directory.
-        field: of a line of JSONL, has the text.
+        field: of a line of JSONL or a row, has the text.
         tokenizer: the directory of a tokenizer, or "bytes".
         begin, end: what each document begins or ends with: an id, a token as it is written, or empty for the one that
             the tokenizer declares; None for nothing.
-        out: the token file.
+        out: the token file, or the directory of shards.
+        shard_tokens: tokens of a shard; None for one file.
+        workers: processes that encode; None for as many as there are cores.
     """
 
     sources: Sequence[Path]
@@ -48,58 +57,137 @@ class Options:
     begin: str | None
     end: str | None
     out: Path
+    shard_tokens: int | None = None
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """How documents become ids: by a tokenizer, or as bytes.
+
+    Attributes:
+        tokenizer: None for bytes.
+        marks: ids, by "begin" and "end".
+        vocab_size: of the file.
+        model: what a run needs to be told besides the file.
+        of_model: the vocabulary of the model beside the tokenizer, if there is one.
+    """
+
+    tokenizer: TextTokenizer | None
+    marks: dict[str, int]
+    vocab_size: int
+    model: str
+    of_model: int | None
+
+    def about(self) -> About:
+        """Return what the file says of it."""
+        begin, end = self.marks.get("begin"), self.marks.get("end")
+        if self.tokenizer is None:
+            return About(begin, end)
+        return About(begin, end, self.tokenizer.directory.resolve().name, self.tokenizer.sha256())
 
 
 def write_data(options: Options) -> None:
-    """Write a token file, and say what is in it.
+    """Write token files, and say what is in them.
 
     Raises:
         ValueError: a mistake of the user, in one line.
     """
-    paths = find_files(options.sources, options.pattern, options.out)
-    marks = {name: asked for name, asked in (("begin", options.begin), ("end", options.end)) if asked is not None}
-    documents, lengths, about = Documents(paths, options.field), Lengths(), About()
-    if options.tokenizer == BYTES:
-        ids = {name: _byte(name, asked) for name, asked in marks.items()}
-        vocab_size, arrays = BYTE_VOCAB_SIZE, bytes_of(documents, ids.get("begin"), ids.get("end"), lengths)
-        model = ""
-    else:
-        tokenizer = TextTokenizer(Path(options.tokenizer))
-        ids = {name: tokenizer.mark(name, asked) for name, asked in marks.items()}
-        vocab_size = tokenizer.vocab_size
-        about = About(tokenizer=tokenizer.directory.resolve().name, tokenizer_sha256=tokenizer.sha256())
-        arrays = tokens_of(documents, tokenizer, ids.get("begin"), ids.get("end"), lengths)
-        model = f" --model.vocab-size {vocab_size}"
-        if (of_model := tokenizer.model_vocab_size()) is not None:
-            vocab_size, model = min(vocab_size, of_model), f" --model.path {options.tokenizer}"
-            arrays = _below(of_model, arrays, tokenizer)
+    is_pipe = PIPE in options.sources
+    if is_pipe and len(options.sources) > 1:
+        raise ValueError(f"--from - must stand alone: got {' '.join(map(str, options.sources))}: leave the rest out")
+    paths = [PIPE] if is_pipe else find_files(options.sources, options.pattern, options.out)
+    encoding = _encoding(options)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    with Reading(console, documents) as reading:
-        about = about._replace(begin=ids.get("begin"), end=ids.get("end"))
-        shown = reading.shown(arrays)
-        num_tokens = write_tokens(options.out, shown, vocab_size, replaces=False, lengths=lambda: lengths, about=about)
-    empty = f" ({documents.num_empty:,} empty left out)" if documents.num_empty else ""
-    marked = "".join(f", each {name}s with {number}" for name, number in ids.items())
-    console.print(
-        f"{options.out}: {num_tokens:,} tokens of {documents.num_documents:,} documents{empty}{marked}, vocabulary "
-        f"{vocab_size}; train on it with --data.path {options.out}{model}"
-    )
+    about = encoding.about()
+    asked = _asked(options, encoding, about)
+    with Shards(options.out, encoding.vocab_size, about, asked, _sources(paths), options.shard_tokens) as shards:
+        if shards.was_begun:
+            had = shards.progress
+            console.print(f"going on behind {had.all_tokens:,} tokens of {had.all_documents:,} documents")
+        documents = Documents(paths, options.field, shards.progress.place)
+        with ExitStack() as stack:
+            chunks = _chunks(documents, encoding, _num_workers(options, documents), stack)
+            reading = stack.enter_context(Reading(console, documents, shards.progress.all_tokens))
+            for chunk in reading.shown(chunks):
+                shards.add(chunk)
+        written = shards.finish()
+    console.print(_said(options, encoding, written, documents))
 
 
-def _below(of_model: int, arrays: Iterable[NDArray[Any]], tokenizer: TextTokenizer) -> Iterator[NDArray[Any]]:
-    """Yield the arrays; refuse an id that the model beside the tokenizer does not have.
+def _encoding(options: Options) -> _Encoding:
+    asked = {name: mark for name, mark in (("begin", options.begin), ("end", options.end)) if mark is not None}
+    if options.tokenizer == BYTES:
+        return _Encoding(None, {name: _byte(name, mark) for name, mark in asked.items()}, BYTE_VOCAB_SIZE, "", None)
+    tokenizer = TextTokenizer(Path(options.tokenizer))
+    marks = {name: tokenizer.mark(name, mark) for name, mark in asked.items()}
+    vocab_size, of_model = tokenizer.vocab_size, tokenizer.model_vocab_size()
+    if of_model is None:
+        return _Encoding(tokenizer, marks, vocab_size, f" --model.vocab-size {vocab_size}", None)
+    return _Encoding(tokenizer, marks, min(vocab_size, of_model), f" --model.path {options.tokenizer}", of_model)
+
+
+def _chunks(documents: Documents, encoding: _Encoding, num_workers: int, stack: ExitStack) -> Iterator[Chunk]:
+    begin, end, tokenizer = encoding.marks.get("begin"), encoding.marks.get("end"), encoding.tokenizer
+    if tokenizer is None:
+        return bytes_of(documents, begin, end)
+    encode = stack.enter_context(Pool(tokenizer, num_workers)).encode if num_workers > 1 else None
+    chunks = tokens_of(documents, tokenizer, begin, end, encode)
+    return chunks if encoding.of_model is None else _below(encoding.of_model, chunks, tokenizer)
+
+
+def _num_workers(options: Options, documents: Documents) -> int:
+    """As many as were asked for; else as many as there are cores, fewer for a short text."""
+    if options.workers is not None:
+        return options.workers
+    num_cores = len(os.sched_getaffinity(0))
+    if documents.paths == [PIPE]:
+        return num_cores
+    left = documents.num_bytes - documents.num_read_bytes
+    return max(1, min(num_cores, left // _LEAST_BYTES_PER_WORKER))
+
+
+def _asked(options: Options, encoding: _Encoding, about: About) -> str:
+    """Return what decides the bytes, but for the text: a call goes on only where this is the same."""
+    values = [options.field, about, encoding.vocab_size, options.shard_tokens]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _sources(paths: Sequence[Path]) -> list[str]:
+    """Return what identifies each file as it is now, without reading it."""
+    found = []
+    for path in paths:
+        status = None if path == PIPE else path.stat()
+        found.append(str(path) if status is None else f"{path} {status.st_size} {status.st_mtime_ns}")
+    return found
+
+
+def _said(options: Options, encoding: _Encoding, written: Written, documents: Documents) -> str:
+    """Say what was written."""
+    left_out = [f"{documents.num_empty:,} empty"] if documents.num_empty else []
+    left_out += [f"{written.num_short:,} of fewer than 2 tokens"] if written.num_short else []
+    without = f" ({', '.join(left_out)} left out)" if left_out else ""
+    marked = "".join(f", each {name}s with {number}" for name, number in encoding.marks.items())
+    shards = "" if options.shard_tokens is None else f" in {written.shard:,} files"
+    size = f"{written.all_tokens:,} tokens of {written.all_documents:,} documents{shards}"
+    use = f"--data.path {options.out}{encoding.model}"
+    return f"{options.out}: {size}{without}{marked}, vocabulary {encoding.vocab_size}; train on it with {use}"
+
+
+def _below(of_model: int, chunks: Iterator[Chunk], tokenizer: TextTokenizer) -> Iterator[Chunk]:
+    """Yield the chunks; refuse an id that the model beside the tokenizer does not have.
 
     A tokenizer may have such ids and never give them for a text, as that of Gemma 3 1B has one for pictures.
     """
-    for array in arrays:
-        largest = int(array.max(initial=0))
+    for chunk in chunks:
+        largest = int(chunk.ids.max(initial=0))
         if largest >= of_model:
             raise ValueError(
                 f"a tokenizer's ids must be below the vocabulary of its model: {tokenizer.directory} gives "
                 f"{tokenizer.decode([largest])!r} the id {largest}, and its config.json has vocab_size {of_model}: "
                 "copy the tokenizer of this model, or leave out such texts and marks"
             )
-        yield array
+        yield chunk
 
 
 def _byte(name: str, asked: str) -> int:
@@ -118,14 +206,15 @@ class Reading:
     Args:
         console: where to.
         documents: that are read.
+        num_tokens: that are written already.
     """
 
-    def __init__(self, console: Console, documents: Documents) -> None:
+    def __init__(self, console: Console, documents: Documents, num_tokens: int = 0) -> None:
         self._console, self._documents = console, documents
-        self._num_tokens, self._num_lines = 0, 0
+        self._num_tokens, self._num_lines = num_tokens, 0
         columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TextColumn("left"), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("read", total=documents.num_bytes, figures="")
+        self._task = self._progress.add_task("read", total=documents.num_bytes or None, figures="")
 
     def __enter__(self) -> Reading:
         self._progress.start()
@@ -134,14 +223,15 @@ class Reading:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def shown(self, arrays: Iterator[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-        """Yield the arrays, and show after each how far it is."""
+    def shown(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks, and show after each how far it is."""
         documents = self._documents
-        for array in arrays:
-            yield array
-            self._num_tokens += array.size
-            share = documents.num_read_bytes / documents.num_bytes
-            figures = f"{documents.num_read_bytes / 1e6:,.1f} of {documents.num_bytes / 1e6:,.1f} MB"
+        for chunk in chunks:
+            yield chunk
+            self._num_tokens += chunk.ids.size
+            share = documents.num_read_bytes / documents.num_bytes if documents.num_bytes else 0.0
+            of_all = f" of {documents.num_bytes / 1e6:,.1f}" if documents.num_bytes else ""
+            figures = f"{documents.num_read_bytes / 1e6:,.1f}{of_all} MB"
             figures += f", {self._num_tokens:,} tokens"
             self._progress.update(self._task, completed=documents.num_read_bytes, figures=figures)
             if not self._console.is_terminal and share < 1 and int(share * _PLAIN_LINES) > self._num_lines:

@@ -136,6 +136,11 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + ".tokens")
 
 
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest dtype that holds vocab_size - 1."""
+    return next(dtype for size, dtype in DTYPES.items() if vocab_size <= 256**size)
+
+
 def check_tokens(tokens: NDArray[Any], vocab_size: int, name: str) -> None:
     """Raise ValueError unless all tokens are integers in [0, vocab_size); `name` is the vocabulary's in messages."""
     if tokens.dtype.kind not in "iu":

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tpengine.data.files.one_file import About
 from tpengine.data.files.token_file import (
     ALL_HEADER_BYTES,
-    DTYPES,
     HEADER,
     HEADER_BYTES,
     MAGIC,
@@ -26,6 +25,7 @@ from tpengine.data.files.token_file import (
     WITH_DOCUMENTS,
     beside,
     check_tokens,
+    dtype_for,
 )
 from tpengine.files import written_beside
 
@@ -60,7 +60,7 @@ def write_tokens(
     if not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size must be at least 1 and at most 2**32: got {vocab_size}: use 256 for bytes")
     try:
-        _check_place(path, replaces)
+        check_place(path, replaces)
         return _write_beside(path, tokens, vocab_size, lengths, about or About())
     except OSError as error:
         reason = error.strerror or error
@@ -69,8 +69,8 @@ def write_tokens(
         ) from None
 
 
-def _check_place(path: Path, replaces: bool) -> None:
-    """Raise before anything is read; also for a device, because the rename would replace it."""
+def check_place(path: Path, replaces: bool) -> None:
+    """Raise ValueError if no token file can be there; also for a device, because the rename would replace it."""
     if not path.parent.is_dir():
         raise ValueError(f"the token file's directory must exist: {path.parent}: create it first")
     if path.is_dir():
@@ -100,7 +100,7 @@ def _write_beside(
     about: About,
 ) -> int:
     """Write a temporary file and rename it. An OSError is the target's."""
-    dtype = next(d for code, d in DTYPES.items() if vocab_size <= 256**code)
+    dtype = dtype_for(vocab_size)
     header_bytes = HEADER_BYTES if lengths is None else ALL_HEADER_BYTES
     with written_beside(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(header_bytes))
@@ -114,7 +114,7 @@ def _write_beside(
             largest = max(largest, int(piece.max(initial=0)))
         if not count:
             raise ValueError(f"a token file must hold at least 1 token: got none for {path}: check the source")
-        more = b"" if lengths is None else _write_starts(file, path, lengths(), count, about._replace(largest=largest))
+        more = b"" if lengths is None else write_starts(file, path, lengths(), count, about._replace(largest=largest))
         version = VERSION if lengths is None else WITH_DOCUMENTS
         file.seek(0)
         file.write(HEADER.pack(MAGIC, version, dtype.itemsize, vocab_size, count, content.digest()) + more)
@@ -123,7 +123,7 @@ def _write_beside(
     return count
 
 
-def _write_starts(file: BinaryIO, path: Path, lengths: Iterable[int], count: int, about: About) -> bytes:
+def write_starts(file: BinaryIO, path: Path, lengths: Iterable[int], count: int, about: About) -> bytes:
     """Write where documents begin behind the tokens; return what the header says of it."""
     file.write(bytes(-file.tell() % START.itemsize))
     offset, content, num_documents, place = file.tell(), hashlib.sha256(), 0, 0

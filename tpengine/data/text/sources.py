@@ -61,10 +61,11 @@ def _files_of(directory: Path, pattern: str) -> list[Path]:
 
 
 def _belongs_to(path: Path, out: Path) -> bool:
-    """Whether a file is the output, or its beginning under the name that files.py gives to what is not yet whole."""
-    if path.name != out.name and not re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}", path.name):
-        return False
-    return path.parent.resolve() == out.parent.resolve()
+    """Whether a file is the output or in it, or its beginning under a name that is given to what is not yet whole."""
+    room = out.parent.resolve()
+    names = path.resolve().relative_to(room).parts if path.resolve().is_relative_to(room) else ("",)
+    begun = rf"\.{re.escape(out.name)}\.(part|[0-9a-f]{{8}})"
+    return names[0] == out.name or re.fullmatch(begun, names[0]) is not None
 
 
 def _check_once(paths: Iterable[Path]) -> None:

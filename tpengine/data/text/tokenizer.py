@@ -138,6 +138,11 @@ class TextTokenizer:
             )
         return found
 
+    def declared_marks(self) -> dict[str, int]:
+        """Return the ids that tokenizer_config.json declares to begin and end texts, by "begin" and "end"."""
+        found = {name: self._tokenizer.token_to_id(self._token_of(role) or "") for name, role in _ROLES.items()}
+        return {name: number for name, number in found.items() if number is not None}
+
     def model_vocab_size(self) -> int | None:
         """Return the vocabulary of the model beside it, by its config.json; None if there is none."""
         values = _read_object(self.directory / _MODEL_CONFIG)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tpengine.data.text.documents import BEGINNING, Place
 from tpengine.data.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ class Part(NamedTuple):
         text: of the part.
         begins, ends: whether it is the document's first, its last.
         path: the file that it was read from.
+        after: where reading goes on, of a document's last part.
     """
 
     text: str
     begins: bool
     ends: bool
     path: Path
+    after: Place = BEGINNING
 
 
 class Window(NamedTuple):
@@ -65,6 +68,7 @@ class Window(NamedTuple):
         begins, ends: whether it begins the document, ends it.
         path: the file that it was read from.
         overlap: how many of its first characters are the last ones of the window before it.
+        after: where reading goes on, of a document's last window.
     """
 
     text: str
@@ -72,6 +76,15 @@ class Window(NamedTuple):
     ends: bool
     path: Path
     overlap: int
+    after: Place = BEGINNING
+
+
+class Encoded(NamedTuple):
+    """What an encoding of the library has, from another process."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    word_ids: list[int | None]
 
 
 def cut(
@@ -97,7 +110,7 @@ def cut(
             begins, place = False, place + size - overlap
         text = text[place:]
         if part.ends:
-            yield Window(text, begins, True, part.path, 0 if begins else overlap)
+            yield Window(text, begins, True, part.path, 0 if begins else overlap, part.after)
             text, begins = "", True
 
 
@@ -124,7 +137,7 @@ class _Open:
     num_given: int
 
     @classmethod
-    def of(cls, window: Window, encoding: Encoding, num_given: int = 0) -> _Open:
+    def of(cls, window: Window, encoding: Encoding | Encoded, num_given: int = 0) -> _Open:
         """Return a window with its encoding, each list of which the library makes anew when it is asked for."""
         return cls(window, encoding.ids, encoding.offsets, encoding.word_ids, num_given)
 
@@ -144,7 +157,7 @@ class Joining:
         self._tokenizer = tokenizer
         self._open: _Open | None = None
 
-    def add(self, window: Window, encoding: Encoding) -> list[int]:
+    def add(self, window: Window, encoding: Encoding | Encoded) -> list[int]:
         """Return the ids that are certain now; with a document's last window all that are left.
 
         Args:

@@ -181,7 +181,7 @@ def test_a_command_that_is_ended_leaves_no_output(tmp_path: Path, number: signal
     argv = ["data", "--from", str(tmp_path), "--out", str(out)]
     process = subprocess.Popen([sys.executable, "-c", HELD_UP, *argv], stderr=subprocess.PIPE, text=True)
     try:
-        while not any(path.stat().st_size > 1_000_000 for path in tmp_path.glob(".out.*")):
+        while not any(path.stat().st_size > 1_000_000 for path in tmp_path.glob(".out.part/ids")):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)

@@ -83,7 +83,7 @@ def test_every_document_has_its_marks(tmp_path: Path, monkeypatch: pytest.Monkey
     paths = [tmp_path / name for name in ("a", "b", "c.jsonl")]
 
     def text(begin: int | None, end: int | None) -> bytes:
-        return b"".join(array.tobytes() for array in bytes_of(Documents(paths), begin, end))
+        return b"".join(chunk.ids.tobytes() for chunk in bytes_of(Documents(paths), begin, end))
 
     assert text(None, None) == b"abcdefgh"
     assert text(0, None) == b"\0abcde\0f\0gh"

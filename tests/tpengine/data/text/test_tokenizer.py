@@ -82,7 +82,7 @@ def test_documents_of_files_become_the_ids_of_each(tmp_path: Path, monkeypatch: 
         for text in texts + lines:
             ids = tokenizer.encode([text])[0].ids
             want += [mark for mark in marks[:1] if mark is not None] + ids + [m for m in marks[1:] if m is not None]
-        assert np.concatenate(list(tokens_of(Documents(paths), tokenizer, *marks))).tolist() == want
+        assert np.concatenate([chunk.ids for chunk in tokens_of(Documents(paths), tokenizer, *marks)]).tolist() == want
 
 
 @pytest.mark.parametrize("place", [0, 36, 37, 60])

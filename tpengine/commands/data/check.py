@@ -1,0 +1,158 @@
+"""`tpengine data --check`: whether token files hold what they say. Reads everything once. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tpengine.data import open_source
+from tpengine.data.files.one_file import SourceFile
+from tpengine.data.text.tokenizer import TextTokenizer
+
+_TOKENS_AT_ONCE = 1 << 20
+_STARTS_AT_ONCE = 1 << 16
+_LEAST_TOKENS = 2
+
+
+@dataclass
+class _Found:
+    """What reading a file has shown.
+
+    Attributes:
+        sha256: of the tokens.
+        starts_sha256: of the list of documents, as our own files have it.
+        largest: the largest id, and beyond: the first id that is not below the vocabulary, with its place.
+        num_short: documents of fewer than 2 tokens.
+        begins, ends: how many documents begin and end with the id that was looked for.
+    """
+
+    sha256: str = ""
+    starts_sha256: str = ""
+    largest: int = 0
+    beyond: tuple[int, int] | None = None
+    num_short: int = 0
+    begins: int = 0
+    ends: int = 0
+
+
+def check_data(path: str, tokenizer: str = "bytes") -> None:
+    """Read token files and say of each what it holds, and what is wrong.
+
+    Args:
+        path: as --data.path names them.
+        tokenizer: the directory of the tokenizer that made them, for its vocabulary and the ids that it declares for
+            begin and end; or "bytes" for none.
+
+    Raises:
+        ValueError: a file is not what it says, in one line; those of other files are printed before.
+    """
+    source = open_source(path)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    used = None if tokenizer == "bytes" else TextTokenizer(Path(tokenizer))
+    faults = []
+    for file in source.files:
+        of_file = _faults(file, used, console)
+        for fault in of_file:
+            console.print(f"{file.path}: {fault}")
+        faults += [f"{file.path}: {fault}" for fault in of_file]
+    if faults:
+        raise ValueError(f"token files must hold what they say: {faults[0]}: write or copy them again")
+    documents = "" if source.num_documents is None else f" of {source.num_documents:,} documents"
+    console.print(f"{path}: {len(source.files):,} files, {source.num_tokens:,} tokens{documents}: all as they say")
+
+
+def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: Console) -> list[str]:
+    """Read a file; say what is in it; return what is wrong."""
+    about, faults = file.about, []
+    vocab_size = file.vocab_size or (0 if tokenizer is None else tokenizer.vocab_size)
+    if tokenizer is not None and about.tokenizer_sha256 not in ("", tokenizer.sha256()):
+        faults.append(f"was written with another tokenizer than {tokenizer.directory} (SHA-256 of tokenizer.json)")
+        tokenizer = None
+    declared = {} if tokenizer is None else tokenizer.declared_marks()
+    begin, end = declared.get("begin", about.begin), declared.get("end", about.end)
+    try:
+        found = _read(file, vocab_size, begin, end)
+    except ValueError as error:
+        return [*faults, str(error)]
+    if file.sha256 and found.sha256 != file.sha256:
+        faults.append(f"its tokens have SHA-256 {found.sha256[:16]}..., its header says {file.sha256[:16]}...")
+    if about.starts_sha256 and found.starts_sha256 != about.starts_sha256:
+        faults.append("its list of documents does not have the SHA-256 of its header")
+    if found.beyond is not None:
+        faults.append(f"id {found.beyond[0]} at token {found.beyond[1]} is not below the vocabulary, {vocab_size}")
+    if file.sha256 and file.starts is not None and found.largest != about.largest:
+        faults.append(f"its largest id is {found.largest}, its header says {about.largest}")
+    hashed = "SHA-256 right" if file.sha256 and not faults else "no hash to check" if not file.sha256 else "damaged"
+    documents = "" if file.starts is None else f" of {len(file.starts):,} documents"
+    short = f", {found.num_short:,} of fewer than 2 tokens" if found.num_short else ""
+    console.print(
+        f"{file.path}: {file.format}, {len(file.tokens):,} {file.tokens.dtype} tokens{documents}{short}, largest id "
+        f"{found.largest}, {hashed}"
+    )
+    if file.starts is not None:
+        for name, mark, number in (("begin", begin, found.begins), ("end", end, found.ends)):
+            if mark is None or number:
+                continue
+            who = "the tokenizer declares" if name in declared else "its header says"
+            console.print(f"warning: {file.path}: no document {name}s with {mark}, which {who} for that")
+    return faults
+
+
+def _read(file: SourceFile, vocab_size: int, begin: int | None, end: int | None) -> _Found:
+    """Read all tokens, and all documents.
+
+    Raises:
+        ValueError: it cannot be read; documents that are not one behind the other.
+    """
+    found, digest = _Found(), hashlib.sha256()
+    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
+        ids = file.tokens[first : first + _TOKENS_AT_ONCE]
+        digest.update(ids.data)
+        found.largest = max(found.largest, int(ids.max()))
+        if vocab_size and found.beyond is None and found.largest >= vocab_size:
+            place = int(np.argmax(ids >= vocab_size))
+            found.beyond = int(ids[place]), first + place
+    found.sha256 = digest.hexdigest()
+    if file.starts is not None:
+        _read_documents(file, found, begin, end)
+    return found
+
+
+def _read_documents(file: SourceFile, found: _Found, begin: int | None, end: int | None) -> None:
+    starts, digest, tokens = file.starts, hashlib.sha256(), file.tokens
+    assert starts is not None
+    for first in range(0, len(starts), _STARTS_AT_ONCE):
+        some = starts[first : first + _STARTS_AT_ONCE + 1]
+        starts.check_ascending(some, first)
+        is_last = first + _STARTS_AT_ONCE >= len(starts)
+        digest.update(some[:_STARTS_AT_ONCE].astype("<u8").tobytes())
+        if is_last:
+            some = np.append(some[:_STARTS_AT_ONCE], len(tokens))
+        if some[0] < 0 or some[-1] > len(tokens):
+            raise ValueError(
+                f"documents must be within its {len(tokens)} tokens: one begins at {some[0]} or {some[-1]}"
+            )
+        found.num_short += int((np.diff(some) < _LEAST_TOKENS).sum())
+        found.begins += _count(file, some[:-1][np.diff(some) > 0], begin)
+        found.ends += _count(file, some[1:][np.diff(some) > 0] - 1, end)
+    found.starts_sha256 = digest.hexdigest()
+
+
+def _count(file: SourceFile, places: np.ndarray[tuple[int], np.dtype[np.int64]], mark: int | None) -> int:
+    """Return how many of the tokens at some places, which ascend, are a mark."""
+    if mark is None or not len(places):
+        return 0
+    number = 0
+    for first in range(0, len(places), _STARTS_AT_ONCE):
+        some = places[first : first + _STARTS_AT_ONCE]
+        low = 0
+        while low < len(some):
+            high = int(np.searchsorted(some, some[low] + _TOKENS_AT_ONCE))
+            ids = file.tokens[int(some[low]) : int(some[high - 1]) + 1]
+            number += int((ids[some[low:high] - some[low]] == mark).sum())
+            low = high
+    return number
