@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import open_corpus, open_tokens, write_tokens
+from tpengine.data.files import documents
 from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.one_file import About
 
@@ -25,15 +26,22 @@ def written(path: Path, lengths: list[int], vocab_size: int = 300, **about: obje
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("most_kept", [0, 1 << 14], ids=["searched on disk", "kept"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=400),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     vocab_size=st.sampled_from([200, 300, 70_000]),
 )
 def test_documents_come_back(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cut: tuple[float, float], vocab_size: int
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    cut: tuple[float, float],
+    vocab_size: int,
+    most_kept: int,
 ) -> None:
+    monkeypatch.setattr(documents, "_MOST_KEPT", most_kept)
     tokens = written(tmp_path_factory.mktemp("documents") / "t", lengths, vocab_size)
     starts = np.array([0, *accumulate(lengths)][:-1])
     assert len(tokens) == sum(lengths) and len(tokens.starts) == len(lengths)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine.foreign_tokens import write_datatrove, write_megatron, write_plain
 
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import ContentCheck, open_corpus, open_source, write_tokens
+from tpengine.data.files import documents
 from tpengine.data.files.find import files_of
 from tpengine.data.files.one_file import About
 from tpengine.data.files.source import open_text
@@ -48,7 +49,8 @@ def config_of(path: object, vocab_size: int = 70_000, **data: object) -> Config:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("most_kept", [0, 1 << 14], ids=["searched on disk", "kept"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(
         st.tuples(st.sampled_from(FORMATS), st.lists(st.integers(1, 30), min_size=1, max_size=9), st.booleans()),
@@ -60,16 +62,19 @@ def config_of(path: object, vocab_size: int = 70_000, **data: object) -> Config:
 )
 def test_files_are_read_as_one(
     tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    most_kept: int,
     files: list[tuple[str, list[int], bool]],
     cut: tuple[float, float],
     share: float,
 ) -> None:
+    monkeypatch.setattr(documents, "_MOST_KEPT", most_kept)
     directory, whole, starts = tmp_path_factory.mktemp("source"), list[int](), list[int]()
     for number, (kind, lengths, wide) in enumerate(files):
-        documents = [[(len(whole) + place) % 299 for place in range(length)] for length in lengths]
-        write_in(kind, directory, f"{number}", documents, wide)
+        texts = [[(len(whole) + place) % 299 for place in range(length)] for length in lengths]
+        write_in(kind, directory, f"{number}", texts, wide)
         starts += [len(whole) + start for start in accumulate(lengths, initial=0)][:-1]
-        whole += list(chain(*documents))
+        whole += list(chain(*texts))
     source = open_source(str(directory))
     assert source.num_tokens == len(whole) and source.num_documents == len(starts)
     assert source.dtype.itemsize == (4 if any(wide for _, _, wide in files) else 2)
