@@ -262,21 +262,14 @@ def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None
     Args:
         config: validated; data.path, data.held_out_fraction, data.ignore_token, train.seq_len, train.seed and run_dir
             are used.
-        say: is called if the text has to be read completely, because neither its header nor a note has its hash.
+        say: is called if the text has to be read completely, because neither its header nor a note has its hash; and if
+            files of others are not hashed at all.
 
     Returns: training samples in shuffled order, held-out samples in the order of the text.
     Raises: ValueError: an unreadable or damaged token file, a vocabulary larger than the model's, too little text.
     """
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
-    text = _stdlib_tokens() if data.path == "stdlib" else open_text(data.path)
-    if text.vocab_size > vocab_size:
-        remedy = f"use model.vocab_size {text.vocab_size}"
-        if config.model.path:
-            remedy = f"write the text with the model's tokenizer, tpengine data --tokenizer {config.model.path}"
-        raise ValueError(
-            f"the model's vocabulary must cover the text's: model.vocab_size {vocab_size}, {data.path} "
-            f"{text.vocab_size}: {remedy}"
-        )
+    text = _open_text(config, say)
     num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
     if isinstance(text.tokens, DocumentTokens | DocumentSourceTokens):
         num_train = _whole_documents(text.tokens, num_train)
@@ -316,6 +309,29 @@ def first_sample_index(
     """
     global_micro_batch = dp_rank * num_micro_batches + micro_batch
     return (step * dp * num_micro_batches + global_micro_batch) * micro_batch_size
+
+
+def _open_text(config: Config, say: Callable[[str], None]) -> TokenFile:
+    """Open the text of a run, whose vocabulary is at most the model's."""
+    path, vocab_size = config.data.path, config.model.vocab_size
+    text = _stdlib_tokens() if path == "stdlib" else open_text(path)
+    files = text.tokens.files if isinstance(text.tokens, SourceTokens) else ()
+    if text.vocab_size > vocab_size:
+        remedy = f"use model.vocab_size {text.vocab_size}"
+        if config.model.path:
+            remedy = f"write the text with the model's tokenizer, tpengine data --tokenizer {config.model.path}"
+        where = next((file.path for file in files if file.vocab_size == text.vocab_size), path)
+        raise ValueError(
+            f"the model's vocabulary must cover the text's: model.vocab_size {vocab_size}, {where} {text.vocab_size}: "
+            f"{remedy}"
+        )
+    unhashed = sum(not file.sha256 for file in files)
+    if unhashed:
+        say(
+            f"{unhashed:,} of the {len(files):,} files of {path} have no hash of their content: they are known by "
+            "their sizes and pieces of what is in them, both ends among these"
+        )
+    return text
 
 
 def _stdlib_tokens() -> TokenFile:

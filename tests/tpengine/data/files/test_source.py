@@ -167,7 +167,7 @@ def test_ids_beyond_the_vocabulary_have_a_place(tmp_path: Path) -> None:
     """Known at the start where a header says it, when its window is read where none does."""
     write_one(tmp_path / "a.tokens", [[1] * 50])
     write_megatron(tmp_path / "b.bin", [[[1] * 7 + [400, 2, 500]], [[1] * 60], [[1] * 60]])
-    with pytest.raises(ValueError, match=r"model.vocab_size 200, .* 300: use model.vocab_size 300"):
+    with pytest.raises(ValueError, match=r"model.vocab_size 200, .*/a\.tokens 300: use model.vocab_size 300"):
         open_corpus(config_of(tmp_path, 200))
     samples = open_corpus(config_of(tmp_path, 300)).train
     with pytest.raises(ValueError) as error:
@@ -190,7 +190,9 @@ def test_a_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     write_one(tmp_path / "a.tokens", [[1] * 50])
     path = write_megatron(tmp_path / "b.bin", [[[1] * 200_000]])
     before, moved = open_source(str(tmp_path)), tmp_path / "elsewhere"
-    corpus = open_corpus(config_of(tmp_path)).fingerprint()
+    said: list[str] = []
+    corpus = open_corpus(config_of(tmp_path), said.append).fingerprint()
+    assert len(said) == 1 and f"1 of the 2 files of {tmp_path} have no hash of their content" in said[0]
     content = bytearray(path.read_bytes())
     content[-1] = 1
     path.write_bytes(content)
