@@ -104,6 +104,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     from tpengine.commands.arguments import parse_config
     from tpengine.config import phases_of
     from tpengine.data import open_corpora
+    from tpengine.observe.wandb_run import check_wandb
 
     config = parse_config(argv, launch.world_size)
     # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
@@ -123,6 +124,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     residency = fitting_residency(config, launch, device)
     if launch.rank == 0:
         check_program(config.train.after_checkpoint)
+        check_wandb(config.train.wandb)
     run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
     if run_dir is not None:
         for corpus in corpora:

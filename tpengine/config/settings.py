@@ -141,6 +141,9 @@ class TrainConfig:
     after_checkpoint: str = ""
     """Command that rank 0 runs for each complete checkpoint, such as 'rclone copy {path} bucket:run': {path} is its
     directory. One runs at a time, beside training; its failure is said and ends nothing. Empty runs none."""
+    wandb: str = ""
+    """Project of Weights & Biases that rank 0 reports to, through its own library (`pip install 'tpengine[wandb]'`) and
+    as its own variables say (WANDB_MODE, WANDB_ENTITY). Empty reports nothing there."""
     nonfinite_steps: int = 3
     """A step whose loss or gradient is not finite is skipped: it updates nothing. This many in a row end the run."""
     check_replicas_every: int = 20

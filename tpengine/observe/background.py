@@ -43,7 +43,9 @@ class BackgroundWriter:
         written.wait()
 
     def close(self) -> None:
-        """Write what is left, and close the writer."""
+        """Write what is left, and close the writer; a second call does nothing."""
+        if not self._thread.is_alive():
+            return
         self._tasks.put(None)
         self._thread.join()
         self._writer.close()

@@ -24,6 +24,7 @@ import torch
 from tpengine.config import Config
 from tpengine.files import keep_aside, write_beside
 from tpengine.layout.flops import step_flops
+from tpengine.observe.wandb_run import WandbRun
 
 # Dense peaks in FLOP/s from the vendors' data sheets, by a pattern of the device's name; the first match counts.
 # float32 is without TF32, which torch leaves off by default.
@@ -134,13 +135,15 @@ class MetricsWriter:
         run_dir: existing directory. A metrics.jsonl that is already there is kept as metrics.<n>.jsonl.
         first_step: for a run that continues: records before this step stay, the others are removed, because the run
             repeats these steps. None for a new run.
+        wandb: takes the records too; None for nobody.
 
     Attributes:
         kept: the new name of an earlier file, or None.
         tensorboard: whether events are written.
     """
 
-    def __init__(self, run_dir: Path, first_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, first_step: int | None = None, wandb: WandbRun | None = None) -> None:
+        self._wandb = wandb
         path = run_dir / "metrics.jsonl"
         if first_step is None:
             self.kept = keep_aside(path)
@@ -165,6 +168,8 @@ class MetricsWriter:
         A full disk does not end the run: it is reported once, and records that could not be written are tried again
         with the next one.
         """
+        if self._wandb is not None:
+            self._wandb.add(record["step"], record)
         try:
             finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
             self._file.write(json.dumps(finite) + "\n")
@@ -181,6 +186,8 @@ class MetricsWriter:
         The row stands whole in the file before and after: one write replaces its closing brace. So an end of the run
         while it is evaluated does not lose the row. A file without the row stays as it is.
         """
+        if self._wandb is not None:
+            self._wandb.add(step, found)
         finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
         try:
             self._file.flush()
@@ -197,8 +204,8 @@ class MetricsWriter:
         self._has_failed = True
 
     def close(self) -> None:
-        """Flush and close both; records that do not fit on the disk are lost."""
-        for file in (self._file, self._events):
+        """Flush and close all; records that do not fit on the disk are lost."""
+        for file in (self._file, self._events, self._wandb):
             with contextlib.suppress(OSError):
                 if file is not None:
                     file.close()

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_phases, show_plan
 from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
+from tpengine.observe.wandb_run import WandbRun
 from tpengine.observe.watch import Watch
 from tpengine.plan import Residency
 from tpengine.simulate.machine import machine_on
@@ -310,7 +311,7 @@ class _Pause:
         message = self.run.checkpoints.save_and_say(num_steps, stop_signal, held_out, left)
         if self.writer is not None:
             self.run.trainer.activity.begin("writing what it measured", timed=False)
-            self.writer.flush()
+            self.writer.close()
         self.run.watch.leave_stopped(stop_signal, message)
 
     def _evaluate(self, num_steps: int) -> float | None:
@@ -399,9 +400,15 @@ def open_writer(
                 trainer.rate, trainer.config.train.steps, [phase.first_step for phase in trainer.phases][1:]
             )
             write_beside(job.run_dir / "learning_rate.svg", picture.encode())
-            writer = MetricsWriter(job.run_dir, first_step or None)
+            wandb = None
+            if trainer.config.train.wandb:
+                settings, continues = asdict(trainer.run_config), bool(first_step)
+                wandb = WandbRun(trainer.config.train.wandb, job.run_dir, settings, continues=continues)
+            writer = MetricsWriter(job.run_dir, first_step or None, wandb)
         except OSError as error:
             problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
+        except ValueError as error:
+            problem = str(error)
     problem = broadcast_json(problem)
     if problem:
         raise RunError(problem)
