@@ -147,6 +147,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "settings of torch's own parallelism against each other, to compare with the best",
             ),
             (
+                "run",
+                "training.whole.command",
+                "a run with evaluation, checkpoints and logging on, beside its bare steps",
+            ),
+            (
                 "train",
                 "training.command",
                 "whole training steps: tpengine against torch's own parallelism, or against itself",

@@ -7,5 +7,6 @@
 - stages: a pipeline out of an nn.Sequential
 - gpt: a model of your own on all three axes: tensor, pipeline and data parallel
 - transformers_gpt2: GPT-2 as transformers writes it, cut by a table, on the same three axes
+- slurm.sh: a batch script, whose job goes on after a preemption or the end of its time
 - swap: an operator of your own: an exchange inside a Triton kernel; a module, not a script
 """

@@ -230,7 +230,7 @@ def test_a_node_dies_and_the_rest_goes_on_in_another_layout(tmp_path: Path) -> N
         },
     )
     # The node that dies is not the one where they meet.
-    arguments = ["--rdzv-conf", "keep_alive_interval=2,last_call_timeout=3", *arguments, *sizes[:at], *sizes[at + 2 :]]
+    arguments = [*arguments, *sizes[:at], *sizes[at + 2 :]]
     first = start_node(environ, arguments, drill="none:0:0")
     wait_until_listening(port, first)
     second = start_node(environ, arguments, drill="node:any:5")
