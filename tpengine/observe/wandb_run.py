@@ -16,7 +16,7 @@ from tpengine.last_words import one_line
 
 _ID_FILE = "wandb_id.txt"
 # What the library has not sent by then stays in the run's directory.
-_FINISH_SECONDS = 30.0
+_FINISH_SECONDS = 10.0
 
 
 def check_wandb(project: str) -> None:

@@ -101,10 +101,9 @@ class RunCheckpoints:
         Raises:
             RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
         """
-        every = self._train.checkpoint_every
-        if every and (num_steps % every == 0 or num_steps == self._train.steps):
-            if is_writing and num_steps != self._train.steps and self._must_leave_out(num_steps):
-                return
+        every, last = self._train.checkpoint_every, self._train.steps
+        is_due = bool(every) and (num_steps % every == 0 or num_steps == last)
+        if is_due and not (is_writing and num_steps != last and self._must_leave_out(num_steps)):
             self._save(num_steps, held_out_loss)
         elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
             self._trainer.activity.begin("comparing replicas")
