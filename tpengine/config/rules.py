@@ -77,9 +77,9 @@ def validate(config: Config, world_size: int) -> Config:
     _check_evaluation(config)
     _check_after_checkpoint(config.train)
     profiled_steps(config)
-    _check_learning_rate(config)
     _check_model(config.model)
     config = replace(config, parallel=resolve_layout(config.parallel, world_size))
+    _check_learning_rate(config)
     _check_layout(config)
     _check_schedule(config)
     return config
@@ -289,10 +289,14 @@ def _check_learning_rate(config: Config) -> None:
     begin, end = amounts["decay_from"], amounts["decay_steps"]
     if not end.number:
         end = Amount(config.train.steps, "steps")
-    if begin.number and begin.unit == end.unit and begin.number >= end.number:
+    train = config.train
+    tokens_per_step = train.micro_batch_size * train.seq_len * train.num_micro_batches * (config.parallel.dp or 1)
+    in_tokens = [amount.number * (tokens_per_step if amount.unit == "steps" else 1) for amount in (begin, end)]
+    # Phases may have other batches: there only lengths in one unit can be compared.
+    if begin.number and (begin.unit == end.unit or not config.phases) and in_tokens[0] >= in_tokens[1]:
         raise ValueError(
             f"a schedule's decay must begin before its end: optim.decay_from {begin}, optim.decay_steps {end}: use "
-            f"optim.decay_from {end.number * 4 // 5} or another optim.decay_steps"
+            f"optim.decay_from {end.number * 4 // 5}{' tokens' * (end.unit == 'tokens')} or another optim.decay_steps"
         )
 
 

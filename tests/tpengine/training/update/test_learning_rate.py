@@ -86,8 +86,17 @@ def test_a_warm_up_again_begins_at_the_rate_before() -> None:
             ["must begin before its end", "decay_from 250 steps", "decay_steps 250", "decay_from 200"],
         ),
         (
+            # 4096 tokens a step.
+            {"decay_from": "1024000 tokens"},
+            ["must begin before its end", "decay_from 1024000 tokens", "decay_steps 250", "decay_from 200"],
+        ),
+        (
+            {"decay_from": 3, "decay_steps": "12288 tokens"},
+            ["must begin before its end", "decay_from 3 steps", "decay_steps 12288 tokens", "decay_from 9830 tokens"],
+        ),
+        (
             {"decay_from": "9 tokens", "decay_steps": "8 tokens"},
-            ["must begin before its end", "use optim.decay_from 6"],
+            ["must begin before its end", "use optim.decay_from 6 tokens"],
         ),
         ({"warmup_steps": "4e9 token"}, ["optim.warmup_steps", "'4e9 token'", '"4e9 tokens"']),
         ({"decay_steps": "1.5 tokens"}, ["optim.decay_steps", "'1.5 tokens'"]),
