@@ -45,7 +45,7 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
     length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
-    which checkpoints stay, how documents lie in sequences, what is run for a checkpoint, who else is told, and mixtures.
+    which checkpoints stay, how documents lie in sequences, what is run for a checkpoint, who is told, and mixtures.
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
