@@ -25,7 +25,7 @@ from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
 from benchmarks.harness.timing import rotation
 from benchmarks.machine.predictions import Prediction, drawn_model, predicted, written
-from benchmarks.machine.verdict import row_of, table, verdict
+from benchmarks.machine.verdict import machine_varied, row_of, table, verdict
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.distributed.local_ranks import Ranks
@@ -84,7 +84,12 @@ def main(options: Options) -> int:
     predictions = list(predicted(machine, _models(options, seed), options.ranks, options.global_batch, options.layouts))
     digest = written(options.dir / _PREDICTIONS, predictions, seed)
     print(f"{len(predictions)} layouts predicted: {options.dir / _PREDICTIONS}, SHA-256 {digest}", flush=True)
-    samples, counted = _measured(options, predictions, digest)
+    visits = _measured(options, predictions, digest)
+    samples: dict[str, list[float]] = {}
+    for row in visits:
+        samples.setdefault(row["layout"], []).extend(row.get("seconds", []))
+    counted = {row["layout"]: row["peak_bytes"] for row in visits if "peak_bytes" in row}
+    references = [row["reference_seconds"] for row in visits if "reference_seconds" in row]
     said = {
         "machine_file": Path(options.machine).name,
         "device": options.device,
@@ -100,6 +105,7 @@ def main(options: Options) -> int:
     Console(width=140).print(table(rows))
     for line in verdict(rows):
         print(line)
+    print(machine_varied(references))
     return stored(rows, options.out)
 
 
@@ -119,10 +125,8 @@ def _seed_of(options: Options) -> int:
     return random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
 
 
-def _measured(
-    options: Options, predictions: Sequence[Prediction], digest: str
-) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Measure what the journal lacks; return by layout the seconds, and the bytes that each pipeline rank held."""
+def _measured(options: Options, predictions: Sequence[Prediction], digest: str) -> list[dict[str, Any]]:
+    """Measure what the journal lacks; return all visits: a layout's seconds, or the bytes that its ranks held."""
     journal, end = options.dir / _JOURNAL, time.monotonic() + 60 * options.minutes
     by_name = {of.name: of for of in predictions}
     wanted: list[tuple[str, int]] = [
@@ -146,17 +150,15 @@ def _measured(
                 # Above the number of ranks something else computes too.
                 append(journal, visit | {"load": os.getloadavg()[0]})
                 visits.append(visit)
-    samples: dict[str, list[float]] = {}
-    for row in visits:
-        samples.setdefault(row["layout"], []).extend(row.get("seconds", []))
-    return samples, {row["layout"]: row["peak_bytes"] for row in visits if "peak_bytes" in row}
+    return visits
 
 
 def _visit(ranks: Ranks, config: Config, options: Options, round_: int) -> dict[str, Any]:
     """Return what a visit of a layout has found."""
     if round_ != _COUNTED:
         answers = ranks.call("steps", config, options.steps)
-        return {"seconds": [max(of) for of in zip(*answers, strict=True)]}
+        reference = max(ranks.call("reference", config.device))
+        return {"seconds": [max(of) for of in zip(*answers, strict=True)], "reference_seconds": reference}
     held: dict[int, int] = {}
     for rank, num_bytes in ranks.call("peak", config):
         held[rank] = max(held.get(rank, 0), num_bytes)

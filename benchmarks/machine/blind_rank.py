@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from tpkernels.ops.matmul.host import product
 
 from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer
+
+
+# The product that tells how fast the machine is at a visit: of a size that steps have, and so many times.
+_ROWS, _WIDTH, _CALLS = 512, 1024, 9
 
 
 class Member:
@@ -42,6 +48,19 @@ class Member:
             with counted.here():
                 trainer.train_step(1)
         return trainer.mesh.at.pp, counted.peak_bytes()
+
+    def reference(self, device: str) -> float:
+        """Return the seconds of one product, the same at every visit: all ranks multiply at the same time."""
+        x, y = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
+        taken = []
+        dist.barrier()
+        for _ in range(_CALLS):
+            begin = time.perf_counter()
+            product(x, y)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken)
 
     def _seconds(self, device: torch.device) -> float:
         """Return the time of a step that begins on all ranks together."""

@@ -97,6 +97,18 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def machine_varied(reference_seconds: Sequence[float]) -> str:
+    """Return how much the machine's own speed varied between visits: what no prediction can know."""
+    if not reference_seconds:
+        return "the machine's own speed was not measured"
+    middle = statistics.median(reference_seconds)
+    least, most = min(reference_seconds) / middle, max(reference_seconds) / middle
+    return (
+        f"meanwhile one product, the same at each of {len(reference_seconds)} visits, took {least:.2f} to {most:.2f} of "
+        f"its median of {1e3 * middle:.1f} ms"
+    )
+
+
 def _peaks(ratios: Sequence[tuple[float, float]]) -> str:
     if not ratios:
         return "peaks not counted"
