@@ -131,7 +131,8 @@ class Bounds:
     def _optimizer(self, layout: Candidate) -> float:
         updated = int(self.num_weights / (layout.tp * layout.pp * (layout.dp if layout.zero else 1)))
         copy = self.narrow if self.narrow < self.wide else 0
-        return self.question.machine.other_seconds(adamw_work(updated, self.wide, copy), self.question.base.train.dtype)
+        machine, dtype = self.question.machine, self.question.base.train.dtype
+        return machine.recorded.get(Kind.STEP, 1.0) * machine.other_seconds(adamw_work(updated, self.wide, copy), dtype)
 
     def _stream(self, layout: Candidate) -> float:
         """Return how long a rank's stream of gathers and reductions is busy at least."""

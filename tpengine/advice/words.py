@@ -216,4 +216,5 @@ def _basis(question: Question, config: Config) -> Iterator[str]:
     slack = ""
     if machine.memory_bytes:
         slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."
-    yield f"simulated at the rates of {machine.name} ({machine.source}); nothing was measured.{exact}{slack}"
+    measured = "" if machine.recorded else "; nothing was measured"
+    yield f"simulated at the rates of {machine.name} ({machine.source}){measured}.{exact}{slack}"

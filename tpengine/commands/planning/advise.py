@@ -13,10 +13,12 @@ from pathlib import Path
 from tpengine.advice.candidates import shapes
 from tpengine.advice.changes import asked_changes, changes
 from tpengine.advice.question import AXES, Question
+from tpengine.advice.recorded import machine_as_recorded
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -52,6 +54,12 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         metavar="WHICH",
         help=f"{', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml (default cpu)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="RUN",
+        help="a run of the model with --train.profile-steps: what it recorded takes the place of the machine's rates",
     )
     parser.add_argument("--ranks", type=count, help="number of ranks (default all of the machine)")
     parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
@@ -138,6 +146,8 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
     train = replace(train, **{key: value for key, value in changes.items() if value is not None})
     parallel = replace(base.parallel, memory_limit=args.memory_limit or 0)
     base = replace(base, train=train, parallel=parallel)
+    if args.profile:
+        machine = machine_as_recorded(machine, recorded_by(args.profile, base))
     fixed = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
     return Question(base, machine, num_ranks, batch, fixed), name
 

@@ -54,6 +54,8 @@ class Machine:
         measured: what the engine's own operators attain, by dtype; what is there takes the place of the shares.
         reduce_share: of a gather or a reduction over replicas, what the rank cannot compute meanwhile: 1 where one core
             does both.
+        recorded: what the actions of a recorded run took, over what these rates say, by their kind (plan.Kind, as
+            text); 1 where it is not said.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Machine:
     hides_tiles: bool = False
     measured: Mapping[str, Measured] = field(default_factory=dict)
     reduce_share: float = 0.0
+    recorded: Mapping[str, float] = field(default_factory=dict)
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""

@@ -53,6 +53,8 @@ def model_costs(
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
     replicas, neighbours = machine.link(layout.dp, layout.tp), machine.link(2, layout.dp * layout.tp)
     ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp)
+    # What a recorded run took for its updates, over what the rates say.
+    update = machine.recorded.get(Kind.STEP, 1.0)
     costs = Costs(
         compute={key: of.total for key, of in seconds.items()},
         latency=neighbours.latency_s,
@@ -68,10 +70,16 @@ def model_costs(
         reduce_share=machine.reduce_share,
         ties=2 * ends.exchange_seconds(table_bytes, 2),
         # Each gradient is read once; then one number is reduced over all ranks and broadcast.
-        clip=machine.other_seconds(Work(memory_bytes=updated * wide), config.train.dtype)
-        + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s,
-        step=machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype, "adamw")
-        + _once_per_step(config, numel, wide, item, machine),
+        clip=update
+        * (
+            machine.other_seconds(Work(memory_bytes=updated * wide), config.train.dtype)
+            + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
+        ),
+        step=update
+        * (
+            machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype, "adamw")
+            + _once_per_step(config, numel, wide, item, machine)
+        ),
         activations=(
             activation_bytes(config, layout.tp, plan)
             if engine.is_ours

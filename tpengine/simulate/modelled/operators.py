@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from tpkernels.work import (
     Work,
@@ -64,6 +64,9 @@ class ActionSeconds:
         """Return how long the action occupies its rank."""
         return self.compute + self.again + self.exchange + self.host + self.exact
 
+    def __mul__(self, times: float) -> ActionSeconds:
+        return ActionSeconds(*(times * part for part in astuple(self)))
+
 
 def action_seconds(
     config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS
@@ -98,6 +101,14 @@ def chunk_seconds(
 
 
 def _of_chunk(
+    config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+) -> Mapping[Kind, ActionSeconds]:
+    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine)
+    # A recorded run knows better what each kind of action takes.
+    return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
+
+
+def _modelled_chunk(
     config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
 ) -> Mapping[Kind, ActionSeconds]:
     fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine).by_kind()
