@@ -16,7 +16,6 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer
 
-
 # The product that tells how fast the machine is at a visit: of a size that steps have, and so many times.
 _ROWS, _WIDTH, _CALLS = 512, 1024, 9
 

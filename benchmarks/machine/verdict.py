@@ -104,8 +104,8 @@ def machine_varied(reference_seconds: Sequence[float]) -> str:
     middle = statistics.median(reference_seconds)
     least, most = min(reference_seconds) / middle, max(reference_seconds) / middle
     return (
-        f"meanwhile one product, the same at each of {len(reference_seconds)} visits, took {least:.2f} to {most:.2f} of "
-        f"its median of {1e3 * middle:.1f} ms"
+        f"meanwhile one product, the same at each of {len(reference_seconds)} visits, took {least:.2f} to {most:.2f} "
+        f"of its median of {1e3 * middle:.1f} ms"
     )
 
 
