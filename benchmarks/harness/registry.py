@@ -92,6 +92,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "DataParallel at zero 0 to 3 against DDP, ZeroRedundancyOptimizer and FSDP2",
             ),
             (
+                "diagnose",
+                "diagnosis.command",
+                "faults put into real runs: are they named, and what their removal brings",
+            ),
+            (
                 "exchange",
                 "overlap.exchange",
                 "gathers, sums and messages through shared memory, against gloo's",

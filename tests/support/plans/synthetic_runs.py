@@ -16,7 +16,7 @@ from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of
 from tpengine.plan import Kind, Plan, Residency, Weights
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import CPU_CORE
-from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.operators import action_seconds, chunk_seconds
 
 OUTSIDE_SECONDS = 0.01
 
@@ -33,6 +33,7 @@ class Truth:
         read: seconds to read the text, by stage.
         issue: share of an action that the host is in it.
         reduced: seconds of a step that reductions take inside backward, instead of beside it.
+        ends: what the model's ends take, as multiples of what the model says.
         stall: seconds that a step takes longer, because an allocator asks again.
         jitter: by how many percent the steps of metrics.jsonl differ at most.
     """
@@ -44,6 +45,7 @@ class Truth:
     read: Mapping[int, float] = field(default_factory=dict)
     issue: float = 1.0
     reduced: float = 0.0
+    ends: float = 1.0
     stall: float = 0.0
     jitter: float = 1.0
 
@@ -58,7 +60,8 @@ def costs_of(
             (f for (pp, dp, _), f in truth.slower.items() if (pp, dp) == place(plan.chunks[chunk].rank)[:2]),
             default=1.0,
         )
-        own = (seconds.compute + seconds.again) * truth.work.get(chunk, 1.0) * slower
+        ends = (truth.ends - 1.0) * ends_seconds(config, layout, plan, kind, chunk)
+        own = (seconds.compute + seconds.again + ends) * truth.work.get(chunk, 1.0) * slower
         compute[kind, chunk] = own / (1.0 - truth.exchange)
     size = {b.index: layout.dp * slice_numel(layout.buckets[b.index].layout, layout.dp) for b in plan.buckets}
     wide, item = gradient_bytes(config.train.dtype), dtype_bytes(config.train.dtype)
@@ -75,6 +78,13 @@ def costs_of(
         clip=1e-4,
         step=1e-3,
     )
+
+
+def ends_seconds(config: Config, layout: Layout, plan: Plan, kind: Kind, chunk: int) -> float:
+    """What the model says of the ends in an action."""
+    whole = action_seconds(config, layout.tp, plan, CPU_CORE)[kind, chunk]
+    layers = chunk_seconds(config, layout.tp, CPU_CORE, plan.chunks[chunk], is_first=False, is_last=False)[kind]
+    return whole.compute + whole.again - layers.compute - layers.again
 
 
 def seconds_of(config: Config, truth: Truth, residency: Residency | None = None) -> float:
@@ -102,7 +112,7 @@ def write_run(run_dir: Path, config: Config, truth: Truth, residency: Residency 
             costs = costs_of(config, layout, plan, truth, lambda pp, dp=dp: (pp, dp, 0))  # type: ignore[misc]
             for tp in range(layout.tp):
                 places.append((pp, dp, tp))
-                metered.append(_metered(plan, costs.compute, truth, (pp, dp, tp)))
+                metered.append(_metered(config, layout, plan, costs.compute, truth, (pp, dp, tp)))
     seconds = seconds_of(config, truth, residency)
     steps = [MeasuredStep(number, seconds, tuple(pipelines)) for number in (3, 4)]
     bucket_bytes = {i: b.layout.numel * gradient_bytes(config.train.dtype) for i, b in layout.buckets.items()}
@@ -122,7 +132,12 @@ def write_run(run_dir: Path, config: Config, truth: Truth, residency: Residency 
 
 
 def _metered(
-    plan: Plan, compute: Mapping[tuple[Kind, int], float], truth: Truth, place: tuple[int, int, int]
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    compute: Mapping[tuple[Kind, int], float],
+    truth: Truth,
+    place: tuple[int, int, int],
 ) -> dict[str, object]:
     """What a rank's meter has: of a slow tensor-parallel group the others wait in their exchanges for the slow rank."""
     group = [factor for (pp, dp, _), factor in truth.slower.items() if (pp, dp) == place[:2]]
@@ -132,6 +147,9 @@ def _metered(
             seconds * truth.issue,
             seconds * truth.issue * (1 - (1 - truth.exchange) * own_share),
             0.0,
+            0.0
+            if kind is Kind.W
+            else truth.ends * truth.slower.get(place, 1.0) * ends_seconds(config, layout, plan, kind, chunk),
         ]
         for (kind, chunk), seconds in compute.items()
         if plan.chunks[chunk].rank == place[0]

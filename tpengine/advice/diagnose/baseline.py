@@ -15,7 +15,7 @@ from tpengine.advice.diagnose.evidence import Evidence
 from tpengine.plan import Kind, Plan, Timeline
 from tpengine.simulate import Costs, StepFigures, simulate
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
-from tpengine.simulate.modelled.operators import ActionSeconds, action_seconds
+from tpengine.simulate.modelled.operators import ActionSeconds, action_seconds, chunk_seconds
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import CostProfile
 from tpengine.simulate.profiles.ranks import RankProfile
@@ -81,6 +81,16 @@ class Baseline:
     def modelled(self) -> Mapping[tuple[Kind, int], ActionSeconds]:
         """Return what the model says of its compute actions."""
         return action_seconds(self.evidence.config, self.evidence.layout.tp, self.plan, self.machine)
+
+    @cached_property
+    def modelled_layers(self) -> Mapping[tuple[Kind, int], ActionSeconds]:
+        """Return what the model says of the layers of its compute actions, without the model's ends."""
+        config, tp = self.evidence.config, self.evidence.layout.tp
+        return {
+            (kind, index): seconds
+            for index, chunk in enumerate(self.plan.chunks)
+            for kind, seconds in chunk_seconds(config, tp, self.machine, chunk, is_first=False, is_last=False).items()
+        }
 
     def profile_with(self, seconds: Seconds) -> CostProfile:
         """Return the profile with other times of its compute actions."""

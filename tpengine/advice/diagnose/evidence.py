@@ -1,7 +1,8 @@
 """The evidence: what a run has left in its directory, read and compared.
 
 config.toml says what was to run, profile.json what the recorded steps cost, metrics.jsonl how long every step took. The
-profile must be of the plan that config.toml describes: a directory may have been used twice.
+profile must be of the plan that config.toml describes: a directory may have been used twice. Of a run with phases the
+plan and the steps are those of the phase that was recorded.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.config import Config, validate
+from tpengine.config import Config, phases_of, validate_run
 from tpengine.config.toml import load_toml
-from tpengine.layout.step_plan import Layout, layout_of, training_plan
-from tpengine.plan import Plan
+from tpengine.layout.phase_layouts import phase_layouts
+from tpengine.layout.step_plan import Layout, training_plan
+from tpengine.plan import SCHEDULES, Plan
 from tpengine.simulate.profiles.file import CostProfile, read_profile
 
 _MAX_METRICS_BYTES = 1_000_000_000
@@ -27,11 +29,11 @@ class Evidence:
     """What a run has left.
 
     Attributes:
-        config: validated, its layout resolved.
+        config: validated, its layout resolved; of the phase that was recorded, and without the others.
         layout, plan: of that configuration; the plan is verified.
         profile: of that plan, with what each rank did.
-        step_seconds: of every step that metrics.jsonl has, but for the first, which loads kernels, and those that are
-            recorded.
+        step_seconds: of every step of that phase that metrics.jsonl has, but for its first, which loads kernels, and
+            those that are recorded.
     """
 
     config: Config
@@ -49,14 +51,14 @@ class Evidence:
     def spread(self) -> float:
         """Return by what share of itself the run's step varies: 0 if that is not known.
 
-        The larger of two: half of all other steps lie this close together; the median of the recorded steps is this far
-        from the slowest and the fastest of them, on average.
+        The largest of three: half of all other steps lie this close together; the median of the recorded steps is this
+        far from the slowest and the fastest of them, on average; it is this far from the median of the others.
         """
         recorded = [step.seconds for step in self.profile.steps]
         found = (max(recorded) - min(recorded)) / (2 * self.step)
         if len(self.step_seconds) > 2:
             first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
-            found = max(found, (third - first) / median)
+            found = max(found, (third - first) / median, abs(self.step - median) / self.step)
         return found
 
 
@@ -74,16 +76,36 @@ def read_evidence(run_dir: Path) -> Evidence:
             "diagnosis: record it again with --train.profile-steps"
         )
     seconds = _read_metrics(run_dir / "metrics.jsonl")
-    config = load_toml(run_dir / "config.toml", Config())
-    # The sizes of a model that the run began from stand in config.toml; its directory may be gone.
-    config = replace(config, model=replace(config.model, path=""))
+    config = _kept(run_dir, load_toml(run_dir / "config.toml", Config()))
     parallel = config.parallel
-    config = validate(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
-    layout = layout_of(config, profile.residency if config.parallel.zero else None)
+    config = validate_run(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
+    phases, recorded = phases_of(config), {step.step for step in profile.steps}
+    phase = phases.at(min(recorded))
+    layout = phase_layouts(phases, profile.residency if config.parallel.zero else None)[phase.number]
+    config = replace(phase.config, phases="")
     plan = training_plan(config, layout)
     _check_same(run_dir, plan, len(profile.ranks), layout, profile)
-    recorded = {step.step for step in profile.steps}
-    return Evidence(config, layout, plan, profile, tuple(s for n, s in seconds.items() if n and n not in recorded))
+    usual = set(range(phase.first_step + 1, phase.end_step)) - recorded
+    return Evidence(config, layout, plan, profile, tuple(s for n, s in seconds.items() if n in usual))
+
+
+def _kept(run_dir: Path, config: Config) -> Config:
+    """Return the configuration with the files that the run has kept, wherever its directory is now."""
+
+    def kept(name: str) -> str:
+        file = run_dir / Path(name).name
+        return str(file) if name and file.is_file() else name
+
+    parallel, model = config.parallel, config.model
+    schedule = parallel.schedule if parallel.schedule in SCHEDULES else kept(parallel.schedule)
+    architecture = kept(model.architecture) if model.architecture.endswith(".py") else model.architecture
+    return replace(
+        config,
+        # The sizes of a model that the run began from stand in config.toml; its directory may be gone.
+        model=replace(model, path="", architecture=architecture),
+        parallel=replace(parallel, schedule=schedule),
+        phases=kept(config.phases),
+    )
 
 
 def _check_same(run_dir: Path, plan: Plan, num_ranks: int, layout: Layout, profile: CostProfile) -> None:

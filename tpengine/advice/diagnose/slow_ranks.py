@@ -1,8 +1,8 @@
 """Stages that compute longer than others: because a rank is slow, or because they have more work.
 
-A rank is slow if ranks with the same work are faster: its stage's ranks in other replicas and tensor-parallel places,
-or, where there are none, the other stages, compared by what the model says of their layers. What is left of a
-difference between stages is work: they are uneven.
+A rank is slow if ranks with the same work are faster: its stage's ranks in other replicas and tensor-parallel places;
+or the other stages, by what a layer takes: the model's ends, which only two stages have, were measured apart. What is
+left of a difference between stages is work: they are uneven.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def slow_rank(baseline: Baseline) -> Finding | None:
     rank = max(slowest, key=lambda rank: _total(own, rank) / _total(by_layers, rank))
     longer = _total(own, rank) / _total(by_layers, rank) - 1.0
     is_by_peers = _total(own, rank) - _total(by_peers, rank) >= _total(by_peers, rank) - _total(by_layers, rank)
-    than = "others of its stage" if is_by_peers else "its layers explain, by their flops beside those of other stages"
+    than = "others of its stage" if is_by_peers else "it would with layers as fast as those of other stages"
     others = [other.pp for other in slowest if other.pp != rank.pp]
     waiting = f", the other stages wait {baseline.waits(*others)}" if others else ""
     return Finding(
@@ -79,21 +79,40 @@ def uneven_stages(baseline: Baseline) -> Finding | None:
 def _typical(baseline: Baseline) -> tuple[Seconds, Seconds]:
     """Return what actions take without their exchanges: of a stage's typical rank; and no more than by their layers.
 
-    By their layers: a stage that takes longer for its flops than the median of all stages does takes what that does.
+    By their layers: those of a stage that takes longer for a layer than the median of all stages take what those do.
+    Layers are compared by their flops, which are the same for all but those whose attention sees less far.
     """
-    found: Seconds = {
-        key: statistics.median_low(
-            _own_seconds(other, key) for other in baseline.evidence.profile.ranks if other.pp == rank.pp
-        )
+    found, layers = {}, {}
+    for rank in baseline.ranks:
+        alike = [other for other in baseline.evidence.profile.ranks if other.pp == rank.pp]
+        for key in rank.actions:
+            found[key] = statistics.median_low(_own_seconds(other, key) for other in alike)
+            layers[key] = statistics.median_low(_seconds_of_layers(baseline, other, key) for other in alike)
+    modelled = {key: seconds.total - seconds.exchange for key, seconds in baseline.modelled_layers.items()}
+    ratios = [_total(layers, rank) / _total(modelled, rank) for rank in baseline.ranks]
+    median = statistics.median_low(ratios)
+    return found, {
+        key: found[key] - layers[key] * max(0.0, 1.0 - median / ratios[rank.pp])
         for rank in baseline.ranks
         for key in rank.actions
     }
-    modelled = {key: seconds.total - seconds.exchange for key, seconds in baseline.modelled.items()}
-    ratios = [_total(found, rank) / _total(modelled, rank) for rank in baseline.ranks]
-    median = statistics.median_low(ratios)
-    return found, {
-        key: found[key] * min(1.0, median / ratios[rank.pp]) for rank in baseline.ranks for key in rank.actions
+
+
+def _seconds_of_layers(baseline: Baseline, rank: RankProfile, key: tuple[Kind, int]) -> float:
+    """Return what an action of a rank takes without the model's ends.
+
+    Where they were not measured, in W and in old profiles, the model says what they are of what was.
+    """
+    own, (kind, chunk) = _own_seconds(rank, key), key
+    ends = rank.actions[key].ends
+    modelled = {
+        of: baseline.modelled[of, chunk].total - baseline.modelled_layers[of, chunk].total for of in (kind, Kind.I)
     }
+    if ends is None:
+        return own * baseline.modelled_layers[key].total / baseline.modelled[key].total
+    if kind is Kind.W and modelled[Kind.I] > 0.0:
+        ends = (rank.actions[Kind.I, chunk].ends or 0.0) * modelled[Kind.W] / modelled[Kind.I]
+    return max(own - ends, 1e-3 * own)
 
 
 def _slowest_with(baseline: Baseline, rank: RankProfile) -> RankProfile:

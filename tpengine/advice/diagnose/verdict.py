@@ -76,7 +76,8 @@ class Diagnosis:
     def _healthy(self) -> str:
         baseline, step = self.baseline, self.baseline.step
         computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / step
-        noisy = ", by which its own steps differ: less cannot be told" if baseline.is_noisy else ""
+        noisy = ", by which its own steps differ: record more steps, on hosts that do nothing else"
+        noisy = noisy if baseline.is_noisy else ""
         return (
             f"{Fault.NONE}: {percent(computing)} compute, bubble {percent(baseline.bubble)} as "
             f"planned: no change that is known here brings {percent(baseline.floor)} of {seconds_text(step)}{noisy}"
@@ -93,9 +94,10 @@ class Diagnosis:
             if evidence.spread
             else "nothing says how much steps differ"
         )
+        counted = f"{profile.num_microbatches} micro-batch{'es' if profile.num_microbatches > 1 else ''}"
         return (
-            f"{evidence.plan.schedule}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {profile.num_microbatches} "
-            f"micro-batches: {seconds_text(baseline.step)} in {which}, of which the plan took {seconds_text(recorded)} "
+            f"{evidence.plan.schedule}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {counted}: "
+            f"{seconds_text(baseline.step)} in {which}, of which the plan took {seconds_text(recorded)} "
             f"({seconds_text(baseline.timeline.makespan)} by the simulator); {spread}"
         )
 

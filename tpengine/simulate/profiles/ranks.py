@@ -25,12 +25,15 @@ class ActionProfile:
             memory. What collectives and a GPU's kernels wait is not known, and 0.
         reducing: how long the host was in it to start reductions of gradients: next to nothing where they run beside
             it. The median over micro-batches: often only the last one starts any.
+        ends: how much of it was the embedding, or norm, head and loss behind the last block, without exchanges; 0 in W,
+            where that is not known. None in profiles that were written before there was such a field.
     """
 
     seconds: float
     issue: float
     exchange: float
     reducing: float
+    ends: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class RankProfile:
                     "exchange_seconds": action.exchange,
                     "reducing_seconds": action.reducing,
                 }
+                | ({} if action.ends is None else {"ends_seconds": action.ends})
                 for (kind, chunk), action in self.actions.items()
             ],
         }
@@ -126,7 +130,10 @@ def _action(item: Any) -> tuple[tuple[Kind, int], ActionProfile]:
         raise WrongProfile(
             f"an action takes more than 0 s, its exchange and reductions no longer than the host: got {shown(item)}"
         )
-    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange, reducing)
+    ends = number_of(item, "ends_seconds") if "ends_seconds" in item else None
+    if ends is not None and ends > seconds:
+        raise WrongProfile(f"an action takes at least as long as the model's ends in it: got {shown(item)}")
+    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange, reducing, ends)
 
 
 def check_ranks(ranks: Sequence[RankProfile], actions_by_stage: Sequence[frozenset[tuple[Kind, int]]]) -> None:

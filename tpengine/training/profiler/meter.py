@@ -1,9 +1,9 @@
 """What a rank's host sees of the recorded steps, beside the trace: what only the rank itself knows.
 
 A trace says when an action began and ended. It does not say how much of the action was an exchange with other
-tensor-parallel ranks, or a reduction that did not run beside it; on a GPU, whose moments are those of its stream, how
-long the host took to issue it; how long the rank read its text; and that a GPU's allocator had to ask again. An action
-costs two more readings of the host's clock.
+tensor-parallel ranks, a reduction that did not run beside it, or an end of the model (ends.py); on a GPU, whose moments
+are those of its stream, how long the host took to issue it; how long the rank read its text; and that a GPU's allocator
+had to ask again. An action costs two more readings of the host's clock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from tpengine.observe.record_costs import metered_name
-from tpengine.pipeline.executor import Handler
+from tpengine.pipeline.executor import Clock, Handler
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
+from tpengine.training.profiler.ends import EndsMeter
 from tpengine.training.trainer import Trainer
 
 
@@ -38,12 +39,20 @@ class Meter:
         self._issue: defaultdict[str, list[float]] = defaultdict(list)
         self._exchange: defaultdict[str, list[float]] = defaultdict(list)
         self._reducing: defaultdict[str, list[float]] = defaultdict(list)
+        self._in_ends: defaultdict[str, list[float]] = defaultdict(list)
+        # Of the current step: its device is not done.
+        self._passed: list[tuple[str, list[tuple[Any, Any, int]]]] = []
+        self._ends = EndsMeter(trainer, self._waited_ns)
         self._read: list[float] = []
         self._reduced: list[float] = []
         self._retries, self._retries_at_begin, self._starting_at_begin = 0, 0, 0
 
-    def begin(self) -> None:
-        """Measure what the executor computes, from now on."""
+    def begin(self, clock: Clock) -> None:
+        """Measure what the executor computes, from now on.
+
+        Args: clock: of the trace.
+        """
+        self._ends.begin(clock)
         executor = self._trainer.executor
         self._handlers = executor.handlers
         executor.handlers = {
@@ -58,13 +67,19 @@ class Meter:
         self._trainer.executor.handlers, self._handlers = self._handlers, None
         self._read.append(self._trainer.reader.seconds)
         self._reduced.append((self._trainer.buckets.starting_ns - self._starting_at_begin) * 1e-9)
+        self._ends.end()
+        for name, passed in self._passed:
+            self._in_ends[name].append(self._ends.seconds_of(passed))
+        self._passed.clear()
         self._retries += _allocator_retries(self._trainer.device) - self._retries_at_begin
 
     def figures(self) -> dict[str, Any]:
         """Return what `record_costs.ranks_of` reads, of all steps so far."""
         return {
             "actions": {
-                name: [statistics.median(of[name]) for of in (self._issue, self._exchange, self._reducing)]
+                name: [
+                    statistics.median(of[name]) for of in (self._issue, self._exchange, self._reducing, self._in_ends)
+                ]
                 for name in self._issue
             },
             "reduced": statistics.median(self._reduced),
@@ -81,6 +96,7 @@ class Meter:
             self._issue[name].append(time.perf_counter() - begin)
             self._exchange[name].append((self._waited_ns() - waited) * 1e-9)
             self._reducing[name].append((buckets.starting_ns - starting) * 1e-9)
+            self._passed.append((name, self._ends.passed()))
 
         return handle
 

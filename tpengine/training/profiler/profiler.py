@@ -72,6 +72,8 @@ class Profiler:
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
         self._meter = Meter(trainer)
+        # What was recorded is of one phase: another has another plan.
+        self._part = trainer.parts[trainer.phase.number]
         # By rank: arenas, and the most held so far; what the meters have.
         self._held: list[tuple[int, int]] = []
         self._metered: list[dict[str, Any]] = []
@@ -83,10 +85,24 @@ class Profiler:
         """Switch the trace on; call it before the step's time begins."""
         if step not in self._wanted:
             return
+        self._enter_phase()
         self._trainer.activity.begin("setting the clocks")
         self._offsets = offsets_of_ranks(self._trainer.device)
-        self._trainer.executor.trace = Trace(clock_of(self._trainer.device))
-        self._meter.begin()
+        clock = clock_of(self._trainer.device)
+        self._trainer.executor.trace = Trace(clock)
+        self._meter.begin(clock)
+
+    def _enter_phase(self) -> None:
+        """Leave out what was recorded in an earlier phase."""
+        part = self._trainer.parts[self._trainer.phase.number]
+        if part.phase.number == self._part.phase.number:
+            return
+        if self._steps:
+            self._say(
+                f"profiled steps up to {self._steps[-1].step} (counted from 0) are left out: phase "
+                f"{part.phase.number + 1} has another plan"
+            )
+        self._part, self._steps, self._meter = part, [], Meter(self._trainer)
 
     def end(self, step: int, seconds: float) -> None:
         """Gather what the ranks recorded; after the last profiled step, write the files.
@@ -102,7 +118,7 @@ class Profiler:
         records = self._gather(trace)
         self._gather_figures()
         if records:
-            shape = Shape.of(self._trainer.config.parallel)
+            shape = Shape.of(self._part.config.parallel)
             firsts = range(shape.dp * shape.tp)
             pipelines = tuple(tuple(records[rank] for rank in shape.pipeline_ranks(first)) for first in firsts)
             self._steps.append(MeasuredStep(step, seconds, pipelines))
@@ -118,9 +134,9 @@ class Profiler:
         steps, self._steps = self._steps, []
         if not steps or self._run_dir is None:
             return
-        plan = self._trainer.plan
-        measured_costs = profile_of(plan, steps, self._bucket_bytes(), self._trainer.layout.residency)
-        shape = Shape.of(self._trainer.config.parallel)
+        plan = self._part.plan
+        measured_costs = profile_of(plan, steps, self._bucket_bytes(), self._part.layout.residency)
+        shape = Shape.of(self._part.config.parallel)
         places = [(at.pp, at.dp, at.tp) for at in map(shape.coordinates, range(shape.world_size))]
         profile = replace(
             measured_costs,
@@ -153,7 +169,7 @@ class Profiler:
             [(w.action, w.begin_ns, w.end_ns, w.was_complete, w.done_ns) for w in trace.awaited],
             trainer.pipeline.copies,
         )
-        shape, lists = Shape.of(trainer.config.parallel), trainer.plan.actions
+        shape, lists = Shape.of(self._part.config.parallel), self._part.plan.actions
         return [
             decode_record(of_rank, lists[shape.coordinates(rank).pp], self._offsets[rank])
             for rank, of_rank in enumerate(gather_bytes(encoded))
@@ -170,23 +186,23 @@ class Profiler:
 
     def _memory(self) -> tuple[StageMemory, ...]:
         """Return what each stage holds: by the plan, and of its ranks the most."""
-        trainer = self._trainer
-        shape = Shape.of(trainer.config.parallel)
-        planned_memory = memory_of(trainer.config, trainer.layout, trainer.plan, machine_on(trainer.device.type))
+        part, device = self._part, self._trainer.device
+        shape = Shape.of(part.config.parallel)
+        planned_memory = memory_of(part.config, part.layout, part.plan, machine_on(device.type))
         stages = []
         for stage, planned in enumerate(planned_memory):
             held = [of_rank for rank, of_rank in enumerate(self._held) if shape.coordinates(rank).pp == stage]
             arenas, measured = (max(values) for values in zip(*held, strict=True))
-            measured_as = "allocated by torch" if trainer.device.type == "cuda" else "resident set of the process"
+            measured_as = "allocated by torch" if device.type == "cuda" else "resident set of the process"
             stages.append(StageMemory(planned.kinds(), planned.peak, planned.action, arenas, measured, measured_as))
         return tuple(stages)
 
     def _bucket_bytes(self) -> dict[int, int]:
-        item = gradient_bytes(self._trainer.config.train.dtype)
-        return {index: bucket.layout.numel * item for index, bucket in self._trainer.layout.buckets.items()}
+        item = gradient_bytes(self._part.config.train.dtype)
+        return {index: bucket.layout.numel * item for index, bucket in self._part.layout.buckets.items()}
 
     def _chrome_trace(self, steps: list[MeasuredStep]) -> bytes:
-        plan, shape = self._trainer.plan, Shape.of(self._trainer.config.parallel)
+        plan, shape = self._part.plan, Shape.of(self._part.config.parallel)
         origin = origin_of(steps[0].pipelines)
         timelines = [[measured_timeline(plan, records, origin) for records in step.pipelines] for step in steps]
         ranks = []
@@ -202,7 +218,7 @@ class Profiler:
         return chrome_trace(ranks, origin)
 
     def _pictures(self, drawn: MeasuredStep, pipeline: int, measured: Timeline, predicted: Timeline) -> bytes:
-        plan = self._trainer.plan
+        plan = self._part.plan
         what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step}"
         where = f", {self._name_of(pipeline)}" if len(drawn.pipelines) > 1 else ""
         pictures = [
@@ -212,7 +228,7 @@ class Profiler:
         return draw_svg(pictures).encode()
 
     def _name_of(self, pipeline: int) -> str:
-        at = Shape.of(self._trainer.config.parallel).coordinates(pipeline)
+        at = Shape.of(self._part.config.parallel).coordinates(pipeline)
         return f"dp {at.dp}, tp {at.tp}"
 
     def _write(self, path: Path, content: Callable[[], bytes]) -> None:
@@ -227,7 +243,7 @@ class Profiler:
         self, drawn: MeasuredStep, num_steps: int, pipeline: int, ahead: float, measured: Timeline, predicted: Timeline
     ) -> Iterator[str]:
         """Yield lines for the user; `ahead`: how many seconds before this pipeline the first one ended computing."""
-        figures = StepFigures.of(self._trainer.plan, measured)
+        figures = StepFigures.of(self._part.plan, measured)
         num_pipelines = len(drawn.pipelines)
         where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
         of_several = f", the median of {num_steps}" if num_steps > 1 else ""

@@ -28,8 +28,8 @@ from support.programs import Running, finish_all
 from support.ranks.rank_pool import RankPool
 
 from tpengine.cli import main
-from tpengine.config import Config, TrainConfig, profiled_steps, validate
-from tpengine.data import open_corpus
+from tpengine.config import Config, TrainConfig, phases_of, profiled_steps, validate, validate_run
+from tpengine.data import open_corpora, open_corpus
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.observe.records import RankRecord, decode_record, encode_record, measured_timeline
 from tpengine.pipeline.executor import Handler, Trace
@@ -37,6 +37,7 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.file import read_profile
+from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.profiler.clocks import clock_of
 from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks
 from tpengine.training.trainer import Trainer
@@ -229,6 +230,79 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
         # The host's time lies within that of the trace, and without tp nothing is exchanged.
         assert all(0.0 < act.issue <= act.seconds and act.exchange == 0.0 for act in rank.actions.values())
         assert (rank.read > 0.0) == (rank.pp == 0) and rank.allocator_retries == 0
+        # The model's ends are in its first and last chunk, on one stage, in F and I; of W it is not known.
+        for (kind, chunk), act in rank.actions.items():
+            assert act.ends is not None and 0.0 <= act.ends < act.seconds
+            assert (act.ends > 0.0) == (chunk in (0, 3) and kind is not Kind.W), (kind, chunk, act)
+
+
+def slow_where(config: Config, run_dir: str, slow: str) -> None:
+    """Profile a run in which the head, or a block, comes late, forward and back."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    is_first = torch.distributed.get_rank() == 0
+    if trainer.model.is_last:
+        module = trainer.model.lm_head if slow == "head" else next(reversed(trainer.model.layers.values()))
+
+        def late_both_ways(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            nap(inputs[0])
+            inputs[0].register_hook(nap)
+
+        module.register_forward_pre_hook(late_both_ways)
+    profiler = Profiler(trainer, Path(run_dir) if is_first else None, say=lambda _: None)
+    for step in range(2):
+        profiler.begin(step)
+        trainer.train_step(step)
+        profiler.end(step, 1.0)
+
+
+def nap(_: torch.Tensor) -> None:
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("slow", ["head", pytest.param("block", marks=pytest.mark.slow)])
+def test_what_the_head_takes_is_told_from_what_its_stage_takes(ranks: RankPool, tmp_path: Path, slow: str) -> None:
+    config = config_for("1f1b", dp=1, steps="1:2")
+    ranks.run(slow_where, 2, config, str(tmp_path), slow)
+    last = read_profile(tmp_path / "profile.json").ranks[1]
+    for act in last.actions.values():
+        assert act.seconds >= 0.019 and act.ends is not None
+        assert (act.ends >= 0.019) if slow == "head" else (act.seconds - act.ends >= 0.019)
+
+
+def profiled_phases(config: Config, run_dir: str) -> list[str]:
+    """Run all steps of a run with phases."""
+    said: list[str] = []
+    phases = phases_of(config)
+    corpora = open_corpora(phases)
+    trainer = Trainer(config, corpora[0], CPU, corpora=corpora)
+    profiler = Profiler(trainer, Path(run_dir), say=said.append)
+    for step in range(config.train.steps):
+        enter_phase_of(trainer, step)
+        profiler.begin(step)
+        trainer.train_step(step)
+        profiler.end(step, 1.0)
+    profiler.finish()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("steps", "recorded", "num_micro_batches"),
+    [("1:4", [2, 3], 8), pytest.param("0:2", [0, 1], 4, marks=pytest.mark.slow)],
+)
+def test_of_steps_in_two_phases_the_later_are_recorded(
+    ranks: RankPool, tmp_path: Path, steps: str, recorded: list[int], num_micro_batches: int
+) -> None:
+    """Their plans differ: costs of both together would be those of none."""
+    file = tmp_path / "given.toml"
+    file.write_text("[[phase]]\nuntil = 2\n[[phase]]\nmicro_batches = 8\n")
+    base = config_of(1, 1, 1, tied=False, kv_heads=2, num_micro_batches=4)
+    train = replace(base.train, profile_steps=steps, steps=4)
+    config = validate_run(replace(base, train=train, phases=str(file)), 1)
+    ((*_, times),) = said = ranks.run(profiled_phases, 1, config, str(tmp_path))
+    profile = read_profile(tmp_path / "profile.json")
+    assert [step.step for step in profile.steps] == recorded and profile.num_microbatches == num_micro_batches
+    left_out = "profiled steps up to 1 (counted from 0) are left out: phase 2 has another plan"
+    assert (left_out in said[0]) == (steps == "1:4") and "predicted" in times
 
 
 def ranks_with_a_late_one(config: Config, run_dir: str) -> None:

@@ -1,20 +1,19 @@
 """Runs whose ranks take the time they are told to, and the faults that can be put into them; called on every rank.
 
-A real trainer runs real plans over gloo. What it computes is tiny; beside it every block sleeps in its forward and in
-its backward, in proportion to what the model says of its stage, so that a host with too few cores shows the times of
-one that has enough. Faults are put in around handlers, the text and a communicator, as a user's code could.
+A real trainer runs real plans over gloo. Where it is paced, what it computes is tiny; beside it every block sleeps in
+its forward and in its backward, in proportion to what the model says of its stage, so that a host with too few cores
+shows the times of one that has enough. Else it computes what its model asks for. Faults are put in around handlers, the
+text and a communicator, as a user's code could.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -22,8 +21,9 @@ import torch.distributed as dist
 
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
-from tpengine.data import open_corpus
+from tpengine.data import Samples, open_corpus
 from tpengine.distributed.groups import Communicators
+from tpengine.distributed.mesh import Shape
 from tpengine.layers.collectives import Communicator, Done, Work
 from tpengine.observe.metrics import MetricsWriter, step_record
 from tpengine.pipeline.executor import Handler
@@ -32,10 +32,10 @@ from tpengine.plan.actions import COMPUTE
 from tpengine.simulate.machine import CPU_CORE
 from tpengine.simulate.modelled.operators import action_seconds
 from tpengine.training.profiler.profiler import Profiler
-from tpengine.training.step_batch import BatchReader
 from tpengine.training.trainer import Trainer
 
-NUM_STEPS = 7
+# The first loads kernels. Recorded are two, between two that are not.
+NUM_STEPS = 6
 PROFILED = "2:4"
 CPU = torch.device("cpu")
 
@@ -49,6 +49,7 @@ class Fault:
         read: seconds that its first stage's text takes to be read.
         reduce: seconds that all reductions of a step take.
         inside: whether they end before backward goes on.
+        exchange: seconds of a step that tensor-parallel ranks' memory is seen late by their peers.
         backward: what a backward takes, in forwards.
     """
 
@@ -56,38 +57,42 @@ class Fault:
     read: float = 0.0
     reduce: float = 0.0
     inside: bool = False
+    exchange: float = 0.0
     backward: float = 2.0
 
 
-def run_paced(config: Config, run_dir: str, fault: Fault, forward_seconds: float) -> None:
-    """Train some steps and leave a run's directory.
+def run_with(config: Config, run_dir: str, fault: Fault, forward_seconds: float) -> list[float]:
+    """Train some steps and leave a run's directory; return the seconds of each step but the first.
 
     Args:
-        forward_seconds: of a forward of the mean stage, for a micro-batch of 4 sequences.
+        forward_seconds: of a forward of the mean stage, for a micro-batch of 4 sequences; 0 for what it takes anyway.
     """
     first = dist.get_rank() == 0
+    corpus = open_corpus(config)
+    if fault.read and Shape.of(config.parallel).coordinates(dist.get_rank()).pp == 0:
+        samples = config.train.num_micro_batches * config.train.micro_batch_size
+        corpus = replace(corpus, train=cast(Samples, SlowText(corpus.train, fault.read / samples)))
     with _slow_link(fault) as links:
-        trainer = Trainer(config, open_corpus(config), CPU)
+        trainer = Trainer(config, corpus, CPU)
     num_bytes = sum(flat.numel() * flat.itemsize for flat in trainer.buckets.flat.values())
     pace = Pace()
     for link in links:
         link.seconds_per_byte, link.pace = fault.reduce / num_bytes, pace
-    _pace(trainer, forward_seconds, fault, pace)
+    if forward_seconds:
+        _pace(trainer, forward_seconds, fault, pace)
     if fault.slow_stage and trainer.mesh.at.pp == 0 and trainer.mesh.at.dp == 0:
         handlers = trainer.executor.handlers
         trainer.executor.handlers = {
             kind: _longer(handler, fault.slow_stage) if kind in COMPUTE else handler
             for kind, handler in handlers.items()
         }
-    if fault.read and trainer.mesh.at.pp == 0:
-        text: Any = SlowText(trainer.corpus.train, fault.read)
-        ends = trainer.layout.ranks[0], trainer.layout.ranks[-1]
-        trainer.reader = BatchReader(config, text, trainer.mesh, ends, CPU)
+    late = LateMemory(trainer) if fault.exchange else None
     directory = Path(run_dir)
     profiler = Profiler(trainer, directory if first else None, say=lambda _: None)
     writer = MetricsWriter(directory) if first else None
     if first:
         (directory / "config.toml").write_text(dump_toml(config))
+    taken = []
     for step in range(NUM_STEPS):
         profiler.begin(step)
         begin = time.perf_counter()
@@ -107,18 +112,12 @@ def run_paced(config: Config, run_dir: str, fault: Fault, forward_seconds: float
                 )
             )
         profiler.end(step, seconds)
+        taken.append(seconds)
+        if late is not None and step == 0:
+            late.begin(fault.exchange)
     if writer is not None:
         writer.close()
-
-
-def step_seconds_of(run_dir: Path) -> tuple[float, float]:
-    """The time of a run's fastest step, without the first, and by how much its median step is slower.
-
-    What else a host does only makes steps slower.
-    """
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    seconds = [float(json.loads(line)["step_seconds"]) for line in lines[1:]]
-    return min(seconds), statistics.median(seconds) - min(seconds)
+    return taken[1:]
 
 
 def _pace(trainer: Trainer, forward_seconds: float, fault: Fault, pace: Pace) -> None:
@@ -217,17 +216,47 @@ class SlowText:
 
     Args:
         samples: the text's.
-        seconds: that every batch takes to be read.
+        seconds: that each of its samples takes to be read.
     """
 
     def __init__(self, samples: Any, seconds: float) -> None:
         self._samples, self._seconds = samples, seconds
-        self.packs = samples.packs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
 
     def read(self, samples: Any) -> Any:
         """As Samples.read."""
-        time.sleep(self._seconds)
+        time.sleep(self._seconds * len(samples))
         return self._samples.read(samples)
+
+
+class LateMemory:
+    """Memory whose flags a rank sees late: a slow link between tensor-parallel ranks. It first counts a step's waits.
+
+    Args:
+        trainer: whose ranks exchange through shared memory.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        arena = trainer.comms.tp.arena
+        assert arena is not None, "tensor-parallel ranks exchange through shared memory"
+        self._signals, self._seen = arena.signals, arena.signals.has_notified
+        self._first: dict[int, tuple[int, float]] = {}
+        self._count, self._seconds = 0, 0.0
+        self._signals.has_notified = self._has_notified  # type: ignore[method-assign]
+
+    def begin(self, seconds: float) -> None:
+        """From now on let a step's waits take so long in all."""
+        self._seconds = seconds / self._count
+
+    def _has_notified(self, peer: int, epoch: int) -> bool:
+        now = time.perf_counter()
+        known, asked = self._first.get(peer, (-1, 0.0))
+        if known != epoch:
+            self._first[peer], asked = (epoch, now), now
+            self._count += 1
+        return now >= asked + self._seconds and self._seen(peer, epoch)
 
 
 class SlowLink:
