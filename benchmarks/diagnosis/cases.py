@@ -157,7 +157,16 @@ def _of_pipeline(pp: int, m: int, share: float) -> list[Case]:
     return [
         Case(f"slow stage, {name}", Verdict.SLOW_RANK, share, config, slow, _as()),
         Case(f"slow reader, {name}", Verdict.SLOW_INPUT, share, config, _read(share), _as()),
-        Case(f"memory limit, {name}", Verdict.MEMORY, share, again, _as(memory), bare=memory),
+        # So that a step takes about as long as the others'.
+        Case(
+            f"memory limit, {name}",
+            Verdict.MEMORY,
+            share,
+            again,
+            _as(memory),
+            bare=memory,
+            forward_seconds=4 * share * FORWARD_SECONDS,
+        ),
     ]
 
 

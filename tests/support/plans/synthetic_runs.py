@@ -16,7 +16,9 @@ from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of
 from tpengine.plan import Kind, Plan, Residency, Weights
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import CPU_CORE
+from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.modelled.operators import action_seconds, chunk_seconds
+from tpengine.simulate.profiles.file import StageMemory
 
 OUTSIDE_SECONDS = 0.01
 
@@ -120,6 +122,10 @@ def write_run(run_dir: Path, config: Config, truth: Truth, residency: Residency 
         profile_of(plan, steps, bucket_bytes, layout.residency),
         steps=tuple(replace(step, plan=step.plan + truth.stall) for step in step_seconds(plan, steps)),
         ranks=ranks_of(steps, places, metered),
+        memory=tuple(
+            StageMemory(held.kinds(), held.peak, held.action, 0, held.peak, "resident set of the process")
+            for held in memory_of(config, layout, plan)
+        ),
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(dump_toml(config))

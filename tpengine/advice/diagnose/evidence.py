@@ -19,6 +19,7 @@ from tpengine.config.toml import load_toml
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import Layout, training_plan
 from tpengine.plan import SCHEDULES, Plan
+from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.file import CostProfile, read_profile
 
 _MAX_METRICS_BYTES = 1_000_000_000
@@ -84,7 +85,7 @@ def read_evidence(run_dir: Path) -> Evidence:
     layout = phase_layouts(phases, profile.residency if config.parallel.zero else None)[phase.number]
     config = replace(phase.config, phases="")
     plan = training_plan(config, layout)
-    _check_same(run_dir, plan, len(profile.ranks), layout, profile)
+    _check_same(run_dir, config, layout, plan, profile)
     usual = set(range(phase.first_step + 1, phase.end_step)) - recorded
     return Evidence(config, layout, plan, profile, tuple(s for n, s in seconds.items() if n in usual))
 
@@ -108,12 +109,12 @@ def _kept(run_dir: Path, config: Config) -> Config:
     )
 
 
-def _check_same(run_dir: Path, plan: Plan, num_ranks: int, layout: Layout, profile: CostProfile) -> None:
+def _check_same(run_dir: Path, config: Config, layout: Layout, plan: Plan, profile: CostProfile) -> None:
     """Compare what the profile says of its plan with the plan of config.toml."""
-    compared = {
+    compared: dict[str, tuple[Any, Any]] = {
         "schedule": (profile.schedule, plan.schedule),
         "micro-batches": (profile.num_microbatches, plan.num_microbatches),
-        "ranks": (num_ranks, layout.pp * layout.dp * layout.tp),
+        "ranks": (len(profile.ranks), layout.pp * layout.dp * layout.tp),
         "layers by chunk": (
             [list(chunk.layers) for chunk in profile.chunks],
             [list(chunk.layers) for chunk in plan.chunks],
@@ -121,6 +122,10 @@ def _check_same(run_dir: Path, plan: Plan, num_ranks: int, layout: Layout, profi
         "boundary tensors": (str(profile.boundary), str(plan.chunks[0].output)),
         "buckets": (sorted(profile.buckets), sorted(bucket.index for bucket in plan.buckets)),
     }
+    # Profiles of earlier versions do not say what was held.
+    if profile.memory:
+        held = [rank.state.weights for rank in memory_of(config, layout, plan)]
+        compared["bytes of weights by stage"] = ([of.kinds.get("weights") for of in profile.memory], held)
     for what, (found, wanted) in compared.items():
         if found != wanted:
             raise ValueError(

@@ -75,7 +75,9 @@ class Diagnosis:
 
     def _healthy(self) -> str:
         baseline, step = self.baseline, self.baseline.step
-        computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / step
+        # By the simulated step, of which the recorded one is a little longer or shorter.
+        computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / baseline.timeline.makespan
+        computing *= statistics.median(of.plan for of in baseline.evidence.profile.steps) / step
         noisy = ", by which its own steps differ: record more steps, on hosts that do nothing else"
         noisy = noisy if baseline.is_noisy else ""
         return (

@@ -140,11 +140,13 @@ def test_a_reduction_inside_backward(tmp_path: Path, share: float) -> None:
 
 def test_a_pipeline_without_sequences_to_split_takes_a_larger_batch(tmp_path: Path) -> None:
     """A schedule that fills better would be offered first; no other does than zbv."""
-    config = config_of(4, m=4, micro_batch_size=1, schedule="zbv")
+    config = config_of(4, m=2, micro_batch_size=1, schedule="zbv")
     found = diagnosed(tmp_path, config, Truth())
     assert found.fault is Fault.FEW_MICRO_BATCHES, found.lines()
-    assert found.findings[0].change.startswith("--train.num-micro-batches 8, a batch 2 times as large"), found.lines()
-    both = 2 * seconds_of(config, Truth()) - seconds_of(changed(config, num_micro_batches=8), Truth())
+    assert found.findings[0].change.startswith("--train.num-micro-batches 4 (45.6 MB more), a batch 2 times"), (
+        found.lines()
+    )
+    both = 2 * seconds_of(config, Truth()) - seconds_of(changed(config, num_micro_batches=4), Truth())
     assert found.findings[0].brings == pytest.approx(both / 2, rel=0.1)
 
 
@@ -345,6 +347,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             "its boundary tensors: float32[1024,512], and by config.toml",
         ),
         (lambda run: with_parallel(run, "schedule", "zb-h1"), "its schedule: 1f1b, and by config.toml zb-h1"),
+        (lambda run: with_model(run, "ffn_size", 1024), "its bytes of weights by stage: ["),
         (lambda run: without_ranks(run), "it has no ranks, as before there was a diagnosis"),
     ],
 )
