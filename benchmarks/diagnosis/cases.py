@@ -11,7 +11,10 @@ from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.advice.diagnose.changes import changed
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.plan import Kind
+from tpengine.simulate.machine import CPU_CORE
 from tpengine.simulate.modelled.memory import memory_of
+from tpengine.simulate.modelled.operators import action_seconds
 
 SHARES = (0.1, 0.2, 0.4)
 # Of a stage that is paced: steps take seconds, and sleeping is most of them.
@@ -106,9 +109,16 @@ def _grown(share: float) -> float:
     return share / (1.0 - share)
 
 
-def _slow_stage(share: float, in_step: float) -> Callable[[float], Fault]:
-    """A full pipeline's step takes as much longer as its slowest stage does, but for the filling."""
-    return lambda _: Fault(slow_stage=_grown(share) / in_step)
+def _slow_stage(share: float, config: Config) -> Callable[[float], Fault]:
+    """A full pipeline's step takes as much longer as its slowest stage does, but for the filling.
+
+    That is the last, which has the head, until the first is slower.
+    """
+    layout = layout_of(config)
+    seconds = action_seconds(config, layout.tp, training_plan(config, layout), CPU_CORE)
+    first, last = seconds[Kind.F, 0].total, seconds[Kind.F, layout.pp - 1].total
+    in_step = config.train.num_micro_batches / (config.train.num_micro_batches + layout.pp - 1)
+    return lambda _: Fault(slow_stage=last / first * (1.0 + _grown(share) / in_step) - 1.0)
 
 
 def _read(share: float) -> Callable[[float], Fault]:
@@ -141,7 +151,7 @@ def paced_cases() -> list[Case]:
             config = paced_config(pp, m=m, micro_batch_size=8)
             found.append(Case(name, Verdict.FEW_MICRO_BATCHES, share, config, _as()))
     found += [_of_replicas(dp, share) for dp in (2, 4) for share in SHARES]
-    # Three layers on two stages, nine on four: a schedule may even them out.
+    # Three layers on two stages, nine on four: no schedule evens them out, so nothing can be brought.
     for pp, m, layers in ((2, 16, 3), (4, 32, 9)):
         config = paced_config(pp, m=m, layers=layers)
         found.append(Case(f"{layers} layers, {pp} ranks", Verdict.UNEVEN_STAGES, 0.25, config, _as()))
@@ -153,7 +163,7 @@ def _of_pipeline(pp: int, m: int, share: float) -> list[Case]:
     # A forward is computed again: this share of forward, again and backward.
     memory = Fault(backward=1.0 / share - 2.0)
     again = limited(paced_config(pp, m=m, recompute="full"))
-    slow = _slow_stage(share, m / (m + pp - 1))
+    slow = _slow_stage(share, config)
     return [
         Case(f"slow stage, {name}", Verdict.SLOW_RANK, share, config, slow, _as()),
         Case(f"slow reader, {name}", Verdict.SLOW_INPUT, share, config, _read(share), _as()),
@@ -193,7 +203,7 @@ def computing_cases() -> list[Case]:
         name = f"computing, {share:.0%}"
         reduction = _reduction(share, True, 2.0), _reduction(share, False, 2.0)
         found += [
-            Case(f"slow stage, {name}", Verdict.SLOW_RANK, share, pipeline, _slow_stage(share, 16 / 17), _as()),
+            Case(f"slow stage, {name}", Verdict.SLOW_RANK, share, pipeline, _slow_stage(share, pipeline), _as()),
             Case(f"slow reader, {name}", Verdict.SLOW_INPUT, share, pipeline, _read(share), _as()),
             Case(f"late exchanges, {name}", Verdict.EXPOSED_TP, share, tensors, _exchange(share), _as()),
             Case(f"reduction inside backward, {name}", Verdict.EXPOSED_DP, share, replicas, *reduction),

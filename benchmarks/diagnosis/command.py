@@ -98,6 +98,9 @@ def _next(case: Case, visits: Sequence[Mapping[str, Any]], rounds: int) -> str:
         return WITH if done[WITH] < rounds else ""
     if min(done.values()) >= rounds:
         return ""
+    if case.healed is None and any(v["case"] == case.name and v["side"] == WITH and not v["change"] for v in visits):
+        # Nothing is known that would bring anything.
+        return WITH if done[WITH] < rounds else ""
     # Where the diagnosis names the run without, it must come first; else that run says the fault's size.
     first, second = (WITH, WITHOUT) if case.healed is None else (WITHOUT, WITH)
     return first if done[first] <= done[second] else second

@@ -279,8 +279,9 @@ class SlowLink:
         seconds = self.seconds_per_byte * x.numel() * x.itemsize
         if self._fault.inside:
             with self.pace.stands():
+                end = time.perf_counter() + seconds
                 self._comm.start_all_reduce(x).wait()
-                time.sleep(seconds)
+                time.sleep(max(0.0, end - time.perf_counter()))
             return Done()
         work = self._comm.start_all_reduce(x)
         self._until = max(self._until, time.perf_counter()) + seconds

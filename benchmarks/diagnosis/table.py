@@ -20,10 +20,11 @@ _NEAR = 0.25
 
 
 def row_of(case: Case, visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a case's row; empty if it has not been visited with its fault, or not without it where it has one."""
+    """Return a case's row; empty if it has not been visited with its fault, or not without it where it can be."""
     ill = [visit for visit in visits if visit["side"] == "with"]
     well = [visit for visit in visits if visit["side"] == "without"]
-    if not ill or (case.verdict is not Verdict.NONE and not well):
+    can_be_well = case.healed is not None or any(visit["change"] for visit in ill)
+    if not ill or (case.verdict is not Verdict.NONE and can_be_well and not well):
         return {}
     step = _fastest(ill)
     fields: dict[str, Any] = {
@@ -38,7 +39,7 @@ def row_of(case: Case, visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "says": ill[-1]["says"][0],
         "num_visits": len(ill),
     }
-    if case.verdict is not Verdict.NONE:
+    if well:
         brought = step - _fastest(well)
         right = [visit for visit in ill if visit["verdict"] == case.verdict]
         fields |= {"brought_seconds": brought, "share_ratio": brought / step}

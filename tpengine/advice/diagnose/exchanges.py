@@ -118,7 +118,9 @@ def _reduced_inside(baseline: Baseline, stage: int, seconds: float, brings: floa
         f"stage {stage} reduces gradients for {seconds_text(seconds)} of {seconds_text(baseline.step)} inside "
         f"backward, as in {last}, which goes on only when they are summed"
     )
-    change = "sums that run beside backward, by NCCL or between ranks of one host, or --train.reduction fast,"
+    change = "sums that run beside backward, by NCCL or between ranks of one host,"
+    if baseline.evidence.config.train.reduction == "exact":
+        change += " or --train.reduction fast,"
     return Finding(Fault.EXPOSED_DP, seconds, evidence, change, brings)
 
 

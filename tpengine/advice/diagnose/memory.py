@@ -45,7 +45,11 @@ def recomputation(baseline: Baseline) -> Finding | None:
         evaluated(baseline, settings, settings, _without(baseline, Recompute(settings["recompute"])))
         for settings in _less_recomputation(baseline)
     ]
-    change = best_of(baseline, choices) or _with_more_memory(baseline, {"recompute": "none"}, removed)
+    change = best_of(baseline, choices)
+    if change is None:
+        change = _with_more_memory(baseline, {"recompute": "none"}, removed)
+        if config.parallel.memory_limit:
+            evidence += f", for which the run's limit of {config.parallel.memory_limit:,} bytes has no room"
     return _finding(brings, evidence, change)
 
 

@@ -65,6 +65,7 @@ class Diagnosis:
                 {
                     "fault": finding.fault,
                     "seconds": finding.seconds,
+                    "share_of_step": finding.seconds / self.baseline.step,
                     "evidence": finding.evidence,
                     "change": finding.change,
                     "brings_seconds": finding.brings,

@@ -328,7 +328,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert " brings " in verdict and "1f1b, tp 1, pp 4, dp 1, 4 micro-batches" in basis
     assert main(["diagnose", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "too few micro-batches" and found["findings"][0]["brings_seconds"] > 0.0
+    first = found["findings"][0]
+    assert found["verdict"] == first["fault"] == "too few micro-batches" and first["brings_seconds"] > 0.0
+    assert first["share_of_step"] == pytest.approx(first["seconds"] / found["step_seconds"])
 
 
 @pytest.mark.parametrize(
