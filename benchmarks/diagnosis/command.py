@@ -5,6 +5,7 @@ Each is in DIR/journal.jsonl at once: the same command goes on where it was inte
 The fault's size is a share of the step that was measured without it.
 
 1. The run without the fault says how long a step is.
+   A visit whose steps differ by a tenth was disturbed by other work: it is made again, and the row counts such visits.
 2. The run with it leaves a directory, which is diagnosed as `tpengine diagnose` does.
 3. What the verdict's change brings by the simulator stands beside what the run without the fault takes less.
 """
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.diagnosis.cases import Case, all_cases
 from benchmarks.diagnosis.faults import Fault
-from benchmarks.diagnosis.table import row_of, table, verdict
+from benchmarks.diagnosis.table import WITH, WITHOUT, is_disturbed, row_of, table, verdict
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
 from tpengine.advice.diagnose import Fault as Verdict
@@ -33,7 +34,8 @@ from tpengine.config import Config, validate
 from tpengine.distributed.local_ranks import Ranks
 
 _JOURNAL, _RUNS = "journal.jsonl", "runs"
-WITH, WITHOUT = "with", "without"
+# A case that is always disturbed is given up.
+_MOST_DISTURBED = 6
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,16 @@ def _visited(options: Options, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def _next(case: Case, visits: Sequence[Mapping[str, Any]], rounds: int) -> str:
     """Return which side of a case comes next; empty when it is done. A step without comes first where it is needed."""
-    done = {side: sum(v["case"] == case.name and v["side"] == side for v in visits) for side in (WITH, WITHOUT)}
+    of_case = [visit for visit in visits if visit["case"] == case.name]
+    counted = [visit for visit in of_case if not is_disturbed(visit)]
+    if len(of_case) - len(counted) >= _MOST_DISTURBED:
+        return ""
+    done = {side: sum(visit["side"] == side for visit in counted) for side in (WITH, WITHOUT)}
     if case.verdict is Verdict.NONE:
         return WITH if done[WITH] < rounds else ""
     if min(done.values()) >= rounds:
         return ""
-    if case.healed is None and any(v["case"] == case.name and v["side"] == WITH and not v["change"] for v in visits):
+    if case.healed is None and any(v["side"] == WITH and not v["change"] for v in counted):
         # Nothing is known that would bring anything.
         return WITH if done[WITH] < rounds else ""
     # Where the diagnosis names the run without, it must come first; else that run says the fault's size.
@@ -134,10 +140,10 @@ def _side(
         if side == WITH:
             return case.config, case.fault(0.0)
         # The change of the newest verdict; where it is none that a run can take, the run stays as it is.
-        change = next(visit["change"] for visit in reversed(of_case) if visit["side"] == WITH)
+        change = next(v["change"] for v in reversed(of_case) if v["side"] == WITH and not is_disturbed(v))
         settings = settings_of(change)
         return validate(changed(case.config, **settings), case.num_ranks), case.fault(0.0)
-    known = [min(visit["seconds"]) for visit in of_case if visit["side"] == WITHOUT]
+    known = [min(v["seconds"]) for v in of_case if v["side"] == WITHOUT and not is_disturbed(v)]
     if not known:
         known = [min(_ran(ranks, runs / "bare", case.config, case.bare, case.forward_seconds))]
     step = min(known)

@@ -126,11 +126,12 @@ def ranks_of(
     for (pp, dp, tp), of_host in zip(places, metered, strict=True):
         actions = {}
         for (kind, chunk), seconds in _action_seconds(steps, dp * num_tp + tp, pp).items():
-            issue, exchange, reducing, ends = of_host["actions"][metered_name(kind, chunk)]
+            issue, exchange, reducing, ends, starved = of_host["actions"][metered_name(kind, chunk)]
             # Medians of several clocks: the parts are no more than the whole.
             exchange = min(exchange, issue)
             reducing = min(reducing, issue - exchange)
-            actions[kind, chunk] = ActionProfile(seconds, issue, exchange, reducing, min(ends, seconds))
+            ends, starved = min(ends, seconds), min(starved, issue)
+            actions[kind, chunk] = ActionProfile(seconds, issue, exchange, reducing, ends, starved)
         found.append(RankProfile(pp, dp, tp, actions, of_host["read"], of_host["reduced"], of_host["retries"]))
     return tuple(found)
 

@@ -36,6 +36,7 @@ class Truth:
         issue: share of an action that the host is in it.
         reduced: seconds of a step that reductions take inside backward, instead of beside it.
         ends: what the model's ends take, as multiples of what the model says.
+        starved: by (pp, dp, tp), by what factor an action takes longer because other threads run on its core.
         stall: seconds that a step takes longer, because an allocator asks again.
         jitter: by how many percent the steps of metrics.jsonl differ at most.
     """
@@ -48,6 +49,7 @@ class Truth:
     issue: float = 1.0
     reduced: float = 0.0
     ends: float = 1.0
+    starved: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     stall: float = 0.0
     jitter: float = 1.0
 
@@ -62,6 +64,7 @@ def costs_of(
             (f for (pp, dp, _), f in truth.slower.items() if (pp, dp) == place(plan.chunks[chunk].rank)[:2]),
             default=1.0,
         )
+        slower *= truth.starved.get(place(plan.chunks[chunk].rank), 1.0)
         ends = (truth.ends - 1.0) * ends_seconds(config, layout, plan, kind, chunk)
         own = (seconds.compute + seconds.again + ends) * truth.work.get(chunk, 1.0) * slower
         compute[kind, chunk] = own / (1.0 - truth.exchange)
@@ -155,7 +158,11 @@ def _metered(
             0.0,
             0.0
             if kind is Kind.W
-            else truth.ends * truth.slower.get(place, 1.0) * ends_seconds(config, layout, plan, kind, chunk),
+            else truth.ends
+            * truth.slower.get(place, 1.0)
+            * truth.starved.get(place, 1.0)
+            * ends_seconds(config, layout, plan, kind, chunk),
+            seconds * truth.issue * (1.0 - 1.0 / truth.starved.get(place, 1.0)),
         ]
         for (kind, chunk), seconds in compute.items()
         if plan.chunks[chunk].rank == place[0]

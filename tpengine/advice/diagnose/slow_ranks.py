@@ -2,7 +2,8 @@
 
 A rank is slow if ranks with the same work are faster: its stage's ranks in other replicas and tensor-parallel places;
 or the other stages, by what a layer takes: the model's ends, which only two stages have, were measured apart. What is
-left of a difference between stages is work: they are uneven.
+left of a difference between stages is work: they are uneven. While other threads run on its core a rank is not slow:
+that time is left out, as far as the host says it.
 """
 
 from __future__ import annotations
@@ -58,9 +59,15 @@ def uneven_stages(baseline: Baseline) -> Finding | None:
         key: seconds - max(0.0, _own_seconds(slowest[key], key) - by_layers[key])
         for key, seconds in baseline.seconds.items()
     }
-    by_stage = [_total(kept, rank) for rank in baseline.ranks]
+    # Other threads on a rank's core are no work of its stage.
+    starved = {key: min(rank.actions[key].starved, kept[key]) for rank in baseline.ranks for key in rank.actions}
+    by_stage = [_total(kept, rank) - _total(starved, rank) for rank in baseline.ranks]
     mean = statistics.fmean(by_stage)
-    levelled = {key: kept[key] * mean / by_stage[rank.pp] for rank in baseline.ranks for key in rank.actions}
+    levelled = {
+        key: (kept[key] - starved[key]) * mean / by_stage[rank.pp] + starved[key]
+        for rank in baseline.ranks
+        for key in rank.actions
+    }
     with_fault = simulate(baseline.plan, baseline.costs_with(kept)).makespan
     seconds = with_fault - simulate(baseline.plan, baseline.costs_with(levelled)).makespan
     if seconds <= 0.0:
@@ -104,7 +111,7 @@ def _seconds_of_layers(baseline: Baseline, rank: RankProfile, key: tuple[Kind, i
     Where they were not measured, in W and in old profiles, the model says what they are of what was.
     """
     own, (kind, chunk) = _own_seconds(rank, key), key
-    ends = rank.actions[key].ends
+    ends, starved = rank.actions[key].ends, rank.actions[key].starved
     modelled = {
         of: baseline.modelled[of, chunk].total - baseline.modelled_layers[of, chunk].total for of in (kind, Kind.I)
     }
@@ -112,7 +119,8 @@ def _seconds_of_layers(baseline: Baseline, rank: RankProfile, key: tuple[Kind, i
         return own * baseline.modelled_layers[key].total / baseline.modelled[key].total
     if kind is Kind.W and modelled[Kind.I] > 0.0:
         ends = (rank.actions[Kind.I, chunk].ends or 0.0) * modelled[Kind.W] / modelled[Kind.I]
-    return max(own - ends, 1e-3 * own)
+    # The ends stood in line too.
+    return max(own - ends * own / (own + starved), 1e-3 * own)
 
 
 def _slowest_with(baseline: Baseline, rank: RankProfile) -> RankProfile:
@@ -123,7 +131,9 @@ def _slowest_with(baseline: Baseline, rank: RankProfile) -> RankProfile:
 
 def _own_seconds(rank: RankProfile, key: tuple[Kind, int]) -> float:
     action = rank.actions[key]
-    return max(action.seconds - action.exchange - action.reducing, 1e-3 * action.seconds)
+    # Whoever waits for other ranks stands in line too.
+    starved = max(0.0, action.starved - action.exchange)
+    return max(action.seconds - action.exchange - action.reducing - starved, 1e-3 * action.seconds)
 
 
 def _total(seconds: Seconds, rank: RankProfile) -> float:

@@ -20,6 +20,9 @@ from tpengine.advice.diagnose.host import host_bound, slow_input
 from tpengine.advice.diagnose.memory import memory_pressure
 from tpengine.advice.diagnose.slow_ranks import slow_rank, uneven_stages
 
+# Every host does something else too.
+_CROWDED = 0.05
+
 _REASONS = (
     slow_rank,
     uneven_stages,
@@ -101,7 +104,18 @@ class Diagnosis:
         return (
             f"{evidence.plan.schedule}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {counted}: "
             f"{seconds_text(baseline.step)} in {which}, of which the plan took {seconds_text(recorded)} "
-            f"({seconds_text(baseline.timeline.makespan)} by the simulator); {spread}"
+            f"({seconds_text(baseline.timeline.makespan)} by the simulator); {spread}{self._crowding()}"
+        )
+
+    def _crowding(self) -> str:
+        """Return what is to be known of a host whose cores have other work too."""
+        actions = [action for rank in self.baseline.evidence.profile.ranks for action in rank.actions.values()]
+        share = sum(action.starved for action in actions) / sum(action.seconds for action in actions)
+        if share < _CROWDED:
+            return ""
+        return (
+            f"; ranks stood in line for a core in {percent(share)} of their actions' time: times are those of taking "
+            "turns with other threads"
         )
 
 

@@ -27,6 +27,7 @@ class ActionProfile:
             it. The median over micro-batches: often only the last one starts any.
         ends: how much of it was the embedding, or norm, head and loss behind the last block, without exchanges; 0 in W,
             where that is not known. None in profiles that were written before there was such a field.
+        starved: on a CPU, how long the rank's thread stood in line for a core in it: other threads ran there.
     """
 
     seconds: float
@@ -34,6 +35,7 @@ class ActionProfile:
     exchange: float
     reducing: float
     ends: float | None = None
+    starved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class RankProfile:
                     "exchange_seconds": action.exchange,
                     "reducing_seconds": action.reducing,
                 }
-                | ({} if action.ends is None else {"ends_seconds": action.ends})
+                | ({} if action.ends is None else {"ends_seconds": action.ends, "starved_seconds": action.starved})
                 for (kind, chunk), action in self.actions.items()
             ],
         }
@@ -130,10 +132,14 @@ def _action(item: Any) -> tuple[tuple[Kind, int], ActionProfile]:
         raise WrongProfile(
             f"an action takes more than 0 s, its exchange and reductions no longer than the host: got {shown(item)}"
         )
-    ends = number_of(item, "ends_seconds") if "ends_seconds" in item else None
-    if ends is not None and ends > seconds:
-        raise WrongProfile(f"an action takes at least as long as the model's ends in it: got {shown(item)}")
-    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange, reducing, ends)
+    ends, starved = None, 0.0
+    if "ends_seconds" in item:  # profiles of earlier versions do not say
+        ends, starved = number_of(item, "ends_seconds"), number_of(item, "starved_seconds")
+        if ends > seconds or starved > issue * (1.0 + 1e-9):
+            raise WrongProfile(
+                f"an action takes at least as long as the model's ends in it, and its host in line: got {shown(item)}"
+            )
+    return (kinds[name], count_of(item, "chunk")), ActionProfile(seconds, issue, exchange, reducing, ends, starved)
 
 
 def check_ranks(ranks: Sequence[RankProfile], actions_by_stage: Sequence[frozenset[tuple[Kind, int]]]) -> None:

@@ -3,11 +3,14 @@
 A trace says when an action began and ended. It does not say how much of the action was an exchange with other
 tensor-parallel ranks, a reduction that did not run beside it, or an end of the model (ends.py); on a GPU, whose moments
 are those of its stream, how long the host took to issue it; how long the rank read its text; and that a GPU's allocator
-had to ask again. An action costs two more readings of the host's clock.
+had to ask again. Nor does it say how long Linux let another thread run on this thread's core: then the rank is not
+slow, its host is crowded. An action costs two more readings of the host's clock, and of that figure.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -39,10 +42,12 @@ class Meter:
         self._issue: defaultdict[str, list[float]] = defaultdict(list)
         self._exchange: defaultdict[str, list[float]] = defaultdict(list)
         self._reducing: defaultdict[str, list[float]] = defaultdict(list)
+        self._starved: defaultdict[str, list[float]] = defaultdict(list)
         self._in_ends: defaultdict[str, list[float]] = defaultdict(list)
         # Of the current step: its device is not done.
         self._passed: list[tuple[str, list[tuple[Any, Any, int]]]] = []
         self._ends = EndsMeter(trainer, self._waited_ns)
+        self._core = _CoreQueue()
         self._read: list[float] = []
         self._reduced: list[float] = []
         self._retries, self._retries_at_begin, self._starting_at_begin = 0, 0, 0
@@ -53,6 +58,8 @@ class Meter:
         Args: clock: of the trace.
         """
         self._ends.begin(clock)
+        if self._trainer.device.type == "cpu":
+            self._core.open()
         executor = self._trainer.executor
         self._handlers = executor.handlers
         executor.handlers = {
@@ -67,6 +74,7 @@ class Meter:
         self._trainer.executor.handlers, self._handlers = self._handlers, None
         self._read.append(self._trainer.reader.seconds)
         self._reduced.append((self._trainer.buckets.starting_ns - self._starting_at_begin) * 1e-9)
+        self._core.close()
         self._ends.end()
         for name, passed in self._passed:
             self._in_ends[name].append(self._ends.seconds_of(passed))
@@ -78,7 +86,8 @@ class Meter:
         return {
             "actions": {
                 name: [
-                    statistics.median(of[name]) for of in (self._issue, self._exchange, self._reducing, self._in_ends)
+                    statistics.median(of[name])
+                    for of in (self._issue, self._exchange, self._reducing, self._in_ends, self._starved)
                 ]
                 for name in self._issue
             },
@@ -90,12 +99,14 @@ class Meter:
     def _around(self, handler: Handler) -> Callable[[Action], None]:
         def handle(action: Action) -> None:
             buckets = self._trainer.buckets
-            waited, starting, begin = self._waited_ns(), buckets.starting_ns, time.perf_counter()
+            waited, starting, queued = self._waited_ns(), buckets.starting_ns, self._core.waited_ns()
+            begin = time.perf_counter()
             handler(action)
             name = metered_name(action.kind, action.piece[0])
             self._issue[name].append(time.perf_counter() - begin)
             self._exchange[name].append((self._waited_ns() - waited) * 1e-9)
             self._reducing[name].append((buckets.starting_ns - starting) * 1e-9)
+            self._starved[name].append((self._core.waited_ns() - queued) * 1e-9)
             self._passed.append((name, self._ends.passed()))
 
         return handle
@@ -103,6 +114,29 @@ class Meter:
     def _waited_ns(self) -> int:
         arena = self._trainer.comms.tp.arena
         return 0 if arena is None else arena.signals.waited_ns
+
+
+class _CoreQueue:
+    """How long this thread has stood in line for a core, by Linux; nothing where it does not say."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def open(self) -> None:
+        """Begin to read; call it in the thread that computes."""
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def waited_ns(self) -> int:
+        """Return nanoseconds since the thread began; takes 2 us."""
+        # Time on a core, time in line for one, number of turns.
+        return 0 if self._file is None else int(os.pread(self._file, 128, 0).split()[1])
 
 
 def _allocator_retries(device: torch.device) -> int:

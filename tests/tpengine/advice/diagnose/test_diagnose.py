@@ -240,6 +240,18 @@ def test_a_stage_with_a_dear_head_is_uneven_and_not_slow(tmp_path: Path) -> None
         assert 0.5 * healed <= finding.seconds <= 1.1 * healed, (found.lines(), healed)
 
 
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2), (2, 2)])
+def test_a_rank_whose_core_has_other_work_is_not_slow(tmp_path: Path, pp: int, dp: int) -> None:
+    """It takes half as long again, and the host says why; what is slow beside it is told apart."""
+    config, place = config_of(pp, dp, m=16), (pp - 1, dp - 1, 0)
+    crowded = Truth(starved={place: 1.5})
+    found = diagnosed(tmp_path, config, crowded)
+    assert found.fault is Fault.NONE and "stood in line for a core in " in found.lines()[-1], found.lines()
+    slow = replace(crowded, slower={place: 1.4})
+    found = diagnosed(tmp_path, config, slow)
+    assert found.fault is Fault.SLOW_RANK and "computes 40 % longer" in found.findings[0].evidence, found.lines()
+
+
 def test_a_gpu_that_waits_for_its_host(tmp_path: Path) -> None:
     config = replace(config_of(1, m=8), device="cuda")
     run = write_run(tmp_path / "run", config, Truth(issue=0.99))

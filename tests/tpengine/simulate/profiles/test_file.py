@@ -124,7 +124,7 @@ def test_a_fit_by_hand(chunks: list[tuple[int, float]], fit: tuple[float, float,
 def rank_of(stage: int, forward: float, exchange: float) -> RankProfile:
     """What a rank did that is the only one of its stage."""
     actions = {
-        (kind, stage): ActionProfile(seconds, seconds, exchange, 0.01)
+        (kind, stage): ActionProfile(seconds, seconds, exchange, 0.01, None if stage else 0.02, 0.0 if stage else 0.01)
         for kind, seconds in {Kind.F: forward, Kind.B: 2 * forward}.items()
     }
     return RankProfile(stage, 0, 0, actions, 0.05, 0.01, 0)
@@ -251,6 +251,14 @@ def test_a_file_of_before_there_was_memory_or_zero_or_ranks_is_read(tmp_path: Pa
         (
             lambda ranks: ranks[0]["actions"][0].update(exchange_seconds=0.2),
             "its exchange and reductions no longer than the",
+        ),
+        (
+            lambda ranks: ranks[0]["actions"][0].update(ends_seconds=0.2, starved_seconds=0.0),
+            "at least as long as the model's ends in it",
+        ),
+        (
+            lambda ranks: ranks[0]["actions"][0].update(ends_seconds=0.0, starved_seconds=0.2),
+            "at least as long as the model's ends in it, and its host in line",
         ),
     ],
 )
