@@ -78,12 +78,12 @@ def _visited(options: Options, cases: Sequence[Case]) -> list[dict[str, Any]]:
     journal, end = options.dir / _JOURNAL, time.monotonic() + 60 * options.minutes
     visits = read(journal)
     for num_ranks in sorted({case.num_ranks for case in cases}):
-        left = [case for case in cases if case.num_ranks == num_ranks and _next(case, visits, options.rounds)]
+        left = [case for case in cases if case.num_ranks == num_ranks and next_side(case, visits, options.rounds)]
         if not left or time.monotonic() > end:
             continue
         with Ranks(num_ranks, "benchmarks.diagnosis.member:Member") as ranks:
             for case in left:
-                while (side := _next(case, visits, options.rounds)) and time.monotonic() <= end:
+                while (side := next_side(case, visits, options.rounds)) and time.monotonic() <= end:
                     visit = _visit(ranks, options.dir / _RUNS, case, side, visits)
                     append(journal, visit)
                     visits.append(visit)
@@ -93,7 +93,7 @@ def _visited(options: Options, cases: Sequence[Case]) -> list[dict[str, Any]]:
     return visits
 
 
-def _next(case: Case, visits: Sequence[Mapping[str, Any]], rounds: int) -> str:
+def next_side(case: Case, visits: Sequence[Mapping[str, Any]], rounds: int) -> str:
     """Return which side of a case comes next; empty when it is done. A step without comes first where it is needed."""
     of_case = [visit for visit in visits if visit["case"] == case.name]
     counted = [visit for visit in of_case if not is_disturbed(visit)]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
-from tpengine.data import Samples, open_corpus
+from tpengine.data import Corpus, open_corpus
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Shape
 from tpengine.layers.collectives import Communicator, Done, Work
@@ -68,10 +68,10 @@ def run_with(config: Config, run_dir: str, fault: Fault, forward_seconds: float)
         forward_seconds: of a forward of the mean stage, for a micro-batch of 4 sequences; 0 for what it takes anyway.
     """
     first = dist.get_rank() == 0
-    corpus = open_corpus(config)
+    corpus: Corpus = open_corpus(config)
     if fault.read and Shape.of(config.parallel).coordinates(dist.get_rank()).pp == 0:
         samples = config.train.num_micro_batches * config.train.micro_batch_size
-        corpus = replace(corpus, train=cast(Samples, SlowText(corpus.train, fault.read / samples)))
+        corpus = cast(Corpus, SlowCorpus(corpus, fault.read / samples))
     with _slow_link(fault) as links:
         trainer = Trainer(config, corpus, CPU)
     num_bytes = sum(flat.numel() * flat.itemsize for flat in trainer.buckets.flat.values())
@@ -209,6 +209,16 @@ def _longer(handler: Handler, share: float) -> Handler:
         time.sleep(share * (time.perf_counter() - begin))
 
     return handle
+
+
+class SlowCorpus:
+    """A text or mixture of which the part for training is on a slow disk; see SlowText."""
+
+    def __init__(self, corpus: Corpus, seconds: float) -> None:
+        self._corpus, self.train = corpus, SlowText(corpus.train, seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._corpus, name)
 
 
 class SlowText:
