@@ -94,7 +94,7 @@ class ContentCheck:
                     identity = tokens.file.identity()
                     if identity != seen.get(number) and not self._has_hash(tokens, sha256):
                         self.flag = self._flag_of(number, _OTHER_CONTENT)
-                        return
+                        break
                     seen[number] = identity
                     if self._ending.is_set():
                         return
