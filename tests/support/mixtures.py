@@ -22,22 +22,31 @@ def write_mixture(
     weights: Sequence[float],
     epochs: Sequence[float] = (),
     vocab_size: int = 0,
+    files: Sequence[int] = (),
 ) -> Path:
-    """Write a token file for each source, and the table that names them s0, s1, ...; return its path.
+    """Write the token files of each source, and the table that names them s0, s1, ...; return its path.
 
     Args:
         documents: the lengths of the documents of each source.
         epochs: of each; default without end.
         vocab_size: ids are the numbers of tokens modulo this; 0 for numbers that say their source.
+        files: of each source; default one.
     """
     lines = []
     for source, lengths in enumerate(documents):
         tokens = np.arange(sum(lengths), dtype=np.int64) + source * APART
         of_vocab = tokens % vocab_size if vocab_size else tokens
-        path = directory / f"s{source}.tokens"
-        write_tokens(path, of_vocab, vocab_size or len(documents) * APART, lengths=partial(list, lengths))
+        num_files = min(files[source], len(lengths)) if files else 1
+        paths = [directory / f"s{source}.tokens", *(directory / f"s{source}.{more}" for more in range(1, num_files))]
+        begin = 0
+        for number, path in enumerate(paths):
+            own = lengths[number * len(lengths) // num_files : (number + 1) * len(lengths) // num_files]
+            held, begin = of_vocab[begin : begin + sum(own)], begin + sum(own)
+            write_tokens(path, held, vocab_size or len(documents) * APART, lengths=partial(list, own))
         at_most = epochs[source] if epochs else "inf"
-        lines.append(f's{source} = {{ path = "{path}", weight = {weights[source]}, epochs = {at_most} }}\n')
+        lines.append(
+            f's{source} = {{ path = "{",".join(map(str, paths))}", weight = {weights[source]}, epochs = {at_most} }}\n'
+        )
     (directory / "mix.toml").write_text("".join(lines))
     return directory / "mix.toml"
 

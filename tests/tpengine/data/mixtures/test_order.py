@@ -38,6 +38,7 @@ class Draw:
     """A mixture, and a run that reads it."""
 
     documents: list[list[int]]
+    files: list[int]
     weights: list[int]
     seq_len: int
     packing: str
@@ -64,6 +65,7 @@ def draws(draw: st.DrawFn) -> Draw:
     ]
     return Draw(
         documents,
+        draw(st.lists(st.integers(1, 4), min_size=num_sources, max_size=num_sources)),
         draw(st.lists(st.integers(1, 20), min_size=num_sources, max_size=num_sources)),
         seq_len,
         draw(st.sampled_from(["cut", "documents"])),
@@ -74,7 +76,7 @@ def draws(draw: st.DrawFn) -> Draw:
 
 
 def opened(drawn: Draw, directory: Path) -> tuple[Config, MixtureCorpus]:
-    mixture = write_mixture(directory, drawn.documents, drawn.weights)
+    mixture = write_mixture(directory, drawn.documents, drawn.weights, files=drawn.files)
     config = mixed_config(mixture, len(drawn.documents), drawn.seq_len, packing=drawn.packing)
     train = replace(config.train, seed=drawn.seed, eval_micro_batches=8, steps=10**6)
     config = replace(config, train=train)
@@ -258,7 +260,7 @@ def fixed() -> Iterator[Draw]:
     """Mixtures in which each fault shows."""
     for packing in ("cut", "documents"):
         documents = [[8, 8, 1, 5, 30, 8, 8], [8, 8, 3, 4, 40, 2, 8, 8]]
-        yield Draw(documents, [3, 8], 4, packing, 1, [(2, 2, 2), (4, 1, 2), (1, 8, 1)], 30)
+        yield Draw(documents, [2, 1], [3, 8], 4, packing, 1, [(2, 2, 2), (4, 1, 2), (1, 8, 1)], 30)
 
 
 def test_faults_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
