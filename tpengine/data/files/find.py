@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tpengine.data.files.foreign.datatrove import is_datatrove
 from tpengine.data.files.foreign.megatron import is_megatron
-from tpengine.data.files.foreign.plain import said_beside
+from tpengine.data.files.foreign.plain import is_list_of_documents, said_beside
 from tpengine.data.files.token_file import MAGIC
 
 _REMEDY = "write one with tpengine data, or name its files: DIR, 'DIR/*.bin', or a,b,c"
@@ -48,7 +48,7 @@ def is_token_file(path: Path) -> bool:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             return True
-    return path.suffix != ".json" and said_beside(path) is not None and not _is_companion(path)
+    return path.suffix != ".json" and not _is_companion(path) and said_beside(path) is not None
 
 
 def _files_of_one(path: str) -> list[Path]:
@@ -58,6 +58,8 @@ def _files_of_one(path: str) -> list[Path]:
         if not files:
             raise ValueError(f"a directory of tokens must have a token file: none in {place}: {_REMEDY}")
         return files
+    if place.exists() and not place.is_file():
+        raise ValueError(f"a token file must be a regular file: {place} is a device or pipe: choose another")
     if place.exists() or not glob.has_magic(path):
         return [place]
     # A glob that takes all takes companions too.
@@ -86,4 +88,4 @@ def _is_companion(path: Path) -> bool:
         return path.with_suffix("").is_file() or any(
             other.suffix != ".json" and other.is_file() for other in path.parent.glob(f"{glob.escape(path.stem)}.*")
         )
-    return False
+    return is_list_of_documents(path)

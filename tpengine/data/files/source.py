@@ -142,14 +142,14 @@ def open_file(path: Path) -> SourceFile:
 
     Raises: ValueError: it is damaged, or in no format that is known.
     """
-    if is_datatrove(path):
-        return open_datatrove(path)
-    if is_megatron(path):
-        return open_megatron(path)
-    said = said_beside(path)
-    if said is not None and not _is_ours(path):
-        return open_plain(path, said)
-    if path.is_file() and not _is_ours(path):
+    if not _is_ours(path):
+        if is_datatrove(path):
+            return open_datatrove(path)
+        if is_megatron(path):
+            return open_megatron(path)
+        said = said_beside(path)
+        if said is not None:
+            return open_plain(path, said)
         raise ValueError(
             f"a token file must be written by tpengine data, or have what others write beside it: {path} starts with "
             f"neither {MAGIC!r} nor is {path.with_suffix('.idx').name} or {path.name}.json there: copy that too, or "
@@ -170,7 +170,7 @@ def _is_ours(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
-        return True  # open_tokens says what is wrong with it
+        return True  # open_tokens says what is wrong with it, and of a directory too
 
 
 def _together(files: Sequence[SourceFile]) -> About:

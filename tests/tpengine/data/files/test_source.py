@@ -112,6 +112,9 @@ def test_what_a_path_names(tmp_path: Path) -> None:
     names = ["6.u", "7.ds", "8.bin", "9.tokens"]
     assert [path.name for path in files_of(str(tmp_path))] == names
     assert [path.name for path in files_of(f"{tmp_path}/[6-9].*") if path.suffix != ".starts"] == names
+    (tmp_path / "6.u.json").rename(tmp_path / "6.json")
+    assert [path.name for path in files_of(str(tmp_path))] == names
+    assert [path.name for path in files_of(f"{tmp_path}/[6-9].*")] == names
     listed = f"{tmp_path}/9.tokens, {tmp_path}/*.bin"
     assert [path.name for path in files_of(listed)] == ["9.tokens", "8.bin"]
     odd = write_one(tmp_path / "inner" / "a,b[1].tokens", [[1]])
@@ -127,6 +130,7 @@ def test_what_a_path_names(tmp_path: Path) -> None:
         ("a.tokens,,a.tokens", "a name between its commas"),
         ("a.tokens,*.tokens", "a.tokens is"),
         ("text.txt", "starts with neither b'TPTOKENS' nor is text.idx or text.txt.json there"),
+        ("pipe", "must be a regular file: pipe is a device or pipe"),
         ("bare.bin", "nor is bare.idx or bare.bin.json there"),
     ],
 )
@@ -138,6 +142,7 @@ def test_paths_that_name_nothing_are_one_line(
     (tmp_path / "empty").mkdir()
     Path("text.txt").write_text("hello")
     Path("bare.bin").write_bytes(bytes(10))
+    os.mkfifo("pipe")
     with pytest.raises(ValueError) as error:
         open_text(path)
     assert part in str(error.value) and "\n" not in str(error.value)

@@ -45,6 +45,17 @@ def said_beside(path: Path) -> Path | None:
     return next((place for place in beside if place != path and place.is_file()), None)
 
 
+def is_list_of_documents(path: Path) -> bool:
+    """Whether a file is the documents of plain ids of the same name: what `NAME.json` beside says of it."""
+    said = path.with_suffix(".json")
+    if said == path or not said.is_file():
+        return False
+    try:
+        return bool(_read(said).get("documents") == path.name)
+    except ValueError:
+        return False  # whoever opens the ids says what is wrong
+
+
 def open_plain(path: Path, said: Path) -> SourceFile:
     """Open plain ids after checking what is said of them.
 
