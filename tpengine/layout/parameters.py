@@ -198,6 +198,23 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[Par
     return tuple(specs)
 
 
+def chunk_specs(
+    model: ModelConfig, tp: int, layers: Sequence[tuple[int, int]], chunk: int
+) -> tuple[ParameterSpec, ...]:
+    """Parameters of chunk `chunk` of a model cut into `layers`, whose first and last range may hold no layer.
+
+    Other engines give the embedding or the head a chunk of its own. The neighbour that begins or ends where that chunk
+    does holds its layers alone.
+    """
+    specs, num = stage_specs(model, tp, *layers[chunk]), model.num_layers
+    elsewhere: set[str] = set()
+    if chunk > 0 and layers[chunk][0] == 0:
+        elsewhere |= {spec.name for spec in stage_specs(model, tp, 0, 0)}
+    if chunk < len(layers) - 1 and layers[chunk][1] == num:
+        elsewhere |= {spec.name for spec in stage_specs(model, tp, num, num)}
+    return tuple(spec for spec in specs if spec.name not in elsewhere)
+
+
 def decays(model: ModelConfig, spec: ParameterSpec) -> bool:
     """Return whether weight decay applies: to matrices, but for those that the architecture names."""
     passed_over = architecture_of(model).undecayed

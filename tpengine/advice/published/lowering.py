@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tpengine.advice.published.engines import EngineOfRow
-from tpengine.advice.published.row import Row, Sizes
+from tpengine.advice.published.row import Row
+from tpengine.advice.published.sizes import Sizes
 from tpengine.advice.published.zb_2p import zb_2p
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.details import ModelDetails
-from tpengine.layout.parameters import BucketLayout, num_parameters, stage_specs
+from tpengine.layout.parameters import BucketLayout, chunk_specs, num_parameters
 from tpengine.layout.step_plan import Layout, PlacedBucket
 from tpengine.plan import (
     Bucket,
@@ -48,7 +49,6 @@ _SCHEDULES = {
     "afab": "gpipe",
     "1f1b": "1f1b",
 }
-_MLPS = {"swiglu": "llama", "geglu": "llama", "gelu": "gpt2", "relu": "gpt2"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
     if counts_ends:
         layers = tuple((max(0, first - 1), min(sizes.layers, end - 1)) for first, end in layers)
     model, tied = _model(row, sizes)
-    dtype = "float16" if "fp16" in row.text("precision") else "bfloat16"
     config = Config(
         model=model,
         parallel=ParallelConfig(
@@ -145,7 +144,7 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
             chunks_per_rank=chunks_per_rank,
             recompute="block" if engine.recomputes else "none",
             gathered="again" if sizes.tp > 1 and engine.engine.cuts_rows else "keep",
-            tp_comm="plain",
+            tp_comm="fused" if engine.fuses else "plain",
             zero=sizes.zero,  # type: ignore[arg-type]
         ),
         train=TrainConfig(
@@ -153,7 +152,7 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
             micro_batch_size=sizes.micro_batch,
             # `plan` takes their number.
             num_micro_batches=1,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=engine.dtype,  # type: ignore[arg-type]
         ),
     )
     buckets = _buckets(model, sizes, layers, 1 if in_units else engine.num_buckets) if sizes.dp * sizes.cp > 1 else {}
@@ -215,7 +214,7 @@ def _schedule(name: str, layout: Layout, num_micro_batches: int, num_chunks: int
 
 
 def _model(row: Row, sizes: Sizes) -> tuple[ModelConfig, bool]:
-    architecture = row.choice("mlp", _MLPS, "llama")
+    architecture = "llama" if row.mlp() == "swiglu" else "gpt2"
     is_gpt = architecture == "gpt2"
 
     def model(tied: bool) -> ModelConfig:
@@ -228,7 +227,7 @@ def _model(row: Row, sizes: Sizes) -> tuple[ModelConfig, bool]:
             ffn_size=sizes.ffn,
             vocab_size=sizes.vocab,
             tie_embeddings=tied,
-            details=ModelDetails(head_size=_head_size(row, sizes), max_positions=sizes.seq if is_gpt else 0),
+            details=ModelDetails(head_size=sizes.head_size, max_positions=sizes.seq if is_gpt else 0),
         )
 
     both = {tied: model(tied) for tied in (True, False)}
@@ -243,19 +242,13 @@ def _model(row: Row, sizes: Sizes) -> tuple[ModelConfig, bool]:
     return both[tied], tied
 
 
-def _head_size(row: Row, sizes: Sizes) -> int:
-    if sizes.hidden % sizes.heads:
-        raise ValueError(f"heads must divide hidden: got {sizes.heads} for {sizes.hidden}: correct one")
-    return sizes.hidden // sizes.heads
-
-
 def _buckets(
     model: ModelConfig, sizes: Sizes, layers: Sequence[tuple[int, int]], num_buckets: int
 ) -> dict[int, PlacedBucket]:
     """Return equal buckets of each chunk's parameters."""
     found: dict[int, PlacedBucket] = {}
-    for chunk, (first, end) in enumerate(layers):
-        numel = sum(spec.local_numel(sizes.tp) for spec in stage_specs(model, sizes.tp, first, end))
+    for chunk in range(len(layers)):
+        numel = sum(spec.local_numel(sizes.tp) for spec in chunk_specs(model, sizes.tp, layers, chunk))
         for part in range(num_buckets):
             share = numel * (part + 1) // num_buckets - numel * part // num_buckets
             layout = BucketLayout("dp", (f"chunk {chunk} part {part}",), (share,))

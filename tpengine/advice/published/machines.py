@@ -8,27 +8,32 @@ from dataclasses import replace
 from tpengine.advice.published.row import Row
 from tpengine.simulate.machine import MACHINES, Machine
 
-# Words of a GPU's name, the more particular ones first, and its sheet.
+# Parts of a GPU's name without blanks and marks, all of which it must have, and its sheet; the more particular first.
 _SHEETS = (
-    ("tpu", ""),
-    ("gb300", "gb300"),
-    ("gb200", "gb200"),
-    ("b300", "b300"),
-    ("b200", "b200"),
-    ("gh200", "gh200"),
-    ("h200", "h200"),
-    ("h100-96", "h100-500w"),
-    ("h100", "h100"),
-    ("h800", ""),
-    ("a800", "a800"),
-    ("a100-40", "a100-40"),
-    ("a100-sxm-40", "a100-40"),
-    ("a100", "a100"),
-    ("v100", "v100-32"),
-    ("mi250", "mi250x"),
-    ("mi300", "mi300x"),
-    ("mi325", "mi325x"),
-    ("mi355", "mi355x"),
+    (("tpu",), ""),
+    (("gb300",), "gb300"),
+    (("gb200",), "gb200"),
+    (("b300",), "b300"),
+    (("b200",), "b200"),
+    (("gh200",), "gh200"),
+    (("h200",), "h200"),
+    (("h100", "pcie"), "h100-pcie"),
+    (("h100", "96"), "h100-500w"),
+    (("h100", "500w"), "h100-500w"),
+    (("h100",), "h100"),
+    (("h800",), "h800"),
+    (("a800",), "a800"),
+    (("a100", "pcie"), "a100-pcie"),
+    (("a100", "40gb"), "a100-40"),
+    (("a10040",), "a100-40"),
+    (("a100", "sxm40"), "a100-40"),
+    (("a100",), "a100"),
+    (("v100", "16"), "v100-16"),
+    (("v100",), "v100-32"),
+    (("mi250",), "mi250x"),
+    (("mi300",), "mi300x"),
+    (("mi325",), "mi325x"),
+    (("mi355",), "mi355x"),
 )
 # Of the network's bit rate, what rings attain: as in the sheets.
 _NETWORK_SHARE = 0.85
@@ -44,8 +49,8 @@ def machine_of(row: Row) -> Machine:
     Raises:
         ValueError: a GPU without a sheet; one line.
     """
-    name = row.text("gpu")
-    sheet = next((sheet for word, sheet in _SHEETS if word in name), "")
+    name = re.sub("[^a-z0-9]", "", row.text("gpu"))
+    sheet = next((sheet for parts, sheet in _SHEETS if all(part in name for part in parts)), "")
     if not sheet:
         known = ", ".join(of for _, of in _SHEETS if of)
         raise ValueError(f"gpu must be one whose data sheet is known: {known}: got {row.columns.get('gpu', '')!r}")

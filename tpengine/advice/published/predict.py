@@ -6,12 +6,14 @@ further round of micro-batches takes as long as the difference between the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of
 from tpengine.advice.published.machines import machine_of
-from tpengine.advice.published.row import Row, Sizes
+from tpengine.advice.published.row import Row
+from tpengine.advice.published.sizes import Sizes
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
@@ -26,6 +28,10 @@ _HELD_BY_LIBRARIES = 2 * 2**30
 # Rows of one table often differ by the batch alone: what has been simulated is kept, up to so many steps.
 _MOST_KNOWN = 256
 _known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
+# NCCL's rings of a node with NVSwitch have so many channels, each a thread block on a processor of its own (log in
+# NVIDIA/nccl, issue 1259).
+_CHANNELS = 24
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p - 1.
 _FULL_AFTER = 2
 
@@ -55,14 +61,48 @@ def predicted(row: Row) -> Prediction:
         return _predicted(row)
     except ValueError as error:
         return Prediction(None, None, None, None, " ".join(str(error).split()))
+    except Exception as error:
+        # A fault of ours, which the notes name: the other rows of the table are worth their answers.
+        return Prediction(
+            None, None, None, None, f"the predictor failed: {type(error).__name__}: {error}".split("\n")[0]
+        )
 
 
 def _predicted(row: Row) -> Prediction:
-    if any(word in row.notes for word in ("experts", "moe", "num_experts")) or "moe" in row.text("mlp"):
-        raise ValueError("the model must be dense: got experts, which are not modelled")
-    machine, sizes = machine_of(row), Sizes.of(row)
+    _refuse_experts(row)
+    machine = machine_of(row)
+    first: Prediction | None = None
+    last_reason: ValueError | None = None
+    for state in _states(row):
+        found: list[Prediction] = []
+        for filled in _micro_batches(state):
+            try:
+                found.append(_of_filled(filled, machine))
+            except ValueError as error:
+                last_reason = error
+        fitting = [of for of in found if of.fits]
+        if fitting:
+            return min(fitting, key=lambda of: of.step_seconds or 0.0)
+        # What does not fit either way is answered as it is most often run.
+        first = first or (found[0] if found else None)
+    if first is None:
+        raise last_reason or ValueError("micro_batch must divide global_batch: got none that does: add it")
+    return first
+
+
+def _sizes_of(row: Row) -> Sizes:
+    """Return a row's sizes without a word on what they assume."""
+    return Sizes.of(replace(row, assumed=[]))
+
+
+def _of_filled(row: Row, machine: Machine) -> Prediction:
+    row = replace(row, assumed=list(row.assumed))
+    sizes = Sizes.of(row)
     engine = engine_of(row, sizes)
     lowering = lowering_of(row, sizes, engine)
+    if machine.num_processors and (engine.in_units or engine.num_buckets > 1):
+        # Kernels beside a collective have fewer processors, and take as much longer.
+        machine = replace(machine, reduce_share=_CHANNELS / (machine.num_processors - _CHANNELS))
     seconds, peak = step_and_peak(lowering, machine, sizes.num_micro_batches)
     tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
     rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
@@ -70,6 +110,43 @@ def _predicted(row: Row) -> Prediction:
     said = [*engine.words, lowering.schedule if sizes.pp > 1 else "", *(f"assumed {text}" for text in row.assumed)]
     notes = "; ".join(word for word in said if word)
     return Prediction(seconds, mfu, int(peak), peak <= usable_bytes(machine), notes)
+
+
+def _refuse_experts(row: Row) -> None:
+    said = f"{row.text('mlp')} {row.text('model')} {row.text('ffn')}"
+    keys = ("experts", "moe", "num_experts", "ep", "top_k")
+    if any(key in row.notes and row.notes[key] not in ("", "0", "1", "no") for key in keys) or any(
+        word in said for word in ("moe", "mixtral", "deepseek-v", "expert")
+    ):
+        raise ValueError("the model must be dense: got experts, which are not modelled")
+
+
+def _states(row: Row) -> Iterator[Row]:
+    """Yield the row with what it does not say of ZeRO and recomputation; the first that fits is taken.
+
+    Runs that are published ran. What takes least memory comes last.
+    """
+    sizes = _sizes_of(row)
+    stages: list[dict[str, str]] = [{}]
+    if not row.text("zero_stage") and sizes.dp > 1 and sizes.zero == 0:
+        stages.append({"zero_stage": "1"})
+    again: list[dict[str, str]] = [{}]
+    if not any(row.text(name) for name in ("recompute", "ac", "activation_checkpointing")):
+        again.append({"recompute": "full"})
+    for recompute in again:
+        for stage in stages:
+            yield row.filled(**recompute, **stage)
+
+
+def _micro_batches(row: Row) -> Iterator[Row]:
+    """Yield the row with each usual micro-batch, if it names none: published runs use the fastest that fits."""
+    if row.text("micro_batch"):
+        yield row
+        return
+    sizes = _sizes_of(row)
+    for size in _MICRO_BATCHES:
+        if (row.number("global_batch") // sizes.dp) % size == 0:
+            yield row.filled(micro_batch=str(size))
 
 
 def usable_bytes(machine: Machine) -> float:

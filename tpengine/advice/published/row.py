@@ -1,19 +1,25 @@
-"""A row of a table of published runs: its numbers and notes, and what had to be assumed. Measured columns are not read.
-
-What a row does not say is assumed where one value is usual, and said; without sizes, batch or layout there is no
-prediction.
+"""A row of a table of published runs, as text: its columns and notes, and what had to be assumed. Measured columns are
+not read. sizes.py makes numbers of it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Measured, or made from what was measured: never read.
 _MEASURED = ("step_s", "step_src", "hfu_pct", "model_tf", "model_tf_uniform", "total_tokens_s", "mfu_pct")
-# GPT-2's vocabulary, padded as Megatron pads it, which most rows without one have.
-_VOCABULARY = 50304
+_YES, _NO = ("yes", "true", "1", "on", "y", "sp", "enabled"), ("no", "false", "0", "off", "n", "none", "disabled")
+# Shorter words count only where they stand alone: `no` is not in `layernorm`.
+_SHORTEST_PART = 4
+_MLPS = {
+    **{"swiglu": "swiglu", "geglu": "swiglu", "silu": "swiglu", "swish": "swiglu", "gated": "swiglu"},
+    **{"gelu": "gelu", "relu": "relu"},
+}
+# Of models without a word for their network: what their papers describe.
+_PLAIN_MODELS = ("gpt", "opt", "bloom", "mpt", "megatron", "turing", "mt-nlg", "neox", "pythia", "falcon")
 
 
 @dataclass
@@ -33,48 +39,70 @@ class Row:
     @classmethod
     def of(cls, columns: Mapping[str, str | None]) -> Row:
         """Return a row of a file's columns by name."""
-        texts = {name: (value or "").strip() for name, value in columns.items() if isinstance(value, str | None)}
-        pairs = [part.partition("=") for part in texts.get("notes", "").split(";")]
+        texts = {
+            str(name).strip().lower(): (value or "").strip()
+            for name, value in columns.items()
+            if isinstance(value, str | None)
+        }
+        pairs = [part.partition("=") for part in re.split(r"[;\n]", texts.get("notes", ""))]
         notes = {key.strip().lower(): value.strip() for key, _, value in pairs if key.strip()}
         return cls(texts, {key: value for key, value in notes.items() if key not in _MEASURED})
+
+    def filled(self, **columns: str) -> Row:
+        """Return the row with more columns, which are said to be assumed."""
+        said = [f"{name} {value}" for name, value in columns.items()]
+        return replace(self, columns={**self.columns, **columns}, assumed=[*self.assumed, *said])
 
     def text(self, name: str) -> str:
         """Return a column, or a note where there is no such column, in lower case; empty if there is neither."""
         return (self.columns.get(name) or self.notes.get(name, "")).lower()
 
+    def system(self) -> str:
+        """Return what the row says of its framework, in lower case."""
+        return f"{self.text('system')} {self.text('source')} {self.text('framework')} {self.text('engine')}"
+
+    def mlp(self) -> str:
+        """Return the kind of feed-forward network: swiglu for a gate and two more matrices, gelu or relu for two.
+
+        Raises:
+            ValueError: a word that is not known.
+        """
+        if self.text("mlp"):
+            return self.choice("mlp", _MLPS, "swiglu")
+        return "gelu" if any(word in self.text("model") for word in _PLAIN_MODELS) else "swiglu"
+
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1.
+        """Return a whole number of at least 1; thousands may be cut by commas or blanks, or be a `k` of 1,024.
 
         Args:
-            name: of the column.
+            name: of the column, or of a note.
             default: where it is empty; None if the row is of no use then.
 
         Raises:
             ValueError: empty without a default, a word, or below 1.
         """
-        text = self.columns.get(name, "").replace(",", "")
-        if not text:
+        text = re.sub(r"[,_ ]", "", self.columns.get(name) or self.notes.get(name, ""))
+        if not text or text.lower() in ("-", "n/a", "na", "none", "?"):
             if default is None:
                 raise ValueError(f"{name} must be a number: got none: add it")
             self.assumed.append(f"{name} {default}")
             return default
+        thousands = re.fullmatch(r"(\d+)k", text, re.IGNORECASE)
         try:
-            value = float(text)
+            value = float(thousands[1]) * 1024 if thousands else float(text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 1 or value != int(value):
             raise ValueError(f"{name} must be a whole number of at least 1: got {text!r}: correct it")
         return int(value)
 
-    def flag(self, name: str) -> bool | None:
-        """Return a yes or no; None where the row does not say."""
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a yes or no; the default where the row does not say."""
         text = self.text(name)
-        if text in ("yes", "true", "1", "on"):
-            return True
-        return False if text in ("no", "false", "0", "off") else None
+        return True if text in _YES else False if text in _NO else default
 
     def choice(self, name: str, known: Mapping[str, str], default: str) -> str:
-        """Return what a column's word means.
+        """Return what a column's word means: that of the first word of `known` that the text holds.
 
         Raises:
             ValueError: a word that is not known.
@@ -83,86 +111,8 @@ class Row:
         if not text:
             self.assumed.append(f"{name} {default}")
             return default
+        alone = re.split(r"[^a-z0-9]+", text)
         for word, meaning in known.items():
-            if word in text:
+            if word in alone or (len(word) >= _SHORTEST_PART and word in text):
                 return meaning
         raise ValueError(f"{name} must contain one of {', '.join(known)}: got {text!r}: correct it")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a row says of its model, batch and layout, in whole numbers.
-
-    Attributes:
-        params_b: billions of parameters, to tell whether embeddings are tied; 0 where not known.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq: int
-    gpus: int
-    tp: int
-    pp: int
-    chunks: int
-    dp: int
-    cp: int
-    micro_batch: int
-    num_micro_batches: int
-    zero: int
-    params_b: float
-
-    @classmethod
-    def of(cls, row: Row) -> Sizes:
-        """Return the sizes of a row.
-
-        Raises:
-            ValueError: something is missing or does not fit together; one line.
-        """
-        gated = "swiglu" in row.text("mlp") or "geglu" in row.text("mlp")
-        hidden, seq = row.number("hidden"), row.number("seq_len")
-        # Heads of 128 are what most models have.
-        heads = row.number("heads", max(1, hidden // 128))
-        # A gate's network has two thirds of the width, which makes its three matrices as large as the others' two.
-        ffn = row.number("ffn_hidden", -(-(8 * hidden // 3) // 256) * 256 if gated else 4 * hidden)
-        tp, pp = row.number("tp"), row.number("pp")
-        cp, gpus = row.number("cp", 1), row.number("gpus")
-        dp = row.number("dp", max(1, gpus // (tp * pp * cp)))
-        if dp * tp * pp * cp != gpus:
-            raise ValueError(f"tp * pp * dp * cp must be gpus: got {tp} * {pp} * {dp} * {cp} for {gpus}: correct one")
-        batch, micro = row.number("global_batch"), row.number("micro_batch", 1)
-        if batch % (dp * micro):
-            raise ValueError(f"dp * micro_batch must divide global_batch: got {dp} * {micro} for {batch}: correct one")
-        zero = row.columns.get("zero_stage", "") or "0"
-        if zero not in ("0", "1", "2", "3"):
-            raise ValueError(f"zero_stage must be 0 to 3: got {zero!r}: correct it")
-        return cls(
-            layers=row.number("layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=row.number("kv_heads", heads),
-            ffn=ffn,
-            vocab=row.number("vocab", _VOCABULARY),
-            seq=seq,
-            gpus=gpus,
-            tp=tp,
-            pp=pp,
-            chunks=row.number("vpp", 1),
-            dp=dp,
-            cp=cp,
-            micro_batch=micro,
-            num_micro_batches=batch // (dp * micro),
-            zero=int(zero),
-            params_b=_size_in_words(row.columns.get("params_b", "")),
-        )
-
-
-def _size_in_words(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if math.isfinite(value) and value > 0 else 0.0

@@ -220,6 +220,8 @@ _CDNA: dict[str, Any] = {
 }
 # A chip of less power runs at the clock that it can hold: power is about the clock cubed.
 _500_OF_700_W = (500 / 700) ** (1 / 3)
+_350_OF_700_W = (350 / 700) ** (1 / 3)
+_300_OF_400_W = (300 / 400) ** (1 / 3)
 
 
 def _machines() -> Mapping[str, Machine]:
@@ -228,13 +230,31 @@ def _machines() -> Mapping[str, Machine]:
         # NVIDIA V100 datasheet (SXM3, DGX-2): 125 TFLOP/s, 0.9 TB/s, NVLink 2 of 300 GB/s both ways; a node of 16 has
         # eight cards of 100 Gbit/s.
         _gpu("v100-32", 125e12, 0.9e12, 32 * _GB, 150e9, 50e9, per_node=16, **_OLD_TENSOR_CORES),
+        # Eight in a DGX-1, with four cards of 100 Gbit/s.
+        _gpu("v100-16", 125e12, 0.9e12, 16 * _GB, 150e9, 50e9, per_node=8, **_OLD_TENSOR_CORES),
         # NVIDIA A100 datasheet (SXM): 312 TFLOP/s, NVLink 3 of 600 GB/s both ways; eight 200 Gbit/s cards.
         _gpu("a100-40", 312e12, 1.555e12, 40 * _GB, 300e9, 200e9, measured=_A100_RINGS, **_A100),
         _gpu("a100", 312e12, 2.039e12, 80 * _GB, 300e9, 200e9, measured=_A100_RINGS, **_A100),
+        # NVIDIA A100 datasheet (PCIe): 1.935 TB/s, 300 of 400 W, PCIe 4 of 64 GB/s both ways.
+        _gpu(
+            *("a100-pcie", 312e12, 1.935e12, 80 * _GB, 32e9, 200e9),
+            **(_A100 | {"matmul": _scaled(_AMPERE, _300_OF_400_W), "tile_share": _AMPERE_TILES * _300_OF_400_W}),
+        ),
         # An A100 with NVLink of 400 GB/s both ways.
         _gpu("a800", 312e12, 2.039e12, 80 * _GB, 200e9, 200e9, **_A100),
         # NVIDIA H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 4 of 900 GB/s both ways.
         _gpu("h100", 989e12, 3.35e12, 80 * _GB, 450e9, 400e9),
+        # An H100 with NVLink of 400 GB/s both ways.
+        _gpu("h800", 989e12, 3.35e12, 80 * _GB, 200e9, 400e9),
+        # NVIDIA H100 datasheet (PCIe): 1,513 TFLOP/s with sparsity, 114 processors, 2 TB/s, 350 W, PCIe 5 of 128 GB/s
+        # both ways.
+        _gpu(
+            *("h100-pcie", 756.5e12, 2.0e12, 80 * _GB, 64e9, 400e9),
+            matmul=_scaled(_HOPPER, _350_OF_700_W),
+            attention=_scaled(_ATTENTION_HOPPER, _350_OF_700_W),
+            tile_share=_HOPPER_TILES * _350_OF_700_W,
+            num_processors=114,
+        ),
         # Grand Teton as in torchtitan's benchmarks: 96 GB of slower memory, 500 W.
         _gpu(
             *("h100-500w", 989e12, 2.4e12, 96 * _GB, 450e9, 400e9),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from tpkernels.work import Work, adamw_work
 
 from tpengine.config import Config
+from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
@@ -136,7 +137,11 @@ def _engine_bytes(config: Config, layout: Layout, engine: Engine) -> list[tuple[
     """Return what `bytes_per_rank` does, by the bytes per parameter that an engine keeps."""
     found = []
     for rank in range(layout.pp):
-        numel = num_weights(config, layout, rank)
+        # Tied embeddings of a rank that holds both ends are one parameter.
+        specs: dict[str, ParameterSpec] = {}
+        for chunk in layout.chunks_of(rank):
+            specs |= {spec.name: spec for spec in chunk_specs(config.model, layout.tp, layout.layers, chunk)}
+        numel = sum(spec.local_numel(layout.tp) for spec in specs.values())
         sliced = -(-numel // layout.dp)
         kept = zip(
             (engine.weight_item, engine.gradient_item, engine.optimizer_item),

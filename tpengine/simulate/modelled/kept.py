@@ -18,7 +18,7 @@ from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.engine import Engine
 from tpengine.simulate.modelled.operators import sizes_for
 
-# The loss in float32: its probabilities are kept, beside the logits in the run's dtype while they are made.
+# Statistics of attention are float32.
 _WIDE = 4
 
 
@@ -54,18 +54,24 @@ def engine_activations(config: Config, tp: int, plan: Plan, engine: Engine) -> d
     for index, chunk in enumerate(plan.chunks):
         num = chunk.layers[1] - chunk.layers[0]
         is_again = chunk.recompute is not Recompute.NONE
-        each = block.x if is_again else block.whole
+        each = block.x if is_again else _half(size, block) if engine.computes_half_again else block.whole
         head = _head(size, block, engine) if index == last else 0
         saved = num * each + head
         # A block computed again is there whole, once; the gradients of its widest tensor and of its input besides.
         gradients = 2 * size.middle * size.num_gated * size.item + block.x
-        working = gradients + block.core + (block.whole - block.x if is_again else 0)
-        logits = size.logits if index == last else 0
-        forward = max(block.whole - each, 2 * size.middle * size.item) + logits
+        working = gradients + block.core + block.whole - each
+        _, in_forward, in_backward = _loss_bytes(engine, size.item) if index == last else (0, 0, 0)
+        logits = size.tokens * size.vocab
+        forward = max(block.whole - each, 2 * size.middle * size.item) + in_forward * logits
         found[index] = ChunkBytes(
             saved=saved,
             deferred=num * block.deferred + (size.gathered + size.logits if index == last else 0),
-            working={Kind.F: forward, Kind.B: working + logits, Kind.I: working + logits, Kind.W: 0.0},
+            working={
+                Kind.F: forward,
+                Kind.B: working + in_backward * logits,
+                Kind.I: working + in_backward * logits,
+                Kind.W: 0.0,
+            },
         )
     return found
 
@@ -88,10 +94,27 @@ def _kept(size: BlockBytes, config: Config, engine: Engine) -> _Kept:
     whole = 2 * x + inputs + qkv + core + size.num_gated * size.middle * item + masks
     if engine.joins_residuals and not engine.keeps_scores:
         whole += size.tokens * size.heads * _WIDE
+    if engine.splits_steps:
+        # Both norms' inputs in float32 and before their weights; the activation of the gate.
+        whole += 2 * (_WIDE + item) * rows * size.hidden + (size.num_gated > 1) * size.middle * item
     gradients = qkv + 2 * x + size.num_gated * size.middle * item
     return _Kept(x, whole, scores * 2 * item if engine.keeps_scores else 0, inputs + gradients)
 
 
+def _half(size: BlockBytes, block: _Kept) -> int:
+    """Bytes of a block's input, the products that are not computed again, and attention's output with its statistics.
+
+    q, v, gate and the second product of the feed-forward network, which is kept although nothing reads it.
+    """
+    products = (2 * size.queries + size.keys + size.middle) * size.item
+    return block.x + products + size.tokens * size.hidden * size.item + size.tokens * size.heads * _WIDE
+
+
 def _head(size: BlockBytes, block: _Kept, engine: Engine) -> int:
-    """Bytes of the last norm's input and output, and the logits."""
-    return 2 * block.x + (_WIDE * size.tokens * size.vocab if engine.wide_loss else size.logits)
+    """Bytes of the last norm's input and output, and what the loss keeps."""
+    return 2 * block.x + _loss_bytes(engine, size.item)[0] * size.tokens * size.vocab
+
+
+def _loss_bytes(engine: Engine, item: int) -> tuple[int, int, int]:
+    """Return bytes per logit: kept; besides in forward; besides in backward."""
+    return engine.loss_bytes or (item, 0, 0)

@@ -39,6 +39,14 @@ from tpengine.simulate.modelled.prepared import prepares
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
 _WIDE_LOSS_BYTES, _WIDE_LOSS_GRADIENT_BYTES = 36, 10
 
+# Of eager torch, per element of 16 bits, beside what one kernel reads and writes. A norm: copied to float32 (2 + 4),
+# square (8), mean (4), product with the root (8), copied back (6), with the weight (4), less 4; its backward: with the
+# weight, forth and back (4 + 4 + 6), of the product (8 + 12), of the square and the mean (16), added (12), copied back
+# (6), less 6. A rotation: copied to float32, multiplied, copied back (6 + 8 + 6), less 4. A gate: activation (4) and
+# product (6) beside 6; backward: two products (12) and one more (6) beside 10.
+_NORM_STEPS, _NORM_BACKWARD_STEPS, _ROTATION_STEPS = 36, 62, 16
+_GATE_STEPS, _GATE_BACKWARD_STEPS = 4, 8
+
 
 @dataclass(frozen=True)
 class ActionSeconds:
@@ -189,6 +197,8 @@ class _ChunkOperators:
         mlp = self._mlp() * self.num_blocks
         forward = attention + mlp + self._ends()
         scores = self._each_block(self._scores_again) if self.engine.computes_scores_again else _Sum()
+        if self.engine.computes_half_again:
+            scores = self._half_again() * self.num_blocks
         again = {
             Recompute.NONE: scores,
             Recompute.ATTENTION: attention,
@@ -197,16 +207,29 @@ class _ChunkOperators:
         }[self.chunk.recompute]
         inputs = self._each_block(self._input_half) + self._input_half_of_ends()
         weights = self._weight_half(rows_again=0)
+        copied = self._copied_out()
         return {
-            Kind.F: self._action(forward),
-            Kind.B: self._action(inputs + weights, again),
-            Kind.I: self._action(inputs, again),
+            Kind.F: self._action(forward + copied),
+            Kind.B: self._action(inputs + weights + copied, again),
+            Kind.I: self._action(inputs + copied, again),
             Kind.W: self._action(self._weight_half(rows_again=self.columns_again)),
         }
 
     @property
     def num_blocks(self) -> int:
         return self.windows.total()
+
+    @property
+    def _block_numel(self) -> int:
+        """Elements of a block's matrices."""
+        size = self.size
+        mixed = 2 * size.heads + 2 * size.kv_heads
+        return size.hidden * (mixed * size.head_size + (size.num_gated + 1) * size.ffn)
+
+    def _copied_out(self) -> _Sum:
+        """Return the copy of gathered weights out of their buffer."""
+        num_bytes = self.engine.copied_item * self._block_numel
+        return self._others(Work(0, num_bytes)) * self.num_blocks if num_bytes else _Sum()
 
     def _action(self, sums: _Sum, again: _Sum = _Sum()) -> ActionSeconds:
         machine, number = self.machine, sums.number + again.number
@@ -350,6 +373,40 @@ class _ChunkOperators:
     def _scores_again(self, window: int | None) -> _Sum:
         return self._attend(window, backward=False)
 
+    def _steps(self, *, norms: int, backward: bool) -> _Sum:
+        """Return what kernels for single steps read and write more: of norms, a rotation and a gate."""
+        if not self.engine.splits_steps:
+            return _Sum()
+        size, works = self.size, []
+        num_rows = self.rows * size.hidden
+        works += [Work(0, num_rows * (_NORM_BACKWARD_STEPS if backward else _NORM_STEPS))] * norms
+        if self.rotates:
+            works.append(Work(0, (size.queries + size.keys) * _ROTATION_STEPS))
+        if size.num_gated > 1:
+            works.append(Work(0, size.middle * (_GATE_BACKWARD_STEPS if backward else _GATE_STEPS)))
+        return self._others(*works)
+
+    def _half_again(self) -> _Sum:
+        """Return what selective checkpointing by operator computes again of one block.
+
+        Of the products q, k, v, attention's output, gate, up, down every second is: k, attention's output, up. Gathers
+        are made again, scatters and attention are not.
+        """
+        size = self.size
+        norms = [norm_work(self.rows, size.hidden, size.item, residual=of) for of in (False, True)]
+        activation = activation_work(size.tokens, size.ffn, size.item, gated=size.num_gated > 1)
+        return _total(
+            [
+                self._others(*norms, name="norm"),
+                self._by_columns(size.kv_heads * size.head_size, 1),
+                self._rope(),
+                self._by_rows(size.heads * size.head_size, 0),
+                self._by_columns(size.ffn, 1),
+                self._others(activation, name="activation"),
+                self._steps(norms=2, backward=False),
+            ]
+        )
+
     def _attention(self, window: int | None) -> _Sum:
         size = self.size
         qkv, output, _, _ = self._products(1)
@@ -372,6 +429,7 @@ class _ChunkOperators:
             )
             + self._dropped()
             + self._added()
+            + self._steps(norms=2, backward=False)
         )
 
     def _input_half(self, window: int | None) -> _Sum:
@@ -391,6 +449,7 @@ class _ChunkOperators:
             + self._dropped() * 2
             + self._added()
             + self._norms_again()
+            + self._steps(norms=2, backward=True)
         )
         return _total([total, *self._products(1, "input_gradient"), self._tree() * 2])
 
@@ -408,9 +467,7 @@ class _ChunkOperators:
             ends += self._by_columns(size.vocab, columns, "weight_gradient")
         blocks = _total([qkv, output, gate_up, down])
         if added:
-            mixed = 2 * size.heads + 2 * size.kv_heads
-            numel = size.hidden * (mixed * size.head_size + (size.num_gated + 1) * size.ffn)
-            blocks += self._others(Work(numel, added * numel))
+            blocks += self._others(Work(self._block_numel, added * self._block_numel))
         return blocks * self.num_blocks + ends
 
     def _ends(self) -> _Sum:

@@ -15,7 +15,7 @@ from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of, split_layers
 from tpengine.advice.published.machines import machine_of, network_bits_per_s
 from tpengine.advice.published.predict import step_and_peak, usable_bytes
-from tpengine.advice.published.row import Sizes
+from tpengine.advice.published.sizes import Sizes
 from tpengine.advice.published.zb_2p import zb_2p
 from tpengine.cli import main
 from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lower, verify
@@ -60,8 +60,9 @@ ANSWERED: list[tuple[dict[str, str], str]] = [
         {"heads": "", "kv_heads": "", "ffn_hidden": "", "vocab": ""},
         "assumed heads 8; assumed ffn_hidden 4096; assumed kv_heads 8",
     ),
-    ({"micro_batch": "", "recompute": ""}, "assumed micro_batch 1"),
-    ({**FSDP, "notes": "mlp=swiglu; precision=bf16"}, "FSDP; FlashAttention 2; a unit is a block"),
+    ({"recompute": ""}, "assumed recompute none"),
+    ({**FSDP, "notes": "mlp=swiglu; precision=bf16"}, "FlashAttention 2; kernels of eager torch; a unit is a block"),
+    ({**FSDP, "notes": "mlp=swiglu; compile=yes"}, "FSDP; FlashAttention 2; a unit is a block"),
     ({"gpu": "GB200-NVL72", "global_batch": "6,400"}, "cuDNN's attention"),
     ({"source": "Megatron-DeepSpeed"}, "Megatron-DeepSpeed"),
     ({**FSDP, "source": "mosaicml"}, "FSDP; FlashAttention 1 in Triton; kernels of eager torch"),
@@ -85,9 +86,10 @@ EMPTY: list[tuple[dict[str, str], str]] = [
     ({"hidden": "-4"}, "hidden must be a whole number"),
     ({"seq_len": "nan"}, "seq_len must be a whole number"),
     ({"tp": ""}, "tp must be a number: got none"),
-    ({"global_batch": "7"}, "dp * micro_batch must divide global_batch"),
+    ({"global_batch": "3"}, "global_batch must hold dp * micro_batch"),
+    ({"layers": "4000"}, "layers must be at most 1000"),
     ({"dp": "3"}, "tp * pp * dp * cp must be gpus"),
-    ({"zero_stage": "yes"}, "zero_stage must be 0 to 3"),
+    ({"zero_stage": "some"}, "zero_stage must contain one of"),
     ({"heads": "24"}, "heads must divide hidden"),
     ({"layers": "1"}, "every chunk must have a layer"),
     ({"recompute": "sometimes"}, "recompute must contain one of none"),

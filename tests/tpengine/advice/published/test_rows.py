@@ -1,0 +1,182 @@
+"""Rung: pure. Rows as people write them for each engine, and what their engines keep, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tpengine.advice.published import Row, predicted
+from tpengine.advice.published.engines import engine_of
+from tpengine.advice.published.lowering import lowering_of
+from tpengine.advice.published.machines import machine_of
+from tpengine.advice.published.sizes import Sizes
+from tpengine.layout.parameters import chunk_specs
+from tpengine.plan import Kind
+from tpengine.simulate import Costs
+from tpengine.simulate.machine import MACHINES
+from tpengine.simulate.modelled.costs import model_costs
+
+# Llama 3.1 8B in torchtitan, and a Llama 2 7B in Megatron-LM.
+TITAN = {
+    **{"id": "t", "source": "pytorch/torchtitan", "model": "Llama-3.1-8B", "layers": "32", "hidden": "4096"},
+    **{"heads": "32", "kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256", "seq_len": "8192", "gpu": "H100"},
+    **{"gpus": "8", "tp": "1", "pp": "1", "dp": "8", "zero_stage": "FSDP", "micro_batch": "2", "global_batch": "16"},
+    **{"recompute": "selective", "notes": "mlp=swiglu; precision=bf16; compile=yes"},
+}
+MEGATRON = TITAN | {
+    **{"source": "Megatron-LM", "model": "Llama-2-7B", "kv_heads": "32", "ffn_hidden": "11008", "vocab": "32000"},
+    **{"seq_len": "4096", "tp": "2", "dp": "4", "zero_stage": "1", "sequence_parallel": "yes", "micro_batch": "1"},
+    **{"recompute": "none", "notes": "mlp=swiglu; precision=bf16"},
+}
+
+
+def costs_of(columns: Mapping[str, str], **changes: str) -> tuple[Sizes, Costs]:
+    row = Row.of({**columns, **changes})
+    sizes = Sizes.of(row)
+    of = lowering_of(row, sizes, engine_of(row, sizes))
+    plan = of.plan(sizes.num_micro_batches)
+    return sizes, model_costs(of.config, of.layout, of.with_blocks(plan), machine_of(row), of.engine.engine)
+
+
+WRITTEN = [
+    (TITAN, {"zero_stage": "3"}),
+    (TITAN, {"zero_stage": "fully sharded (FSDP2)"}),
+    (TITAN, {"zero_stage": "", "tp": "", "pp": "", "dp": ""}),
+    (TITAN, {"recompute": "op"}),
+    (TITAN, {"recompute": "", "notes": "mlp=swiglu; precision=bf16; compile=yes; ac=op"}),
+    (TITAN, {"notes": "mlp=SwiGLU (silu); precision=amp_bf16;compile = yes ; moe=no"}),
+    (TITAN, {"seq_len": "8k", "vocab": "128,256", "global_batch": "16.0", "gpus": " 8 "}),
+    (MEGATRON, {"zero_stage": "distributed optimizer", "sequence_parallel": "True"}),
+    (MEGATRON, {"zero_stage": "ZeRO-1", "dp": "", "cp": "", "vpp": "-"}),
+    (MEGATRON, {"recompute": "No", "notes": "mlp=swiglu; precision=bfloat16 mixed"}),
+    (MEGATRON, {"notes": ""}),
+]
+
+
+@pytest.mark.parametrize(("columns", "changes"), WRITTEN, ids=[str(changes) for _, changes in WRITTEN])
+def test_other_words_for_the_same_run_are_the_same(columns: Mapping[str, str], changes: dict[str, str]) -> None:
+    one, other = predicted(Row.of(columns)), predicted(Row.of({**columns, **changes}))
+    assert one.step_seconds == other.step_seconds and one.peak_bytes == other.peak_bytes and one.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        *(("A100-SXM4-80GB", "a100"), ("NVIDIA A100 80GB", "a100"), ("A100-SXM4-40GB", "a100-40")),
+        *(("A100-40", "a100-40"), ("a100_40gb", "a100-40"), ("A100 PCIe 80GB", "a100-pcie"), ("A800", "a800")),
+        *(("H100 80GB HBM3", "h100"), ("H100-SXM5", "h100"), ("H100 PCIe", "h100-pcie"), ("H800", "h800")),
+        *(("H100-96-500W", "h100-500w"), ("H100 96GB HBM2e", "h100-500w"), ("DGX-GB200", "gb200"), ("GH200", "gh200")),
+        *(("V100-32", "v100-32"), ("V100-SXM2-16GB", "v100-16"), ("MI250X-GCD", "mi250x"), ("MI300X", "mi300x")),
+    ],
+)
+def test_a_gpu_by_its_names(name: str, sheet: str) -> None:
+    assert machine_of(Row.of({"gpu": name})) is MACHINES[sheet]
+
+
+REFUSED = [
+    ({"gpu": "H100", "notes": "precision=fp8 (tensorwise)"}, "precision must be fp16 or bf16"),
+    ({"notes": "precision=NVFP4"}, "precision must be fp16 or bf16"),
+    ({"notes": "precision=fp32"}, "precision must contain one of"),
+    ({"notes": "mlp=swiglu; experts=64; top_k=2"}, "the model must be dense"),
+    ({"model": "Mixtral-8x7B"}, "the model must be dense"),
+    ({"gpu": "TPU v5p"}, "gpu must be one whose data sheet is known"),
+    ({"gpu": "RTX 4090"}, "gpu must be one whose data sheet is known"),
+    ({"global_batch": "4M tokens"}, "global_batch must be a whole number"),
+    ({"layers": "thirty-two"}, "layers must be a whole number"),
+    ({"micro_batch": "two"}, "micro_batch must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_predicted_is_left_empty_with_the_reason(changes: dict[str, str], reason: str) -> None:
+    of = predicted(Row.of({**TITAN, **changes}))
+    assert of.step_seconds is None and reason in of.notes and "failed" not in of.notes
+
+
+def test_what_a_row_does_not_say_is_what_fits_and_is_named() -> None:
+    """Micro-batches are the fastest that fit; recomputation and ZeRO come in where the run would not fit without."""
+    of = predicted(Row.of({**MEGATRON, "micro_batch": "", "global_batch": "64"}))
+    assert "assumed micro_batch" in of.notes and of.fits
+    large = MEGATRON | {"gpu": "A100-40", "zero_stage": "", "recompute": "", "global_batch": "64"}
+    of = predicted(Row.of(large))
+    assert of.fits and "assumed zero_stage 1" in of.notes
+    said = predicted(Row.of({**large, "zero_stage": "0", "recompute": "none"}))
+    assert not said.fits and said.step_seconds
+    # Context-parallel ranks that a source counts among its replicas.
+    both = predicted(Row.of({**MEGATRON, "cp": "2", "dp": "4"}))
+    assert "assumed dp 4 to include cp 2" in both.notes and "ring attention over 2 ranks" in both.notes
+
+
+def test_a_block_of_torchtitan_keeps_every_second_product() -> None:
+    """x, q, v, attention's output and statistics, gate, and the product behind the gate; the loss as torch has it."""
+    sizes, costs = costs_of(TITAN, global_batch="16")
+    tokens = 2 * 8192
+    each = 2 * (3 * 4096 + 1024 + 14336 + 4096) + 4 * 32
+    assert costs.activations[1].saved == tokens * each
+    last = costs.activations[sizes.layers - 1]
+    assert last.saved == tokens * (each + 2 * 2 * 4096 + 4 * 128256)
+    assert last.working[Kind.F] - costs.activations[1].working[Kind.F] == tokens * 6 * 128256
+    # Whole blocks, as autograd keeps them: four of 4,096, q, k, v, three of 14,336.
+    _, whole = costs_of(TITAN, recompute="none")
+    kept = 2 * (4 * 4096 + 4096 + 2 * 1024 + 4096 + 3 * 14336) + 4 * 32
+    assert whole.activations[1].saved == tokens * kept
+    # Eager norms keep a copy in float32 and one before the weight each; an eager gate its activation.
+    _, eager = costs_of(TITAN, recompute="none", notes="mlp=swiglu; precision=bf16")
+    assert eager.activations[1].saved == tokens * (kept - 4 * 32 + 2 * 6 * 4096 + 2 * 14336)
+
+
+def test_computing_again_and_eager_kernels_take_time() -> None:
+    seconds = {
+        name: predicted(Row.of({**TITAN, "recompute": recompute, "notes": notes})).step_seconds or 0.0
+        for name, recompute, notes in (
+            ("none", "none", "mlp=swiglu; compile=yes"),
+            ("op", "selective", "mlp=swiglu; compile=yes"),
+            ("full", "full", "mlp=swiglu; compile=yes"),
+            ("eager", "selective", "mlp=swiglu"),
+        )
+    }
+    assert seconds["none"] < seconds["op"] < seconds["full"]
+    assert seconds["eager"] > seconds["op"]
+
+
+def test_the_loss_of_each_engine_keeps_its_bytes_per_logit() -> None:
+    """Megatron 4; nanotron 4, with a third tensor in forward; FSDP of eager torch 6; llm-foundry the logits alone."""
+    found = {}
+    for source in ("Megatron-LM", "nanotron", "HF accelerate FSDP", "mosaicml/llm-foundry"):
+        zero = {"zero_stage": "3", "tp": "1", "dp": "8"} if "F" in source or "mosaic" in source else {}
+        row = Row.of({**MEGATRON, "source": source, "recompute": "full", "micro_batch": "1", **zero})
+        found[source] = engine_of(row, Sizes.of(row)).engine.loss_bytes
+    assert found["nanotron"] == (4, 6, 2)
+    assert found["HF accelerate FSDP"] == (6, 4, 8)
+    assert found["mosaicml/llm-foundry"] == (2, 0, 2)
+
+
+def test_ends_without_layers_hold_their_tables_alone() -> None:
+    row = Row.of({**MEGATRON, "tp": "1", "pp": "4", "dp": "2", "layers": "14", "notes": "mlp=gelu4h; schedule=zbv"})
+    sizes = Sizes.of(row)
+    of = lowering_of(row, sizes, engine_of(row, sizes))
+    assert of.counts_ends is False
+    row = Row.of({**MEGATRON, "tp": "1", "pp": "4", "dp": "2", "layers": "6", "notes": "mlp=gelu4h; schedule=zbv"})
+    sizes = Sizes.of(row)
+    of = lowering_of(row, sizes, engine_of(row, sizes))
+    assert of.counts_ends
+    names = [
+        [spec.name for spec in chunk_specs(of.config.model, 1, of.layout.layers, chunk)]
+        for chunk in range(len(of.layout.layers))
+    ]
+    tables = [[name for name in chunk if "layers" not in name] for chunk in names]
+    assert tables[0] and tables[-1] and not any(tables[1:-1])
+    _, costs = costs_of(row.columns, notes="mlp=gelu4h; schedule=zbv")
+    # Rank 1 holds two layers and no table, as ranks 2 and 3.
+    assert costs.resident[1] == costs.resident[2]
+    assert costs.resident[0] > (2 + 4 + 12 / 2) * 32000 * 4096
+
+
+def test_a_fault_of_ours_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr("tpengine.advice.published.predict.machine_of", broken)
+    of = predicted(Row.of(TITAN))
+    assert of.step_seconds is None and of.notes.startswith("the predictor failed: KeyError")
