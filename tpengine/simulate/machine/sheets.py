@@ -238,7 +238,7 @@ def _machines() -> Mapping[str, Machine]:
         # NVIDIA A100 datasheet (PCIe): 1.935 TB/s, 300 of 400 W, PCIe 4 of 64 GB/s both ways.
         _gpu(
             *("a100-pcie", 312e12, 1.935e12, 80 * _GB, 32e9, 200e9),
-            **(_A100 | {"matmul": _scaled(_AMPERE, _300_OF_400_W), "tile_share": _AMPERE_TILES * _300_OF_400_W}),
+            **{**_A100, "matmul": _scaled(_AMPERE, _300_OF_400_W), "tile_share": _AMPERE_TILES * _300_OF_400_W},
         ),
         # An A100 with NVLink of 400 GB/s both ways.
         _gpu("a800", 312e12, 2.039e12, 80 * _GB, 200e9, 200e9, **_A100),
