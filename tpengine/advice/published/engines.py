@@ -237,7 +237,7 @@ def _flash(row: Row, system: str) -> FlashKernel | None:
     if not is_hopper and "a100" not in gpu and "a800" not in gpu:
         return None
     if "mosaic" in system:
-        # llm-foundry's benchmarks ask for attn_impl triton (its submit_benchmarks).
+        # llm-foundry's benchmarks ask for attn_impl triton (submit_benchmarks at b2a43a1, 5e85bd6).
         return FLASH_1_ON_HOPPER if is_hopper else FLASH_1_ON_AMPERE
     if is_hopper:
         return FLASH_2_ON_HOPPER if is_own else CUDNN_ON_HOPPER

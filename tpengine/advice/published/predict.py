@@ -28,8 +28,8 @@ _HELD_BY_LIBRARIES = 2 * 2**30
 # Rows of one table often differ by the batch alone: what has been simulated is kept, up to so many steps.
 _MOST_KNOWN = 256
 _known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
-# NCCL's rings of a node with NVSwitch have so many channels, each a thread block on a processor of its own (log in
-# NVIDIA/nccl, issue 1259).
+# NCCL's rings of a node with NVSwitch have so many channels, each a thread block on a processor of its own (log of an
+# HGX A100 in NVIDIA/nccl-tests, issue 100).
 _CHANNELS = 24
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 # A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p - 1.
