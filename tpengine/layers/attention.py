@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.derivatives import differentiable_once
+from tpkernels.derivatives import applied, differentiable_once
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
 from tpkernels.ops.attention.choice import attention_by_torch, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
@@ -102,7 +102,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.
     """
-    y: Tensor = _Rope.apply(x, cos, sin)
+    y: Tensor = applied(_Rope, x, cos, sin)
     return y
 
 
@@ -209,17 +209,34 @@ def attend_on_cache(
     qkv = _with_normed_heads(qkv, heads, head_norms)
     # [B, S, heads, E] -> [B, heads, S, E]
     shape = cache.num_sequences, cache.num_new, sum(heads), -1
-    q, k, v = qkv[: cache.num_tokens].view(shape).transpose(1, 2).split(heads, dim=1)
-    if scores.rotation is not None:
-        cos, sin = tables_of(cache.seq, q.shape[3], scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
-        places = cache.places[: cache.num_tokens].view(cache.num_sequences, 1, cache.num_new)
-        q, k = rope(q, cos[places], sin[places]), rope(k, cos[places], sin[places])
+    packed = qkv[: cache.num_tokens].view(shape).transpose(1, 2)
+    if scores.rotation is None:
+        q, k, v = packed.split(heads, dim=1)
+    else:
+        q_and_k, v = packed.split((heads[0] + heads[1], heads[2]), dim=1)
+        angles = _angles_on(cache, scores.rotation, q_and_k.shape[3], qkv)
+        q, k = rope(q_and_k, *angles).split(heads[:2], dim=1)
     seen = cache.extend(layer, k, v)
+    if len(seen) == 1:
+        return cache.rows(rearrange(_attend_to(q, *seen[0], scores), "b h s e -> (b s) (h e)"))
     parts = [
         _attend_to(queries, keys, values, scores)
         for queries, (keys, values) in zip(q.chunk(len(seen)), seen, strict=True)
     ]
     return cache.rows(rearrange(torch.cat(parts), "b h s e -> (b s) (h e)"))
+
+
+def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [B, 1, S, E/2] of what follows on a cache; all layers of a pass share them."""
+    dtype = accumulation_dtype(like.dtype)
+
+    def make() -> tuple[Tensor, Tensor]:
+        cos, sin = tables_of(cache.seq, head_size, rotation, dtype, like.device)
+        places = cache.places[: cache.num_tokens].view(cache.num_sequences, 1, cache.num_new)
+        return cos[places], sin[places]
+
+    angles: tuple[Tensor, Tensor] = cache.once((rotation, head_size, dtype), make)
+    return angles
 
 
 def _attend_to(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:

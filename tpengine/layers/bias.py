@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.derivatives import refuse_second_order
+from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
 from tpengine.layers.cache import Rows, length_of
@@ -61,7 +61,7 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     row = torch.cat([bias for bias, _ in biases])
     if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
         return y + row
-    added: Tensor = _AddCut.apply(y, row.detach(), biases, sink)
+    added: Tensor = applied(_AddCut, y, row.detach(), biases, sink)
     return added
 
 
@@ -84,7 +84,7 @@ class _AddWhole(torch.autograd.Function):
 
 def add_whole_bias(x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
     """Return x[T, D] + b[D]; each of the n sinks gets db summed over its block of T/n tokens, partial(comm)."""
-    y: Tensor = _AddWhole.apply(x, bias, comm, sinks)
+    y: Tensor = applied(_AddWhole, x, bias, comm, sinks)
     return y
 
 
@@ -155,5 +155,5 @@ class LearnedPositions(nn.Module):
             places = torch.arange(first, first + len(x), device=x.device) % seq
         else:
             places = seq.places[first : first + len(x)].long()
-        y: Tensor = _AddPositions.apply(x, self.weight, places, self.comm, sinks)
+        y: Tensor = applied(_AddPositions, x, self.weight, places, self.comm, sinks)
         return y

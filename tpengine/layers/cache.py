@@ -7,7 +7,8 @@ follow, rows of padding behind them fill it up, and nobody reads what becomes of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class KeyValueCache:
         self._multiple, self._device = multiple, device
         self._of_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.places = torch.empty(0, dtype=torch.int64, device=device)
+        self._of_pass: dict[Hashable, Any] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -66,9 +68,16 @@ class KeyValueCache:
         if end > self.seq:
             raise ValueError(f"a cache has room for {self.seq} tokens: {end} are too many: make a larger one")
         self.num_held, self.num_new = end - num_new, num_new
+        self._of_pass = {}
         places = torch.arange(end - num_new, end, device=self._device)
         each = places - torch.tensor(self._padding, device=self._device)[:, None]
         self.places = self.rows(each.clamp_min(0).flatten())
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns: made by the first layer that asks in this pass, and kept for the others."""
+        if key not in self._of_pass:
+            self._of_pass[key] = make()
+        return self._of_pass[key]
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Return tokens [B * num_new, ...] and the padding behind them: [T, ...]."""

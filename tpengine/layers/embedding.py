@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.derivatives import refuse_second_order
+from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
 from tpengine.layers.collectives import Communicator
@@ -87,5 +87,5 @@ class VocabParallelEmbedding(nn.Module):
         check_rows_and_table(tokens, self.weight, "weight")
         check_tokens(len(tokens), self.comm.size)
         check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
-        y: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.comm, self.sink)
+        y: Tensor = applied(_VocabParallelEmbedding, tokens, self.weight, self.comm, self.sink)
         return y

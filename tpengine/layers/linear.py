@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Parameter
-from tpkernels.derivatives import refuse_second_order
+from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
@@ -265,7 +265,7 @@ class ColumnParallelLinear(nn.Module):
             return all_gather_matmul(x, (self.weight,), self.comm)[0]
         _check_gather(x, (self.weight,), self.comm)
         prepared = self._prepared and self._prepared.if_current((self.weight,))
-        y: Tensor = _ColumnParallel.apply(x, self.weight.detach(), prepared, (self,), self.comm, self.weight)
+        y: Tensor = applied(_ColumnParallel, x, self.weight.detach(), prepared, (self,), self.comm, self.weight)
         return y
 
     def prepare(self, num_tokens: int) -> None:
@@ -340,7 +340,7 @@ class PackedWeights:
         _check_gather(x, weights, comm)
         self._update(weights)
         prepared = self._prepared and self._prepared.if_current(weights)
-        y: Tensor = _ColumnParallel.apply(x, self._storage, prepared, self.layers, comm, *weights)
+        y: Tensor = applied(_ColumnParallel, x, self._storage, prepared, self.layers, comm, *weights)
         return y
 
     def _update(self, weights: Sequence[Tensor]) -> None:
@@ -487,7 +487,7 @@ class RowParallelLinear(nn.Module):
         if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):
             self.comm.refuse(x, problem)
         prepared = self._prepared and self._prepared.if_current((self.weight,))
-        y: Tensor = _RowParallel.apply(x, self.weight, prepared, self)
+        y: Tensor = applied(_RowParallel, x, self.weight, prepared, self)
         return y
 
     def prepare(self, num_tokens: int) -> None:

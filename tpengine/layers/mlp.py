@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tpkernels.derivatives import differentiable_once
+from tpkernels.derivatives import applied, differentiable_once
 from tpkernels.ops.activation import activation_backward, activation_forward
 
 from tpengine.layers.collectives import Communicator
@@ -40,7 +40,7 @@ class _Activation(torch.autograd.Function):
 
 def gated_silu(y: Tensor) -> Tensor:
     """Return h[T, F] = silu(g) * u, where y[T, 2F] = (g, u) side by side."""
-    h: Tensor = _Activation.apply(y, "silu", True)
+    h: Tensor = applied(_Activation, y, "silu", True)
     return h
 
 
@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        hidden: Tensor = _Activation.apply(self._gate_up.forward_packed(x), self.activation, self.gated)
+        hidden: Tensor = applied(_Activation, self._gate_up.forward_packed(x), self.activation, self.gated)
         if self.dropout is not None:
             comm, columns = self.down_proj.comm, hidden.shape[1]
             hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)

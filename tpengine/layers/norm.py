@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.derivatives import refuse_second_order
+from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
@@ -98,7 +98,7 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
-        y, total = _Norm.apply(x, residual, self.weight, self.bias, self, (self.sink,))
+        y, total = applied(_Norm, x, residual, self.weight, self.bias, self, (self.sink,))
         return y, total
 
     def in_blocks(self, x: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
@@ -106,7 +106,7 @@ class Norm(nn.Module):
 
         On a CPU no operation takes rows of two blocks: a block has the bits of a call of its own.
         """
-        y: Tensor = _Norm.apply(x, None, self.weight, self.bias, self, sinks)[0]
+        y: Tensor = applied(_Norm, x, None, self.weight, self.bias, self, sinks)[0]
         return y
 
 

@@ -193,13 +193,16 @@ def gather_problem(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, comm: Communicator, num_tokens: int
 ) -> str:
     """Return what is wrong with the arguments of a column-parallel matmul; empty if nothing is."""
-    shapes = f"x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}"
+
+    def shapes() -> str:
+        return f"x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}"
+
     if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
-        return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes}: give every weight x's last dim"
+        return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes()}: give every weight x's last dim"
     if any(t.dtype != x.dtype or t.device != x.device for t in (*weights, *(biases or ()))):
-        return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
+        return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes()}: convert the others"
     if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
-        return f"{_NAME} needs one bias [F/tp] per weight: biases {[tuple(b.shape) for b in biases]}, {shapes}"
+        return f"{_NAME} needs one bias [F/tp] per weight: biases {[tuple(b.shape) for b in biases]}, {shapes()}"
     if problem := dtype_problem(_NAME, x):
         return problem
     rows = shard_rows(num_tokens, comm.size, comm.rank)

@@ -10,7 +10,7 @@ choose the matrices: w.T in forward, w in the duals.
 
 Splitting a product by rows may change its last bits. So the arena's results differ from the collectives' by rounding.
 They are the same from run to run, in whatever order the ranks arrive: where splitting changes bits, products are always
-split.
+split, but for those of few rows, which never are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.background import copied
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
@@ -28,6 +29,8 @@ from tpkernels.fused.strategy import AllReduce, Decision, Operation, decide, dec
 from tpkernels.ops.matmul.host import Matrix, accumulate_product, product, rows_are_independent
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
+# So many rows are multiplied at once: the product takes as long as reading the matrix, and parts would read it again.
+FEW_ROWS = 16
 # Dtypes that can be multiplied and summed in every kind of exchange. Kernels take all but float64.
 DTYPES = (*KERNEL_DTYPES, torch.float64)
 
@@ -89,8 +92,8 @@ def _gather_on_host(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Run `gather_matmul` over an arena or collectives, without biases."""
     arena = comm.arena_for(x)
-    if arena is None or comm.size == 1:
-        full = comm.all_gather_rows(x, num_tokens)
+    if arena is None or comm.size == 1 or num_tokens <= FEW_ROWS:
+        full = comm.all_gather_rows(x, num_tokens, operation=operation)
         return [product(full, matrix) for matrix in matrices], full if keep else None
     gathered = x.new_empty(num_tokens, x.shape[1]) if keep else None
     products = [x.new_empty(num_tokens, matrix.shape[1]) for matrix in matrices]
@@ -162,6 +165,11 @@ def _scatter_on_host(
     arena = comm.arena_for(first)
     if arena is None or comm.size == 1:
         y = comm.reduce_scatter(partial(slice(0, num_tokens)))
+    elif num_tokens <= FEW_ROWS:
+        whole = partial(slice(0, num_tokens))
+        y = arena.reduce_scatter(
+            num_tokens, columns, first.dtype, lambda rows, out: copied(whole[rows], out), operation
+        )
     else:
         y = arena.reduce_scatter(num_tokens, columns, first.dtype, partial, operation)
     return y if bias is None else y.add_(bias)

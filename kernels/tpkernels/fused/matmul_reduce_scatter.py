@@ -139,12 +139,15 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
 
 def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """Return what is wrong with the arguments of a row-parallel matmul; empty if nothing is."""
-    shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+
+    def shapes() -> str:
+        return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
-        return f"{name} needs x[T, F/tp] and weight [D, F/tp]: {shapes}: give the weight x's last dim"
+        return f"{name} needs x[T, F/tp] and weight [D, F/tp]: {shapes()}: give the weight x's last dim"
     others = (weight,) if bias is None else (weight, bias)
     if any(t.dtype != x.dtype or t.device != x.device for t in others):
-        return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes}: convert the others"
+        return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes()}: convert the others"
     if bias is not None and bias.shape != weight.shape[:1]:
-        return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes}: pass one number per row of the weight"
+        return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes()}: pass one number per row of the weight"
     return dtype_problem(name, x)

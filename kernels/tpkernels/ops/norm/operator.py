@@ -76,6 +76,9 @@ def _on_host(
 def _host_blocks(x: Tensor, num_chunks: int) -> Iterator[slice]:
     """Yield the rows of one block after the other; a block has rows of one chunk only."""
     chunk_rows, step = len(x) // num_chunks, _host_rows(x)
+    if num_chunks == 1 and chunk_rows <= step:
+        yield slice(None)
+        return
     for end in range(chunk_rows, len(x) + 1, max(1, chunk_rows)):
         for first in range(end - chunk_rows, end, step):
             yield slice(first, min(first + step, end))
