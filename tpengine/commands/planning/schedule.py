@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.schedule_model import (
+    Modelled,
     add_model_arguments,
     config_asked_for,
     counted,
@@ -135,7 +136,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         check_num_boxes(sum(map(len, schedule.compute)))
     if profile:
         _check_layers(args.schedule, schedule, profile)
-    plan, costs = _plan_and_costs(schedule, args, profile, config)
+    plan, costs, said = _plan_and_costs(schedule, args, profile, config)
     timeline = simulate(plan, costs)
     # Files are written before anything is printed: errors come in one line, and `| head` cannot stop the drawing.
     sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
@@ -155,7 +156,7 @@ def print_schedule(args: argparse.Namespace) -> None:
     if args.bytes or config:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
     if config:
-        for line in memory_in_words(config, plan, args.machine):
+        for line in (*said, *memory_in_words(config, plan, args.machine)):
             print(line)
         print(provenance(config, args.machine))
     for path in written:
@@ -297,13 +298,13 @@ def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kin
 
 def _plan_and_costs(
     schedule: Schedule, args: argparse.Namespace, profile: CostProfile | None, config: Config | None
-) -> tuple[Plan, Costs]:
+) -> Modelled:
     """Return a verified plan and its costs: modelled, measured, or nominal."""
     if config:
-        return modelled(config, args.machine)
+        return modelled(config, args.machine, packs=args.data_path is not None)
     plan = plan_for(profile, schedule) if profile else _nominal_plan(schedule, args)
     verify(plan)
-    return plan, costs_for(profile, plan) if profile else _costs(schedule, args)
+    return Modelled(plan, costs_for(profile, plan) if profile else _costs(schedule, args), [])
 
 
 def _nominal_plan(schedule: Schedule, args: argparse.Namespace) -> Plan:

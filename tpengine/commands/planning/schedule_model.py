@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tpengine.architectures.model_path import model_at
 from tpengine.commands.parsing import count
@@ -27,7 +27,7 @@ from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
 _T = TypeVar("_T")
 
-_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine")
+_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--config", metavar="FILE.toml", help="then a file, such as the config.toml of a run")
     model.add_argument(
         "--model.path", dest="model_path", metavar="DIR", help="then the sizes of a model's directory, or of a run"
+    )
+    model.add_argument(
+        "--data.path",
+        "--data-path",
+        dest="data_path",
+        metavar="PATH",
+        help="the text whose documents are packed (--data.packing documents): attention costs what their lengths say",
     )
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
     model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
@@ -74,6 +81,7 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
     if args.preset is None and args.config is None and args.model_path is None:
         for name in _OF_A_MODEL:
             if getattr(args, name) is not None:
+                name = name.replace("_", ".")
                 if args.profile is not None:
                     raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
                 raise ValueError(
@@ -97,6 +105,8 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
         recompute=_first(args.recompute, base.parallel.recompute),
         gathered=_first(args.gathered, base.parallel.gathered),
     )
+    if args.data_path is not None:
+        base = replace(base, data=replace(base.data, path=args.data_path, packing="documents"))
     num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
     return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
 
@@ -108,12 +118,36 @@ def validated(config: Config) -> Config:
     return validate(config, max(1, sizes[0] * sizes[1] * sizes[2]))
 
 
-def modelled(config: Config, machine: str | None) -> tuple[Plan, Costs]:
-    """Return the verified plan of a validated configuration's step, and its costs in seconds and bytes."""
+class Modelled(NamedTuple):
+    """A configuration's step.
+
+    Attributes:
+        plan, costs: verified; in seconds and bytes.
+        said: lines about the documents that are packed; none where sequences are whole.
+    """
+
+    plan: Plan
+    costs: Costs
+    said: list[str]
+
+
+def modelled(config: Config, machine: str | None, packs: bool = False) -> Modelled:
+    """Return the plan and the costs of a validated configuration's step.
+
+    Args:
+        packs: whether its text is looked at, for the lengths of documents.
+    """
     rates = machine_named(machine or "cpu")
     layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates))
     plan = training_plan(config, layout)
-    return plan, model_costs(config, layout, plan, rates)
+    if not packs:
+        return Modelled(plan, model_costs(config, layout, plan, rates), [])
+    # numpy takes longer to import than --help to print.
+    from tpengine.commands.planning.packing import packed_documents, packing_in_words
+
+    packed = packed_documents(config)
+    costs = model_costs(config, layout, plan, rates, packed=packed)
+    return Modelled(plan, costs, packing_in_words(packed, config, layout, plan, rates))
 
 
 def memory_in_words(config: Config, plan: Plan, machine: str | None) -> list[str]:

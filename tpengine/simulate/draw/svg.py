@@ -140,7 +140,9 @@ def _draw_rank(scene: Scene, panel: Panel, rank: int) -> Iterator[str]:
     yield f'<g class="rank" data-rank="{rank}">'
     yield f'<text class="name" x="{scene.left - 6:.1f}" y="{y + scene.box_height / 2 + 4:.1f}">rank {rank}</text>'
     for span in drawn(timeline.waits):
-        yield _box(scene, "wait", span, y, scene.box_height, _hover(picture, span))
+        # Before the list of a measured step: its first F waits for what it reads.
+        reads = "samples of " if span.action.kind is Kind.F else ""
+        yield _box(scene, "wait", span, y, scene.box_height, reads + _hover(picture, span))
     place_of = places(timeline)
     boxes = drawn(timeline.compute)
     for span in boxes:

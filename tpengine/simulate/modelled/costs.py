@@ -25,11 +25,17 @@ from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.engine import OURS, Engine
 from tpengine.simulate.modelled.kept import engine_activations
 from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.packed import Packed
 from tpengine.simulate.modelled.prepared import prepared_bytes, prepares
 
 
 def model_costs(
-    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, engine: Engine = OURS
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    machine: Machine = CPU_CORE,
+    engine: Engine = OURS,
+    packed: Packed | None = None,
 ) -> Costs:
     """Return the costs of a configuration's plan, in seconds and bytes.
 
@@ -40,11 +46,12 @@ def model_costs(
         plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
         engine: what it does differently from ours.
+        packed: the documents of micro-batches, whose mean is modelled; None for whole sequences.
     """
     per_rank = bytes_per_rank(config, layout) if engine.is_ours else _engine_bytes(config, layout, engine)
     numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
     item, world = dtype_bytes(config.train.dtype), layout.pp * layout.dp * layout.tp
-    seconds = action_seconds(config, layout.tp, plan, machine, engine)
+    seconds = action_seconds(config, layout.tp, plan, machine, engine, packed)
     reduced = engine.reduced_item or wide
     sizes = {
         bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp) for bucket in plan.buckets

@@ -33,6 +33,7 @@ from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.engine import OURS, Engine
+from tpengine.simulate.modelled.packed import Packed
 from tpengine.simulate.modelled.prepared import prepares
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
@@ -77,7 +78,7 @@ class ActionSeconds:
 
 
 def action_seconds(
-    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS
+    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
 ) -> dict[tuple[Kind, int], ActionSeconds]:
     """Return what F, B, I and W of each chunk take on one tp rank.
 
@@ -87,6 +88,7 @@ def action_seconds(
         plan: its chunks, with what each recomputes and gathers again.
         machine: its rates.
         engine: what it does differently from ours.
+        packed: the documents of micro-batches, where attention does not cross them; the mean counts.
     """
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
@@ -96,7 +98,7 @@ def action_seconds(
         is_alike = 0 < index < last and not config.model.details.windows
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
-            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine)
+            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, packed)
         found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
 
@@ -109,22 +111,36 @@ def chunk_seconds(
 
 
 def _of_chunk(
-    config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+    config: Config,
+    tp: int,
+    machine: Machine,
+    chunk: Chunk,
+    is_first: bool,
+    is_last: bool,
+    engine: Engine,
+    packed: Packed | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
-    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine)
+    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, packed)
     # A recorded run knows better what each kind of action takes.
     return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
 
 
 def _modelled_chunk(
-    config: Config, tp: int, machine: Machine, chunk: Chunk, is_first: bool, is_last: bool, engine: Engine
+    config: Config,
+    tp: int,
+    machine: Machine,
+    chunk: Chunk,
+    is_first: bool,
+    is_last: bool,
+    engine: Engine,
+    packed: Packed | None,
 ) -> Mapping[Kind, ActionSeconds]:
-    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine).by_kind()
+    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, 0, packed).by_kind()
     # A tp that does not divide the shards is refused with the configuration; until then it has no price.
     if config.train.reduction != "exact" or num_shards_of(config) % tp:
         return fast
     held = num_shards_of(config) // tp
-    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, held).by_kind()
+    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, held, packed).by_kind()
     return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
 
 
@@ -164,9 +180,10 @@ class _ChunkOperators:
         is_last: bool,
         engine: Engine,
         shards: int = 0,
+        packed: Packed | None = None,
     ) -> None:
         # Shards that the rank computes one after another, in exact mode.
-        self.shards, self.tp = shards, tp
+        self.shards, self.tp, self.packed = shards, tp, packed
         self.machine, self.chunk, self.is_first, self.is_last = machine, chunk, is_first, is_last
         self.engine, self.context = engine, engine.context_ranks
         self.size, self.batch = sizes_for(config, tp, engine), config.train.micro_batch_size
@@ -309,15 +326,20 @@ class _ChunkOperators:
         if self.engine.keeps_scores:
             return copied + self._attend_in_memory(backward=backward)
         pairs = None if window is None else self.batch * visible_pairs([size.seq], window)
+        seq = size.seq
+        if self.packed is not None:
+            pairs = self.packed.pairs(window)
+            # Kernels attain what they attain at the length that has as many pairs per token.
+            seq = max(1, min(seq, 2 * self.packed.pairs() // self.packed.num_tokens))
         if self.context > 1:
             pairs = (pairs or self.batch * visible_pairs([size.seq])) // self.context
         work = (attention_backward_work if backward else attention_work)(
             self.batch, size.seq, size.heads, size.kv_heads, size.head_size, size.item, causal_half=True, pairs=pairs
         )
         flash = self.engine.flash
-        share = flash.share(size.seq, size.head_size, backward=backward) if flash else None
+        share = flash.share(seq, size.head_size, backward=backward) if flash else None
         name = "attention_backward" if backward else "attention"
-        seconds = self.machine.attention_seconds(work, self.dtype, share, seq=size.seq, name=name)
+        seconds = self.machine.attention_seconds(work, self.dtype, share, seq=seq, name=name)
         ring = self._ring(seconds, backward=backward) if self.context > 1 else 0.0
         return copied + _Sum(seconds, ring, 1)
 

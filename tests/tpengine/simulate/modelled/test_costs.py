@@ -19,6 +19,7 @@ from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
 from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
 from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.packed import Packed
 from tpengine.training.update.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
@@ -230,3 +231,20 @@ def test_a_faster_machine_is_faster_at_everything() -> None:
     assert all(fast.reductions[key] < seconds for key, seconds in slow.reductions.items())
     for name in ("latency", "ties", "clip", "step"):
         assert 0.0 < getattr(fast, name) < getattr(slow, name)
+
+
+@pytest.mark.parametrize("windows", [(), (4, 0) * 4])
+def test_attention_costs_the_pairs_that_it_computes(windows: tuple[int, ...]) -> None:
+    """A flop takes a second: F and B differ between two packings by the flops of the pairs, B by 2.5 times as many."""
+    config = config_of(model=dict(details=ModelDetails(windows=windows)) if windows else None)
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    few, many = Packed(((2,) * 16,)), Packed(((16, 16), (3, 13, 16)))
+    costs = [model_costs(config, layout, plan, FLOPS_ONLY, packed=of).compute for of in (few, many)]
+    more = sum(
+        4 * config.model.hidden_size * (many.pairs(window or None) - few.pairs(window or None))
+        for window in (windows or (0,) * config.model.num_layers)
+    )
+    assert more > 0
+    for kind, times in ((Kind.F, 1.0), (Kind.B, 2.5)):
+        assert costs[1][kind, 0] - costs[0][kind, 0] == pytest.approx(times * more, rel=1e-12)
