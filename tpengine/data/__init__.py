@@ -1,5 +1,6 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
+from tpengine.data.ahead import ReadAhead, StepSamples
 from tpengine.data.corpora import for_phase, open_corpora, open_corpus
 from tpengine.data.corpus import Corpus, HeldOut, SampleReader
 from tpengine.data.files.content.check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
@@ -21,9 +22,11 @@ __all__ = [
     "Corpus",
     "HeldOut",
     "Position",
+    "ReadAhead",
     "SampleReader",
     "Samples",
     "Source",
+    "StepSamples",
     "StoredTokens",
     "TextCorpus",
     "TokenFile",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpengine.observe.records import RankRecord
+from tpengine.observe.records import RankRecord, input_waits
 from tpengine.plan.actions import Action, Kind
 from tpengine.plan.timeline import RankTimeline, Span
 
@@ -77,6 +77,9 @@ def _events(rank: TracedRank, origin_ns: int) -> Iterator[dict[str, Any]]:
 def _list_of(rank: int, traced: TracedStep, origin_ns: int) -> Iterator[dict[str, Any]]:
     """Yield a rank's list as it ran, each wait followed by what it waited for."""
     times_waited: Counter[Action] = Counter()
+    for action, waited in input_waits(traced.record):
+        times = (waited.begin_ns - origin_ns) * 1e-3, (waited.end_ns - waited.begin_ns) * 1e-3
+        yield _span(rank, 0, action, *times, traced.step, {"waits_for": "samples", "was_complete": waited.was_complete})
     for action, begin, end in traced.record.ran:
         yield _span(rank, 0, action, (begin - origin_ns) * 1e-3, (end - begin) * 1e-3, traced.step)
         for sub in action.subs if action.kind is Kind.WAIT else ():

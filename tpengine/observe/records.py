@@ -56,7 +56,8 @@ class RankRecord:
     Attributes:
         ran: every action of the rank's list, in order.
         starts: by reduction or gather, when it began, as often as it did.
-        waited: by transfer, reduction or gather, as often as it was waited for.
+        waited: by transfer, reduction or gather, as often as it was waited for; by the rank's first F, how it waited
+            for its samples before the list began.
         copies: whether posting a send and waiting for a receive copy the data (mailbox), or only start and end it.
     """
 
@@ -145,6 +146,17 @@ def origin_of(pipelines: Sequence[PipelineRecord]) -> int:
     return min(record.ran[0].begin_ns for pipeline in pipelines for record in pipeline)
 
 
+def beginning_of(pipelines: Sequence[PipelineRecord]) -> int:
+    """Return when any rank began to wait for its samples, or else for the first action of any rank."""
+    waits = [wait.begin_ns for pipeline in pipelines for record in pipeline for _, wait in input_waits(record)]
+    return min([origin_of(pipelines), *waits])
+
+
+def input_waits(record: RankRecord) -> list[tuple[Action, Waited]]:
+    """Return the first F and how it waited for its samples; nothing of a rank that needs none."""
+    return [(action, wait) for action, waits in record.waited.items() if action.kind is Kind.F for wait in waits]
+
+
 def computed_until(pipeline: PipelineRecord) -> int:
     """Return when a pipeline's last forward or backward ended; what follows may wait for other pipelines."""
     return max(ran.end_ns for record in pipeline for ran in record.ran if ran.action.kind in COMPUTE)
@@ -188,6 +200,10 @@ class _Join:
                 if all_there > begin:
                     waits.append(self._span(action, begin, all_there))
                 compute.append(self._span(action, all_there, end))
+        # Reading lies before the list; it is shown where the timeline begins that early.
+        for action, wait in input_waits(record):
+            if wait.begin_ns >= self.origin_ns and wait.end_ns > wait.begin_ns:
+                waits.insert(0, self._span(action, wait.begin_ns, wait.end_ns))
         transfers = list(self._transfers(rank))
         buckets = [self._span(run.action, run.begin_ns, run.end_ns) for run in bucket_runs(record)]
         return RankTimeline(

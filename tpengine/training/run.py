@@ -206,7 +206,12 @@ def _loop(run: _Run) -> Uploads | None:
     Returns: what still runs --train.after-checkpoint.
     """
     job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
-    with open_writer(trainer, job, run.console, run.checkpoint) as writer, checkpoints, run.content as content:
+    with (
+        open_writer(trainer, job, run.console, run.checkpoint) as writer,
+        checkpoints,
+        run.content as content,
+        contextlib.closing(trainer),
+    ):
         say = partial(run.console.print, markup=False, highlight=False)
         profiler = Profiler(trainer, job.run_dir, run.first_step, say)
         watch.timeout_seconds = job.config.train.timeout_seconds

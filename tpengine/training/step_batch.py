@@ -1,10 +1,10 @@
 """The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. Every rank then reports to all others whether it read, a digest of its windows, and the number of valid
-targets. From the reports each rank computes on its device whether the batch is usable, and reads that at the end of the
-step, together with the loss. Until then a rank that cannot read its file computes with zeros. No rank applies the
-update of a batch that is not usable.
+read nothing. A thread reads them while the steps before compute (data/ahead.py). Every rank then reports to all others
+whether it read, a digest of its windows, and the number of valid targets. From the reports each rank computes on its
+device whether the batch is usable, and reads that at the end of the step, together with the loss. Until then a rank
+that cannot read its file computes with zeros. No rank applies the update of a batch that is not usable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data import Position as SamplePosition
-from tpengine.data import SampleReader, batch_digest, first_sample_index
+from tpengine.data import ReadAhead, SampleReader, StepSamples, first_sample_index
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
@@ -30,6 +30,11 @@ from tpengine.layers.collectives import Communicator
 from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import Position
 
+READING = "reading its text"
+"""What a rank does while it waits for its samples; it then waits for no other rank."""
+
+# Steps whose samples are read before they are needed: a read may take two steps' time, now and then.
+_STEPS_AHEAD = 2
 _UNREADABLE, _NOT_READ, _READ = -1, 0, 1
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
@@ -173,9 +178,13 @@ class BatchReader:
         ends: the stages that hold the model's first chunk and its last.
         device: where this rank computes.
         position: step -> where the run is in the samples before it; default after equal steps, nothing left out.
+        end_step: nothing is read ahead for this step and later ones; None for no end.
 
     Attributes:
-        seconds: how long this rank read samples of the current step; 0 if it needs none.
+        needs_samples: whether this rank needs any.
+        seconds: how long this rank waited for samples of the current step; 0 if it needs none.
+
+    `close` ends the thread that reads ahead; so does letting the reader go.
     """
 
     def __init__(
@@ -186,47 +195,73 @@ class BatchReader:
         ends: tuple[int, int],
         device: torch.device,
         position: Callable[[int], SamplePosition] | None = None,
+        end_step: int | None = None,
     ) -> None:
-        self._train, self._samples, self._mesh, self._ends, self._device = config.train, samples, mesh, ends, device
-        self._position = position or self._after_equal_steps
+        self._train, self._mesh, self._ends, self._device = config.train, mesh, ends, device
+        self._position, self._end_step = position or self._after_equal_steps, end_step
+        self._reads = mesh.at.pp in ends
+        self.needs_samples = self._reads or samples.packs
+        self._ahead = ReadAhead(samples, self._reads)
+        self._taken: tuple[int, StepSamples] | None = None
         self.seconds = 0.0
 
+    def wait(self, step: int) -> bool:
+        """Wait until this rank's samples of a step are there, and have those of the next steps read.
+
+        Args:
+            step: 0-based.
+        Returns: whether they were there at once.
+        """
+        was_there, self.seconds, self._taken = True, 0.0, (step, StepSamples())
+        if not self.needs_samples:
+            return was_there
+        begin, numbers = time.perf_counter(), self._numbers(step)
+        was_there = self._ahead.is_there(numbers)
+        self._taken = step, self._ahead.take(numbers)
+        self.seconds = time.perf_counter() - begin
+        for coming in range(step + 1 + self._ahead.num_asked, step + 1 + _STEPS_AHEAD):
+            if self._end_step is None or coming < self._end_step:
+                self._ahead.ask(self._numbers(coming))
+        return was_there
+
     def read(self, step: int) -> StepBatch:
-        """Read what this rank needs of a step, and exchange reports; collective over all ranks.
+        """Return what this rank needs of a step, and exchange reports; collective over all ranks.
 
         Args:
             step: 0-based.
 
         Cost: a gather of 24 bytes per rank. It does not wait for the device.
         """
-        train, at = self._train, self._mesh.at
+        train = self._train
+        if self._taken is None or self._taken[0] != step:
+            self.wait(step)
+        assert self._taken is not None
+        (_, found), self._taken = self._taken, None
         tokens = labels = torch.empty(0, dtype=torch.int64)
-        mine, error = Report(), ""
-        begin = time.perf_counter()
-        reads = at.pp in self._ends
-        numbers = self._position(step).samples(self._first_in_step(), self._num_samples)
-        starts: list[NDArray[np.int64]] = []
-        if reads:
-            # Read, or go on with zeros and ignored labels.
+        mine = Report(_UNREADABLE) if found.error else Report()
+        if found.tokens is not None and found.labels is not None:
+            mine = Report(_READ, found.digest, found.num_valid)
+            tokens, labels = (
+                torch.from_numpy(array).view(train.num_micro_batches, -1) for array in (found.tokens, found.labels)
+            )
+        elif self._reads:
+            # Go on with zeros and ignored labels.
             tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORED_LABEL)
-        try:
-            if self._samples.packs:
-                starts = self._samples.document_starts(numbers)
-            if reads:
-                arrays = self._samples.read(numbers)
-                mine = Report(_READ, batch_digest(*arrays, starts), int((arrays[1] != IGNORED_LABEL).sum()))
-                tokens, labels = (torch.from_numpy(array).view_as(tokens) for array in arrays)
-        except ValueError as problem:
-            mine, error, starts = Report(_UNREADABLE), str(problem), []
-        self.seconds = time.perf_counter() - begin if reads else 0.0
-        documents = documents_of(starts, train.seq_len, train.micro_batch_size, self._device)
+        documents = documents_of(found.starts, train.seq_len, train.micro_batch_size, self._device)
         # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
         scale, usable = self._judged(reports)
-        return StepBatch(
-            to_device(tokens, self._device), to_device(labels, self._device), scale, usable, reports, error, documents
-        )
+        tokens, labels = to_device(tokens, self._device), to_device(labels, self._device)
+        return StepBatch(tokens, labels, scale, usable, reports, found.error, documents)
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._ahead.close()
+
+    def _numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the numbers, in the order, of this replica's samples of a step."""
+        return self._position(step).samples(self._first_in_step(), self._num_samples)
 
     @property
     def _num_samples(self) -> int:

@@ -41,7 +41,7 @@ from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Plan, Recompute, Residency
 from tpengine.training.assembly import assemble
 from tpengine.training.phase_parts import PhasePart, largest, planned
-from tpengine.training.step_batch import BatchReader, TrainingBatch
+from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
 from tpengine.training.update.gradient_norm import GradientNorm
 from tpengine.training.update.learning_rate import rate_of_step
 from tpengine.training.update.loss_scale import LossScale
@@ -227,6 +227,7 @@ class Trainer:
                 and somebody loads what the model held.
         """
         self.model.release()
+        self.close()
         self.config, self.layout, self.plan, self.corpus = self._take(self.parts[number])
         self.optimizer.use(self.config.optim)
 
@@ -234,7 +235,9 @@ class Trainer:
         """Make what runs the steps of the current phase: batch, stages, transfers and executor."""
         config, device, at = self.config, self.device, self.mesh.at.pp
         ends = self.layout.ranks[0], self.layout.ranks[-1]
-        self.reader = BatchReader(config, self.corpus.train, self.mesh, ends, device, self.position)
+        self.reader = BatchReader(
+            config, self.corpus.train, self.mesh, ends, device, self.position, self.phase.end_step
+        )
         self.batch = TrainingBatch(config, self.mesh, self.comms.tp, self.model.position, device)
         self.stages = self.make_stages(self.batch)
         self.pipeline = RankPipeline(
@@ -245,6 +248,10 @@ class Trainer:
         self.executor.check(self.plan.actions[at])
         # A phase has shapes of its own, and so kernels of its own.
         self.preloads = must_preload(self.mesh.pp)
+
+    def close(self) -> None:
+        """End the thread that reads ahead; a step that follows on this reads again."""
+        self.reader.close()
 
     def position(self, step: int) -> Position:
         """Return where the run is in its samples before a step."""
@@ -322,6 +329,8 @@ class Trainer:
         assert self.phases.at(step) is self.phase or step >= self.phase.end_step, "enter the step's phase first"
         # Read the batch, and tell all ranks about it.
         self.activity.step = step
+        self.activity.begin(READING)
+        self._await_samples(step)
         self.activity.begin("counting its targets")
         self.batch.step, self.batch.scale = self.reader.read(step), self.loss_scale.value
         # Run the plan: forward, backward, reductions, clipping and update.
@@ -330,6 +339,15 @@ class Trainer:
         # Wait for the device, and compare the outcome over all ranks.
         self.activity.begin("ending the step with all ranks")
         return self._result(step, tell)
+
+    def _await_samples(self, step: int) -> None:
+        """Wait for the samples of a step; in a trace this is a wait of the rank's first F."""
+        trace = self.executor.trace
+        begin = None if trace is None else trace.now()
+        was_there = self.reader.wait(step)
+        if trace is not None and self.reader.needs_samples:
+            actions = self.plan.actions[self.mesh.at.pp]
+            trace.waited(next(action for action in actions if action.kind is Kind.F), begin, was_there)
 
     def compute_again(self, step: int, probe: Probe) -> None:
         """Compute the step that `train_step` has just skipped once more, without its update; collective.

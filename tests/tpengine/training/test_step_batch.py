@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -117,15 +118,25 @@ def test_what_one_replica_cannot_read_is_said_by_all_ranks(
     assert message.endswith(" (in step 7, ranks [3] alone found this)") and "\n" not in message
 
 
-def windows_read(config: Config) -> int:
+def steps_read(config: Config) -> tuple[int, int, bool]:
+    """Train all steps but one; return how many steps' samples were read, and whether a thread is left at the end."""
     trainer = Trainer(config, open_corpus(config), CPU)
     with patch.object(Samples, "read", autospec=True, side_effect=Samples.read) as read:
-        trainer.train_step(0)
-    return read.call_count
+        for step in range(config.train.steps - 1):
+            trainer.train_step(step)
+        trainer.close()
+    is_left = any(thread.name == "tpengine-read-ahead" for thread in threading.enumerate())
+    return len({tuple(call.args[1].tolist()) for call in read.call_args_list}), read.call_count, is_left
 
 
-def test_only_the_first_and_the_last_stage_read(ranks: RankPool) -> None:
-    assert ranks.run(windows_read, 4, config_of(1, 1, 4, tied=False, kv_heads=2)) == [1, 0, 0, 1]
+def test_only_the_first_and_the_last_stage_read_and_nothing_behind_the_last_step(ranks: RankPool) -> None:
+    config = config_of(1, 1, 4, tied=False, kv_heads=2)
+    config = replace(config, train=replace(config.train, steps=2))
+    found = ranks.run(steps_read, 4, config)
+    assert found[1] == found[2] == (0, 0, False)
+    # The one step, and maybe that behind it, but for the thread's end; each once.
+    for num_steps, num_reads, is_left in (found[0], found[3]):
+        assert 1 <= num_steps == num_reads <= 2 and not is_left
 
 
 _READS = ("tolist", "item", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__", "__array__")

@@ -11,9 +11,9 @@ _KEEPS_UP = 0.95
 
 
 def slow_input(baseline: Baseline) -> Finding | None:
-    """Return what it costs to read the step's text: every rank waits for the slowest reader before its first action.
+    """Return what it costs that a text is read too slowly: every rank waits for the slowest before its first action.
 
-    Removed: the reading. It lies outside the plan, and is part of the step as it is.
+    A thread reads while steps compute. Removed: what is left to wait for. It lies before the plan.
     """
     ranks = baseline.evidence.profile.ranks
     reads = [rank.read for rank in ranks]
@@ -23,8 +23,8 @@ def slow_input(baseline: Baseline) -> Finding | None:
     place = ranks[slowest]
     first = baseline.plan.actions[place.pp][0]
     evidence = (
-        f"rank {slowest} reads its micro-batches for {seconds_text(reads[slowest])} of {seconds_text(baseline.step)} "
-        f"before {first}, and all ranks wait for it"
+        f"rank {slowest} reads its micro-batches slower than steps take them: it waits {seconds_text(reads[slowest])} "
+        f"of {seconds_text(baseline.step)} for them before {first}, and all ranks wait for it"
     )
     return Finding(
         Fault.SLOW_INPUT,

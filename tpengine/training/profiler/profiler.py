@@ -33,11 +33,11 @@ from tpengine.observe.metrics import peak_memory_bytes
 from tpengine.observe.record_costs import MeasuredStep, profile_of, ranks_of, step_seconds
 from tpengine.observe.records import (
     RankRecord,
+    beginning_of,
     computed_until,
     decode_record,
     encode_record,
     measured_timeline,
-    origin_of,
 )
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import Timeline
@@ -154,7 +154,7 @@ class Profiler:
         for name, write in {
             "profile.json": profile.to_json,
             "trace.json": lambda: self._chrome_trace(steps),
-            "timeline.svg": lambda: self._pictures(drawn, last, measured, predicted),
+            "timeline.svg": lambda: self._pictures(drawn, last, predicted),
         }.items():
             self._write(self._run_dir / name, write)
         ahead = (max(ends) - min(ends)) * 1e-9
@@ -203,7 +203,7 @@ class Profiler:
 
     def _chrome_trace(self, steps: list[MeasuredStep]) -> bytes:
         plan, shape = self._part.plan, Shape.of(self._part.config.parallel)
-        origin = origin_of(steps[0].pipelines)
+        origin = beginning_of(steps[0].pipelines)
         timelines = [[measured_timeline(plan, records, origin) for records in step.pipelines] for step in steps]
         ranks = []
         for rank in range(shape.world_size):
@@ -217,8 +217,11 @@ class Profiler:
             ranks.append(TracedRank(rank, f"rank {rank}: pp {at.pp}, dp {at.dp}, tp {at.tp}", traced))
         return chrome_trace(ranks, origin)
 
-    def _pictures(self, drawn: MeasuredStep, pipeline: int, measured: Timeline, predicted: Timeline) -> bytes:
+    def _pictures(self, drawn: MeasuredStep, pipeline: int, predicted: Timeline) -> bytes:
         plan = self._part.plan
+        # From when the ranks began to wait for their samples.
+        records = drawn.pipelines[pipeline]
+        measured = measured_timeline(plan, records, beginning_of([records]))
         what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step}"
         where = f", {self._name_of(pipeline)}" if len(drawn.pipelines) > 1 else ""
         pictures = [

@@ -14,6 +14,7 @@ from tpengine.observe.activity import Doing
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
 from tpengine.training.profiler.peers import Peers
+from tpengine.training.step_batch import READING
 from tpengine.training.trainer import Trainer
 
 
@@ -70,6 +71,8 @@ def keep_last_words(
 def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
     """Return the other ranks that must act before `what` can end, by the mesh axis that connects them."""
     mesh = trainer.mesh
+    if what == READING:
+        return {}
     if not isinstance(what, Action):
         return _others({"all": range(mesh.shape.world_size)})
     if what.kind in COMPUTE:

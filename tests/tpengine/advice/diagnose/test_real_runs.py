@@ -78,4 +78,4 @@ def test_a_slow_reader_in_a_short_run(ranks: RankPool, tmp_path: Path) -> None:
     ran(ranks, tmp_path / "run", config, case.fault(0.0), case)
     found = judged(tmp_path / "run")
     assert found.fault is Verdict.SLOW_INPUT, found.lines()
-    assert "rank 0 reads" in found.findings[0].evidence
+    assert found.findings[0].seconds >= 0.5 and "rank 0 reads" in found.findings[0].evidence
