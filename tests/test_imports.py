@@ -92,6 +92,7 @@ IMPORT_LATE = {
     "tpengine/commands/checkpoint/arguments.py",
     "tpengine/commands/data/arguments.py",
     "tpengine/commands/generate/arguments.py",
+    "tpengine/commands/planning/schedule_model.py",
     "tpengine/commands/weights/arguments.py",
     "tpengine/train.py",
     "tpengine/distributed/local_ranks.py",

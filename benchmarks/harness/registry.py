@@ -87,6 +87,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "every Triton kernel compiled for every target, without a GPU: registers, spills",
             ),
             (
+                "data",
+                "data.command",
+                "from text to a step's batch: starts, random samples, tokenizing, and what a step waits for",
+            ),
+            (
                 "data_parallel",
                 "data_parallel.command",
                 "DataParallel at zero 0 to 3 against DDP, ZeroRedundancyOptimizer and FSDP2",
