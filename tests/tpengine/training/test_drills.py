@@ -43,7 +43,7 @@ LAYOUTS = {
     "pp x tp, plain": ("--parallel.pp", "2", "--parallel.tp", "2", "--parallel.tp-comm", "plain"),
 }
 DOING = (
-    r"(\d+[FB]\d+(\[.*\])?|w\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|"
+    r"(\d+[FB]\d+(\[.*\])?|w\[.*\]|\d+(SEND|RECV)_[FB]\d+|CLIP|STEP|counting its targets|reading its text|"
     r"ending the step with all ranks|waiting for the checkpoint before|checking what is to be saved|"
     r"copying a checkpoint aside)"
 )

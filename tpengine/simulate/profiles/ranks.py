@@ -45,7 +45,8 @@ class RankProfile:
     Args:
         pp, dp, tp: its place.
         actions: by kind and chunk, all that it computed.
-        read: seconds to read its micro-batches of a step, the median over steps; 0 on a stage that reads none.
+        read: seconds that it waited for its micro-batches of a step, which a thread reads meanwhile; the median over
+            steps; 0 on a stage that reads none.
         reduced: seconds of a step in which its host started reductions of gradients, as `reducing`, in all actions.
         allocator_retries: how often a GPU's allocator had to give back its memory and ask again, in all steps.
     """

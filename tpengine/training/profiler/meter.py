@@ -2,9 +2,9 @@
 
 A trace says when an action began and ended. It does not say how much of the action was an exchange with other
 tensor-parallel ranks, a reduction that did not run beside it, or an end of the model (ends.py); on a GPU, whose moments
-are those of its stream, how long the host took to issue it; how long the rank read its text; and that a GPU's allocator
-had to ask again. Nor does it say how long Linux let another thread run on this thread's core: then the rank is not
-slow, its host is crowded. An action costs two more readings of the host's clock, and of that figure.
+are those of its stream, how long the host took to issue it; how long the rank waited for its text; and that a GPU's
+allocator had to ask again. Nor does it say how long Linux let another thread run on this thread's core: then the rank
+is not slow, its host is crowded. An action costs two more readings of the host's clock, and of that figure.
 """
 
 from __future__ import annotations
