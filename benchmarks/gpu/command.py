@@ -8,6 +8,7 @@ of a run that was cut.
     DIR/rows.jsonl     a row for each result, and two for each case: that it started, and how it ended
     DIR/log.txt        everything that cases printed
     DIR/report.txt     the tables
+    DIR/machine.toml   the GPU for tpengine advise, of the planner's rows
     DIR/<gpu>.json     tuned tiles, a copy of what the operators read from then on (kernels/tpkernels/tuned)
 
 This process imports neither torch nor what a GPU machine may lack. The exit code is 0, also if results are wrong: the
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu.machine_file import write_machine
 from benchmarks.gpu.plan import cases_for, compiling, published_models
 from benchmarks.gpu.preflight import described, look
 from benchmarks.gpu.rehearsal import rehearse, small_cases
@@ -95,6 +97,7 @@ def main(options: Options) -> int:
         if not (options.report / ROWS).exists():
             raise ValueError(f"--report needs the directory of a run: {options.report} has no {ROWS}: name its --out")
         print_report(options.report / ROWS, None)
+        print(write_machine(options.report / ROWS))
         return 0
     assert options.out is not None, "parse asks for it"
     deadline = time.monotonic() + 60 * options.minutes - _REPORT_SECONDS
@@ -119,6 +122,7 @@ def main(options: Options) -> int:
             run_cases(cases, options.out, deadline)
     finally:
         print_report(options.out / ROWS, options.out / "report.txt")
+        print(write_machine(options.out / ROWS), flush=True)
     return 0
 
 
