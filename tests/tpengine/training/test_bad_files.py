@@ -159,7 +159,7 @@ def token_file(path: Path, *, magic: bytes = b"TPTOKENS", code: int = 1, count: 
     ("fields", "message"),
     [
         ({"count": 90001}, "has 90064, cut short"),
-        ({"magic": b"NUMPYARR"}, "starts with b'NUMPYARR'"),
+        ({"magic": b"NUMPYARR"}, "must be written by tpengine data, or have what others write beside it"),
         ({"code": 3}, "token dtype code must be 1, 2 or 4 (bytes)"),
         ({"token": 201}, ""),
     ],
