@@ -17,7 +17,8 @@ from tpengine.distributed.local_ranks import Ranks
 SMALL = ("--hidden", "256", "--layers", "2", "--vocabulary", "64", "--prompt", "3", "--tokens", "5", "--rounds", "1")
 
 
-@pytest.mark.parametrize("is_right", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_right", [True, False])
 def test_both_ways_are_compared_before_they_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_right: bool
 ) -> None:

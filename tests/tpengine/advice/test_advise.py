@@ -26,6 +26,8 @@ def test_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (
         "--micro-batch",
         "4",
+        "--zero",
+        "1",
         "--top",
         "3",
         "--explain",

@@ -115,25 +115,38 @@ def test_bounds_and_estimates_of_drawn_layouts(numbers: range) -> None:
     assert tried > len(numbers) / 2
 
 
+def fastest_seconds(machine: Machine) -> float:
+    return search(question_of(4, 8, machine), num_rows=1, limit_seconds=1e9).rows[0].sheet.seconds
+
+
+# Of one machine, by its name: the search is what costs.
+_USUAL: dict[str, float] = {}
+
+
+def usual_seconds(machine: Machine) -> float:
+    if machine.name not in _USUAL:
+        _USUAL[machine.name] = fastest_seconds(machine)
+    return _USUAL[machine.name]
+
+
 @pytest.mark.parametrize(
     "better",
     [
         {"memory_bytes": 10**12},
         {"flops_per_s": {"bfloat16": 5e15}},
-        {"memory_bytes_per_s": 1e14},
-        {"host_s_per_operator": 0.0, "host_s_per_action": 0.0},
-        {"within": replace(MACHINES["h100"].within, bytes_per_s=1e12, ring_bytes_per_s=1e12)},
+        pytest.param({"memory_bytes_per_s": 1e14}, marks=pytest.mark.slow),
+        pytest.param({"host_s_per_operator": 0.0, "host_s_per_action": 0.0}, marks=pytest.mark.slow),
+        pytest.param(
+            {"within": replace(MACHINES["h100"].within, bytes_per_s=1e12, ring_bytes_per_s=1e12)},
+            marks=pytest.mark.slow,
+        ),
         {"between": replace(MACHINES["h100"].between, bytes_per_s=1e11, ring_bytes_per_s=1e11)},
     ],
     ids=lambda better: next(iter(better)),
 )
 def test_a_better_machine_is_never_slower(better: dict[str, Any]) -> None:
     machine = replace(MACHINES["h100"], ranks_per_node=2, memory_bytes=24_000_000_000)
-    steps = []
-    for of in (machine, replace(machine, **better)):
-        found = search(question_of(4, 8, of), num_rows=1, limit_seconds=1e9)
-        steps.append(found.rows[0].sheet.seconds)
-    assert steps[1] <= steps[0]
+    assert fastest_seconds(replace(machine, **better)) <= usual_seconds(machine)
 
 
 def test_the_smallest_questions_have_answers() -> None:
@@ -146,9 +159,10 @@ def test_the_smallest_questions_have_answers() -> None:
 
 def test_a_search_whose_time_is_up_says_what_it_has_not_seen() -> None:
     ticks = itertools.count()
-    found = search(question_of(8, 64), num_rows=3, limit_seconds=5, clock=lambda: float(next(ticks)))
+    question = question_of(8, 64, micro_batch_size=2, zero=1)
+    found = search(question, num_rows=3, limit_seconds=5, clock=lambda: float(next(ticks)))
     assert found.rows and found.gap is not None
-    assert found.gap <= search(question_of(8, 64), num_rows=3, limit_seconds=1e9).rows[-1].sheet.seconds
+    assert found.gap <= search(question, num_rows=3, limit_seconds=1e9).rows[-1].sheet.seconds
 
 
 def test_every_layout_that_is_printed_is_one_that_a_run_accepts() -> None:

@@ -91,10 +91,8 @@ def test_a_run_of_three_phases_killed_in_each_and_resumed_elsewhere_has_the_undi
     assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [2, 4, 6, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("tp", "zero"),
-    [(1, 3), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 1), (2, 0)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "zero"), [(1, 3), (1, 1), (2, 0)])
 def test_a_model_that_is_cut_otherwise_goes_on_with_the_same_state(
     ranks: RankPool, tmp_path: Path, tp: int, zero: int
 ) -> None:

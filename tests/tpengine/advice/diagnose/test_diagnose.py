@@ -56,7 +56,7 @@ def grown(share: float, of: Callable[[float], float]) -> float:
     return high
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("pp", "dp", "m"), [(2, 1, 16), (4, 1, 32), (1, 2, 4), (2, 2, 16)])
 def test_a_slow_rank(tmp_path: Path, pp: int, dp: int, m: int, share: float) -> None:
     config = config_of(pp, dp, m=m)
@@ -269,7 +269,7 @@ def test_a_gpu_that_waits_for_its_host(tmp_path: Path) -> None:
         config_of(2, 2, m=16),
         config_of(4, m=32),
         config_of(4, m=16, schedule="zbv"),
-        config_of(4, m=24, schedule="interleaved"),
+        pytest.param(config_of(4, m=24, schedule="interleaved"), marks=pytest.mark.slow),
         config_of(1, tp=2, m=4),
         config_of(2, 2, m=16, zero=1),
         config_of(1, 2, m=4, zero=3),
