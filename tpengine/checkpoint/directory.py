@@ -92,16 +92,19 @@ class CheckpointDirectory:
         sync_directory(self.path)
         return aside
 
-    def prune(self, keep: int, every: int = 0, spared: Collection[int] = ()) -> None:
-        """Remove all complete checkpoints but the newest `keep`, the spared, and, unless `every` is 0, its multiples.
-
-        Args:
-            keep, every: see above.
-            spared: steps whose checkpoints somebody reads now; the next call may remove them.
-        """
+    def prune(self, keep: int, besides: Collection[int] = ()) -> None:
+        """Remove all complete checkpoints but the newest `keep` and those of the steps `besides`."""
         for step in self.steps()[:-keep]:
-            if step not in spared and (not every or step % every):
+            if step not in besides:
                 self._remove(self.of_step(step))
+
+    def remove_after(self, step: int) -> None:
+        """Remove all complete checkpoints of later steps, the newest first, so that a kill leaves the older ones."""
+        for later in reversed(self.steps()):
+            if later > step:
+                self._remove(self.of_step(later))
+        if self.path.is_dir():
+            sync_directory(self.path)
 
     def clean(self) -> None:
         """Remove what killed runs have left partly written or partly removed."""

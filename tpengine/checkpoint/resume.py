@@ -292,6 +292,7 @@ def find_checkpoint(
     damaged: Mapping[int, str] | None = None,
     *,
     fingerprint_of_ends: Callable[[], str] | None = None,
+    until: int | None = None,
 ) -> Checkpoint | None:
     """Read the index of the newest whole checkpoint in config.run_dir, and check that this run may continue it.
 
@@ -303,6 +304,7 @@ def find_checkpoint(
         fingerprint: of the text (Corpus.fingerprint), or of each phase's.
         damaged: checkpoints known to be damaged: by step, why.
         fingerprint_of_ends: computes the fingerprint that older checkpoints have (Corpus.fingerprint_of_ends).
+        until: the most steps that the checkpoint may have; None for any number.
 
     Returns:
         The checkpoint, with every damaged one that was passed over; None if the run ended before its first checkpoint.
@@ -315,7 +317,7 @@ def find_checkpoint(
     passed = dict(damaged or {})
     phases = phases_of(config)
     for step in reversed(checkpoints.steps()):
-        if step in passed:
+        if step in passed or (until is not None and step > until):
             continue
         directory = checkpoints.of_step(step)
         try:

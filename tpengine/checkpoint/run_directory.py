@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -16,6 +17,9 @@ from tpengine.config import Config
 from tpengine.config.toml import dump_toml
 from tpengine.files import keep_copy_aside, written_beside
 from tpengine.plan import SCHEDULES
+
+# How often, and after how long, a lock is tried again that somebody may only have looked at.
+_TRIES, _LOOK_SECONDS = 3, 0.05
 
 
 def open_run_dir(config: Config) -> tuple[Path, IO[str]]:
@@ -39,7 +43,7 @@ def open_run_dir(config: Config) -> tuple[Path, IO[str]]:
             f"--run-dir must be a directory that can be written to: {path}: {error.strerror}: use another directory"
         ) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(lock)
     except OSError as error:
         raise ValueError(
             f"a run directory belongs to one run at a time: {path} cannot be locked, {error.strerror}: wait for the "
@@ -47,6 +51,32 @@ def open_run_dir(config: Config) -> tuple[Path, IO[str]]:
         ) from None
     _check_checkpoints(path, config)
     return path, lock
+
+
+def is_running(path: Path) -> bool | None:
+    """Return whether a run holds the lock of a directory; None if this host cannot tell."""
+    try:
+        with (path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def _lock(lock: IO[str]) -> None:
+    """Lock a file; who only looks whether it is locked lets go at once.
+
+    Raises:
+        OSError: another process keeps it.
+    """
+    for _ in range(_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _new_name() -> Path:

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.retention import Retention
 from tpengine.checkpoint.storage import Writer
 from tpengine.distributed.messages import broadcast_json, gather_bytes
 from tpengine.last_words import one_line
@@ -41,7 +42,7 @@ class Saver:
     Args:
         directory: the run's checkpoints, the same directory on all ranks.
         keep: how many complete checkpoints to keep.
-        keep_every: those of its multiples are kept besides; 0 for none.
+        besides: which of them stay besides the newest; None for no others.
         told: see Writer.
 
     Attributes:
@@ -54,10 +55,10 @@ class Saver:
         self,
         directory: CheckpointDirectory,
         keep: int,
-        keep_every: int = 0,
+        besides: Retention | None = None,
         told: Callable[[int], Collection[int]] | None = None,
     ) -> None:
-        self.directory, self._keep, self._keep_every, self._told = directory, keep, keep_every, told
+        self.directory, self._keep, self._besides, self._told = directory, keep, besides, told
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -131,7 +132,7 @@ class Saver:
         return Block(self._copies[place], block.offset, block.global_shape)
 
     def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
-        writer = Writer(self.directory, self._step, state, self._keep, self._keep_every, self._told)
+        writer = Writer(self.directory, self._step, state, self._keep, self._besides, self._told)
         try:
             failure = self._write_together(writer, copies)
         except Exception as error:  # usually a peer is gone: the main thread notices that too, and reports it

@@ -30,6 +30,7 @@ from tpengine.checkpoint.index import (
     unreadable,
     write_index,
 )
+from tpengine.checkpoint.retention import Retention
 from tpengine.checkpoint.tensor_file import DTYPE_NAMES, save_file
 
 
@@ -41,7 +42,7 @@ class Writer:
         step: optimizer steps done.
         state: all that is not a tensor, as JSON; the first rank's is written.
         keep: how many checkpoints to keep, this one included.
-        keep_every: those of its multiples are kept besides; 0 for none.
+        besides: which of the run's checkpoints stay besides those, by their steps; None for no others.
         told: called on the first rank once the checkpoint is complete, before older ones are removed; returns the
             steps of those that must stay for now.
     """
@@ -52,11 +53,11 @@ class Writer:
         step: int,
         state: Mapping[str, Any],
         keep: int,
-        keep_every: int = 0,
+        besides: Retention | None = None,
         told: Callable[[int], Collection[int]] | None = None,
     ) -> None:
         self._directory, self._step, self._state, self._keep = directory, step, state, keep
-        self._keep_every, self._told = keep_every, told
+        self._besides, self._told = besides or Retention(), told
 
     def write(self, name: str, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
         """Write a rank's blocks into the file `name`; without blocks write no file.
@@ -103,7 +104,7 @@ class Writer:
         write_index(beside, Index(self._step, tensors, files, self._state))
         self._directory.complete(self._step)
         spared = self._told(self._step) if self._told is not None else ()
-        self._directory.prune(self._keep, self._keep_every, spared)
+        self._directory.prune(self._keep, {*self._besides(self._directory), *spared})
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:

@@ -26,6 +26,7 @@ from typing import IO
 
 from tpengine.checkpoint import guardian
 from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.files import write_beside
 from tpengine.last_words import one_line
 
 JOURNAL = "after_checkpoint.jsonl"
@@ -92,6 +93,25 @@ class Uploads:
             name = self._directory.of_step(left_out).name
             self._say(f"{_FLAG} is left out for {name}: it is slower than checkpoints come, and a newer one waits")
         return running
+
+    def go_back(self, step: int) -> None:
+        """Forget the checkpoints after a step, which are removed: later ones of the same steps are others.
+
+        A command that reads one of them is ended, and waited for.
+        """
+        with self._lock:
+            if self._waiting is not None and self._waiting > step:
+                self._waiting = None
+            if self._running is not None and self._running > step:
+                if self._process is not None and self._process.stdin is not None:
+                    self._process.stdin.close()
+                self._lock.wait_for(lambda: self._running is None)
+            if self._newest is not None and self._newest > step:
+                self._newest = None
+        with contextlib.suppress(OSError):
+            rows = self._journal.read_text(errors="replace").splitlines()
+            kept = [row + "\n" for row in rows if (of := _step_of(row)) is not None and of <= step]
+            write_beside(self._journal, "".join(kept).encode())
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for what runs and what waits, and say what became of the newest; then run no more.
@@ -185,6 +205,12 @@ def done_steps(journal: Path) -> set[int]:
                 if row["exit_code"] == 0:
                     done.add(int(row["step"]))
     return done
+
+
+def _step_of(row: str) -> int | None:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(row)["step"])
+    return None
 
 
 def _last_line(output: IO[bytes]) -> str:

@@ -4,6 +4,7 @@ settings.py      the settings: dataclasses, nothing else
 amounts.py       lengths in steps or in tokens
 details.py       what an architecture adds to the sizes of a model, out of its config.json
 rules.py         which values are legal, and how sizes that were left out are filled in
+spikes.py        what is done about a step that leaps, and what counts as one
 phases.py        the phases of a run: their steps, their settings, where their samples begin
 toml.py          a configuration written as TOML and read back
 presets.py       named runs
@@ -23,6 +24,7 @@ from tpengine.config.settings import (
     TrainConfig,
     decay_steps_of,
 )
+from tpengine.config.spikes import SpikeRule, spike_rule_of
 
 __all__ = [
     "IGNORED_LABEL",
@@ -33,6 +35,7 @@ __all__ = [
     "ParallelConfig",
     "Phase",
     "Phases",
+    "SpikeRule",
     "TrainConfig",
     "decay_steps_of",
     "num_blocks",
@@ -43,6 +46,7 @@ __all__ = [
     "samples_per_step",
     "schedule_of",
     "shards_said",
+    "spike_rule_of",
     "validate",
     "validate_run",
 ]

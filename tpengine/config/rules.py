@@ -17,6 +17,7 @@ from functools import partial
 from tpengine.config.amounts import Amount, amount_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
+from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
 
 # Of a model.
@@ -76,6 +77,7 @@ def validate(config: Config, world_size: int) -> Config:
     _check_data(config)
     _check_evaluation(config)
     _check_after_checkpoint(config.train)
+    _check_checkpoints(config.train)
     profiled_steps(config)
     _check_model(config.model)
     config = replace(config, parallel=resolve_layout(config.parallel, world_size))
@@ -186,6 +188,36 @@ def _check_after_checkpoint(train: TrainConfig) -> None:
         raise ValueError(
             f"train.after_checkpoint needs checkpoints: train.checkpoint_every is 0: use train.checkpoint_every "
             f"{TrainConfig().checkpoint_every}, or no train.after_checkpoint"
+        )
+
+
+def _check_checkpoints(train: TrainConfig) -> None:
+    """Check what needs checkpoints."""
+    default, every, evaluated = TrainConfig().checkpoint_every, train.checkpoint_every, train.eval_every
+    rule = spike_rule_of(train.spike)
+    if rule is not None and rule.action == "rollback" and not every:
+        raise ValueError(
+            f"a rollback needs checkpoints: train.spike {train.spike}, train.checkpoint_every 0: use "
+            f"train.checkpoint_every {default}, or train.spike skip"
+        )
+    if not train.keep_best:
+        return
+    if not every:
+        raise ValueError(
+            "the best checkpoint can only be kept of a run that saves some: train.checkpoint_every is 0: use "
+            f"train.checkpoint_every {default}, or no train.keep_best"
+        )
+    if not evaluated:
+        raise ValueError(
+            f"the best checkpoint is that of the lowest held-out loss: train.eval_every is 0: use train.eval_every "
+            f"{every}, or no train.keep_best"
+        )
+    if every % evaluated:
+        nearest = max(round(every / evaluated), 1) * evaluated
+        raise ValueError(
+            "with train.keep_best every checkpoint needs a held-out loss, so that train.checkpoint_every is a multiple "
+            f"of train.eval_every: got {every} and {evaluated}: use train.checkpoint_every {nearest}, or "
+            f"train.eval_every {math.gcd(every, evaluated)}"
         )
 
 

@@ -144,6 +144,12 @@ class TrainConfig:
     wandb: str = ""
     """Project of Weights & Biases that rank 0 reports to, through its own library (`pip install 'tpengine[wandb]'`) and
     as its own variables say (WANDB_MODE, WANDB_ENTITY). Empty reports nothing there."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest held-out loss besides, of each held-out text."""
+    spike: str = ""
+    """What is done about a step whose loss or gradient norm leaps above those before: skip its update; rollback to a
+    checkpoint from before, without the step's samples; stop. "skip 10 128", the default numbers: above the median by 10
+    spreads of the last 128 steps. Empty judges nothing."""
     nonfinite_steps: int = 3
     """A step whose loss or gradient is not finite is skipped: it updates nothing. This many in a row end the run."""
     check_replicas_every: int = 20

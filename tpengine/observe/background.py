@@ -36,6 +36,10 @@ class BackgroundWriter:
         """As MetricsWriter.complete, once the rows before are written."""
         self._put(partial(self._writer.complete, step, found))
 
+    def go_back(self, step: int) -> None:
+        """As MetricsWriter.go_back, once the rows before are written."""
+        self._put(partial(self._writer.go_back, step))
+
     def flush(self) -> None:
         """Wait until everything so far is written."""
         written = threading.Event()

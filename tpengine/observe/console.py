@@ -185,6 +185,12 @@ class ProgressLine:
             self._console.print(line, highlight=False)
         self._show()
 
+    def go_back(self, num_steps: int) -> None:
+        """Go on from an earlier step."""
+        self._first, self._done, self._begin, self._held_out = num_steps, num_steps, time.perf_counter(), ""
+        self._recent.clear()
+        self._show()
+
     def evaluated(self, loss: float) -> None:
         """Show the held-out loss that follows the step that was shown last; it stays until the next one."""
         self._held_out = f"  held-out {loss:.4f} (step {self._done})"
@@ -201,12 +207,17 @@ class ProgressLine:
         wall = record.get("wall_seconds", record["step_seconds"])
         self._recent.append((record["tokens_per_second"] * record["step_seconds"], wall))
         tokens, seconds = (sum(part) for part in zip(*self._recent, strict=True))
-        figures = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {record['grad_norm']:.3g}"
+        loss, norm = (
+            record.get("loss", record.get("spike_loss")),
+            record.get("grad_norm", record.get("spike_grad_norm")),
+        )
+        figures = f"loss {loss:.4f}  lr {record['lr']:.2e}  norm {norm:.3g}"
         figures += f"  {tokens / seconds:,.0f} tokens/s"
         if "mfu_attention_full" in record:
             figures += f"  MFU {record['mfu_attention_full'] * record['step_seconds'] / wall:.1%}"
         figures += f"  {record['peak_memory_bytes'] / 1e9:.2f} GB"
-        return figures + ("  skipped" if record.get("skipped") else "")
+        why = ", it leaps" if "event" in record else ""
+        return figures + (f"  skipped{why}" if record.get("skipped") else "")
 
 
 def show_held_out(console: Console, loss: float | None) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -76,6 +76,8 @@ def step_record(
     overflowed: bool = False,
     loss_scale: float | None = None,
     wall_seconds: float | None = None,
+    spiked: bool = False,
+    stage_waits: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -91,8 +93,14 @@ def step_record(
         wall_seconds: since the row before: the step, and what followed the step before (its evaluation and sample, the
             copy of a checkpoint, comparing replicas, logging); on rank 0.
 
+        spiked: whether it was left out because its loss or norm leaps: the row is then that of an event, `skip`, and
+            has them as spike_loss and spike_grad_norm.
+        stage_waits: how long each stage waited for the stages beside it, the longest of its ranks; empty where there is
+            no pipeline, or its waits are not known to the host (on a GPU).
+
     Returns:
-        The fields above, tokens_per_second, model_flops_per_second (attention full) and on a GPU
+        The fields above, tokens_per_second, model_flops_per_second (attention full), of a pipeline on CPUs `bubble`
+        (the mean of its stages' waits as a share of the step), and on a GPU
         mfu_attention_full and mfu_attention_causal (where its peak is known).
     """
     train, parallel = config.train, config.parallel
@@ -111,6 +119,10 @@ def step_record(
         "skipped": skipped,
         "skipped_steps": skipped_steps,
     }
+    if spiked:
+        record |= {"event": "skip", "spike_loss": record.pop("loss"), "spike_grad_norm": record.pop("grad_norm")}
+    if stage_waits:
+        record["bubble"] = sum(stage_waits) / len(stage_waits) / step_seconds
     if wall_seconds is not None:
         record |= {"wall_seconds": wall_seconds, "wall_tokens_per_second": tokens / wall_seconds}
     if loss_scale is not None:
@@ -150,17 +162,27 @@ class MetricsWriter:
         else:
             self.kept = None
             _keep_records_before(path, first_step)
-        self._file = path.open("a", buffering=1)
+        self._path, self._has_failed = path, False
+        self._open(first_step)
+        self.tensorboard = self._events is not None
+
+    def _open(self, first_step: int | None) -> None:
+        self._file = self._path.open("a", buffering=1)
         self._events: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            pass
-        else:
-            self._events = SummaryWriter(str(run_dir), purge_step=first_step)
-        self.tensorboard = self._events is not None
-        self._has_failed = False
-        self._path = path
+            return
+        self._events = SummaryWriter(str(self._path.parent), purge_step=first_step)
+
+    def go_back(self, step: int) -> None:
+        """Remove the records of `step` and later, which the run repeats; rollbacks stay."""
+        self.close()
+        try:
+            _keep_records_before(self._path, step)
+        except OSError as error:
+            self._say_failure(error)
+        self._open(step)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; when this returns, the file is complete up to it. JSON has no NaN: null is written.
@@ -171,11 +193,11 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.add(record["step"], record)
         try:
-            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
             self._file.write(json.dumps(finite) + "\n")
             if self._events is not None:
                 for name, value in record.items():
-                    if name != "step":
+                    if name != "step" and not isinstance(value, str):
                         self._events.add_scalar(name, value, record["step"])
         except OSError as error:
             self._say_failure(error)
@@ -211,6 +233,10 @@ class MetricsWriter:
                     file.close()
 
 
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) -> None:
     """Add fields to the last line of a file, in place, if it is this step's row and lacks them."""
     with path.open("r+b", buffering=0) as file:
@@ -238,14 +264,15 @@ def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) ->
 
 
 def _keep_records_before(path: Path, step: int) -> None:
-    """Remove the records of `step` and later, and a last line that a kill has cut."""
+    """Remove the records of `step` and later but for rollbacks, and a last line that a kill has cut."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] < step:
+            row = json.loads(line)
+            if row["step"] < step or row.get("event") == "rollback":
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     write_beside(path, "".join(kept).encode())

@@ -8,8 +8,9 @@ Then the model is built again at the border, and filled from a copy on the host 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tpengine.config import Config, Phase, Phases, num_blocks
 from tpengine.data import Corpus, for_phase
 from tpengine.data_parallel.gradients import ExactGradients
+from tpengine.distributed.process import differing_ranks
 from tpengine.layout.parameters import Piece
 from tpengine.layout.phase_layouts import cut_of, phase_layouts
 from tpengine.layout.slices import boxes_of
@@ -63,6 +65,29 @@ def planned(
         PhasePart(phase, layout, training_plan(phase.config, layout), text)
         for phase, layout, text in zip(phases, layouts, corpora, strict=True)
     )
+
+
+def difference_of_ranks(parts: Sequence[PhasePart], device: torch.device) -> str:
+    """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files; collective.
+
+    Returns:
+        What differs, in one line, the same on all ranks; empty if nothing does.
+    """
+    plans = " ".join(part.plan.digest() for part in parts)
+    settings = json.dumps([asdict(_anywhere(part.config)) for part in parts])
+    mine = (plans, settings, " ".join(part.corpus.fingerprint() for part in parts))
+    for name, value in zip(("plan", "configuration", "text"), mine, strict=True):
+        if differing := differing_ranks(value, device):
+            return (
+                f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
+                "the same version, command line and data"
+            )
+    return ""
+
+
+def _anywhere(config: Config) -> Config:
+    """Return a configuration without the places of files whose content is compared otherwise."""
+    return replace(config, run_dir="", phases="", data=replace(config.data, mixture=""))
 
 
 def largest(phases: Phases) -> Config:

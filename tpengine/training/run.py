@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -40,6 +40,7 @@ from tpengine.plan import Residency
 from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.evaluation.between_steps import Evaluation
+from tpengine.training.evaluation.pause import Pause
 from tpengine.training.phase_parts import PhasePart, enter_phase_of
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
@@ -48,8 +49,10 @@ from tpengine.training.state.beginning import Beginning, begin_from
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
+from tpengine.training.state.spike_answers import SpikeAnswers
 from tpengine.training.trainer import RunError, Trainer
 from tpengine.training.update.picture import draw_learning_rate
+from tpengine.training.update.step_result import StepResult
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class _Run:
     checkpoint: Checkpoint | None
     checkpoints: RunCheckpoints
     skipped: SkippedSteps
+    spikes: SpikeAnswers
     content: ContentChecks
     evaluation: Evaluation
 
@@ -184,12 +188,13 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         trainer.draw_weights()
     enter_phase_of(trainer, 0 if checkpoint is None else checkpoint.index.step)
     checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
+    spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, job.beginning if checkpoint is None else None)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     texts = [text for corpus in job.corpora for text in corpus.texts]
     content = ContentChecks(texts, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(trainer, job.run_dir, console, partial(_decoder, job, console), first_step)
-    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, content, evaluation)
+    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, content, evaluation)
 
 
 def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, bool], None]:
@@ -205,7 +210,8 @@ def _loop(run: _Run) -> Uploads | None:
 
     Returns: what still runs --train.after-checkpoint.
     """
-    job, watch, trainer, checkpoints, skipped = run.job, run.watch, run.trainer, run.checkpoints, run.skipped
+    job, watch, trainer, checkpoints = run.job, run.watch, run.trainer, run.checkpoints
+    skipped, spikes = run.skipped, run.spikes
     with (
         open_writer(trainer, job, run.console, run.checkpoint) as writer,
         checkpoints,
@@ -217,7 +223,7 @@ def _loop(run: _Run) -> Uploads | None:
         watch.timeout_seconds = job.config.train.timeout_seconds
         watch.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
-            pause = _Pause(run, writer, progress, profiler)
+            pause = Pause(trainer, watch, run.evaluation, checkpoints, writer, progress, profiler)
             # A run that was stopped before it evaluated its last step does so now.
             held_out = run.known_held_out
             if run.first_step and held_out is None:
@@ -225,12 +231,14 @@ def _loop(run: _Run) -> Uploads | None:
                 held_out = pause.after(run.first_step, samples=False)
                 enter_phase_of(trainer, run.first_step)
             wall = time.perf_counter()
-            for step in range(run.first_step, job.config.train.steps):
+            step = run.first_step
+            while step < job.config.train.steps:
                 # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
                     held_out = pause.after(step + 1)
                     checkpoints.after_step(step + 1, held_out)
+                    step += 1
                     continue
                 if enter_phase_of(trainer, step):
                     say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
@@ -238,7 +246,7 @@ def _loop(run: _Run) -> Uploads | None:
                 profiler.begin(step)
                 begin = time.perf_counter()
                 result = trainer.train_step(step, partial(_figures, begin, run))
-                seconds, memory, stop_signal, content_flag, is_writing = result.largest
+                seconds, memory, stop_signal, content_flag, is_writing, *waits = result.largest
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 now = time.perf_counter()
                 seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
@@ -252,92 +260,60 @@ def _loop(run: _Run) -> Uploads | None:
                     step_seconds=seconds,
                     peak_memory_bytes=int(memory),
                     skipped=result.skipped,
-                    skipped_steps=skipped.num_until(step) + (result.skipped and not result.overflowed),
+                    skipped_steps=skipped.num_until(step) + result.is_not_finite,
+                    spiked=result.spiked,
                     overflowed=result.overflowed,
                     loss_scale=result.loss_scale,
                     wall_seconds=wall_seconds,
+                    stage_waits=waits,
                 )
                 trainer.activity.begin("writing what it measured", timed=False)
                 if writer is not None:
                     record |= trainer.corpus.train.progress(trainer.position_after(step))
-                _write(writer, progress, record)
+                is_applied_or_skipped = not result.spiked or spikes.skips
+                if is_applied_or_skipped:
+                    _write(writer, progress, record)
                 profiler.end(step, seconds)
-                # React: to a text that has changed, a skipped step, a signal to stop, what is due after the step.
+                # React: to a text that has changed, a step that leaps or was skipped, a signal to stop, what is due.
                 if content_flag:
                     raise RunError(content.explain(int(content_flag)))
+                if not is_applied_or_skipped:
+                    if stop_signal:  # the run meets the step again when it goes on
+                        pause.stop(step, int(stop_signal))
+                    step = _answer_spike(run, pause, step, result)
+                    continue
                 skipped.note(step, result)
                 if stop_signal:
                     pause.stop(step + 1, int(stop_signal))
                 held_out = pause.after(step + 1)
                 checkpoints.after_step(step + 1, held_out, bool(is_writing))
+                step += 1
         profiler.finish()
         _end_steps(run, pause, held_out)
     _show_result(run, held_out)
     return checkpoints.uploads
 
 
-@dataclass(frozen=True)
-class _Pause:
-    """Between two steps: evaluates and samples what is due, and leaves if it must; all methods are collective."""
+def _answer_spike(run: _Run, pause: Pause, step: int, result: StepResult) -> int:
+    """Go back, or end, because a step leaps; return the step to go on with; collective.
 
-    run: _Run
-    writer: BackgroundWriter | None
-    progress: ProgressLine
-    profiler: Profiler
-
-    def after(self, num_steps: int, samples: bool = True) -> float | None:
-        """Evaluate and sample if that is due after `num_steps`; leave if a signal came meanwhile.
-
-        Args: samples: whether to sample at all.
-        Returns: the held-out loss; None if it is not due, or no target is valid.
-        Raises: RunError: on all ranks alike: the held-out text cannot be read. The step is saved before.
-        """
-        evaluation, loss = self.run.evaluation, None
-        try:
-            if evaluation.is_due(num_steps):
-                loss = self._evaluate(num_steps)
-                self._stop_if_asked(num_steps, loss)
-            if samples and evaluation.samples_at(num_steps):
-                evaluation.sample(num_steps)
-                self._stop_if_asked(num_steps, loss)
-        except RunError as error:
-            raise RunError(f"{error}{self.run.checkpoints.save_before_leaving(num_steps)}") from error
-        return loss
-
-    def stop(self, num_steps: int, stop_signal: int, held_out: float | None = None) -> NoReturn:
-        """Save, and leave."""
-        self.progress.__exit__()
-        self.profiler.finish()
-        self.leave(num_steps, stop_signal, held_out)
-
-    def leave(self, num_steps: int, stop_signal: int, held_out: float | None) -> NoReturn:
-        """Save, and leave, when nothing is shown or recorded any more."""
-        left = self.run.watch.seconds_left
-        message = self.run.checkpoints.save_and_say(num_steps, stop_signal, held_out, left)
-        if self.writer is not None:
-            self.run.trainer.activity.begin("writing what it measured", timed=False)
-            self.writer.close()
-        self.run.watch.leave_stopped(stop_signal, message)
-
-    def _evaluate(self, num_steps: int) -> float | None:
-        evaluation = self.run.evaluation
-        before = evaluation.seconds
-        losses = evaluation.held_out_losses()
-        loss = losses.of_all
-        if loss is not None:
-            self.run.trainer.activity.begin("writing what it measured", timed=False)
-            if self.writer is not None:
-                found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
-                found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
-                self.writer.complete(num_steps - 1, found)
-            self.progress.evaluated(loss)
-        return loss
-
-    def _stop_if_asked(self, num_steps: int, held_out: float | None) -> None:
-        self.run.trainer.activity.begin("asking whether to stop")
-        (stop_signal,) = max_over_ranks([float(self.run.watch.stop)], self.run.job.device)
-        if stop_signal:
-            self.stop(num_steps, int(stop_signal), held_out)
+    Raises: RunError: on all ranks alike: the run ends.
+    """
+    what = run.spikes.words(step, result)
+    numbers = {"spike_loss": result.loss, "spike_grad_norm": result.grad_norm}
+    if not run.spikes.goes_back:
+        if pause.writer is not None:
+            pause.writer.write({"step": step, "event": "stop", **numbers})
+        run.spikes.stop(step, result)
+    rollback = run.spikes.go_back(step, result)
+    run.skipped.go_back(rollback.to)
+    pause.go_back(rollback.to)
+    if pause.writer is not None:
+        pause.writer.write({"step": step, "event": "rollback", "to": rollback.to, **numbers})
+    number = sum(end - first for first, end in rollback.samples)
+    where = f"step {rollback.to + 1}, without the {number} samples of step {step + 1}"
+    run.console.print(f"{what}: the run goes back to {where}", markup=False, highlight=False, soft_wrap=True)
+    return rollback.to
 
 
 def _write(writer: BackgroundWriter | None, progress: ProgressLine, record: dict[str, Any]) -> None:
@@ -347,7 +323,7 @@ def _write(writer: BackgroundWriter | None, progress: ProgressLine, record: dict
     progress.update(record)
 
 
-def _end_steps(run: _Run, pause: _Pause, held_out: float | None) -> None:
+def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
     """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
@@ -518,7 +494,13 @@ def _keep_beginning(job: Job) -> None:
 def _figures(begin: float, run: _Run) -> list[float]:
     """Return what a rank tells the others at the end of a step.
 
-    Its seconds, peak memory, signal, content flag, and whether it still writes a checkpoint.
+    Its seconds, peak memory, signal, content flag, and whether it still writes a checkpoint. Where the host knows how
+    long it waited for other stages (on a CPU), also that, at the place of its stage.
     """
-    memory, stop_signal, flag = peak_memory_bytes(run.job.device), run.watch.stop, run.content.flag
-    return [time.perf_counter() - begin, float(memory), float(stop_signal), float(flag), run.checkpoints.is_writing]
+    trainer, memory = run.trainer, peak_memory_bytes(run.job.device)
+    flags = float(run.watch.stop), float(run.content.flag), float(run.checkpoints.is_writing)
+    figures = [time.perf_counter() - begin, float(memory), *flags]
+    if trainer.device.type != "cpu" or trainer.mesh.shape.pp == 1:
+        return figures
+    waits = [trainer.waited_seconds * (stage == trainer.mesh.at.pp) for stage in range(trainer.mesh.shape.pp)]
+    return figures + waits

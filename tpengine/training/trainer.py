@@ -10,10 +10,9 @@ the optimizer changes nothing.
 
 from __future__ import annotations
 
-import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpengine.config import Config, phases_of
+from tpengine.checkpoint.rollbacks import Rollback, left_out
+from tpengine.config import Config, phases_of, spike_rule_of
 from tpengine.data import Corpus, Position
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.messages import all_gather_json
-from tpengine.distributed.process import differing_ranks, link_device, read_with_largest, to_device
+from tpengine.distributed.process import link_device, read_with_largest, to_device
 from tpengine.layers.collectives import Work
 from tpengine.layers.gradient_sink import WeightHalves, accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, decays, kv_replicas
@@ -40,45 +40,19 @@ from tpengine.pipeline.stage import Batch, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Plan, Recompute, Residency
 from tpengine.training.assembly import assemble
-from tpengine.training.phase_parts import PhasePart, largest, planned
+from tpengine.training.phase_parts import PhasePart, difference_of_ranks, largest, planned
 from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
 from tpengine.training.update.gradient_norm import GradientNorm
 from tpengine.training.update.learning_rate import rate_of_step
 from tpengine.training.update.loss_scale import LossScale
 from tpengine.training.update.optimizer import AdamW, clip_
+from tpengine.training.update.spikes import Limits, SpikeWindow
+from tpengine.training.update.step_result import StepResult
 from tpengine.training.weight_moves import WeightMoves
 
 
 class RunError(RuntimeError):
     """An error that the user can fix and only training can find; raised on all ranks alike, with rule and remedy."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of a step, equal on all ranks.
-
-    Attributes:
-        loss: nats per valid target of the global step.
-        grad_norm: of the global gradient, before clipping.
-        lr: learning rate used.
-        skipped: whether loss or norm is not finite: then nothing was updated, and the step does not count as an update.
-        overflowed: whether that was because the loss scale was too large; it has halved since.
-        loss_scale: that the step ran with; None where the dtype needs none.
-        largest: the largest value over all ranks of each figure that `tell` returns.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool = False
-    overflowed: bool = False
-    loss_scale: float | None = None
-    largest: tuple[float, ...] = ()
-
-
-def _anywhere(config: Config) -> Config:
-    """Return a configuration without the places of files whose content is compared otherwise."""
-    return replace(config, run_dir="", phases="", data=replace(config.data, mixture=""))
 
 
 class Probe(Protocol):
@@ -115,12 +89,15 @@ class Trainer:
         mesh, comms, gradients, optimizer: see their types.
         sliced, moves: the weights where replicas own slices of them (ZeRO), else None; what gathers and frees them.
         reader: reads a step's micro-batches.
-        left_out: ranges of numbers of the order of samples that no step reads; see data/position.py.
+        rollbacks: of the run so far; their samples are left out. `go_around` sets them.
         batch: the micro-batches of the current step, and their losses.
         grad_norm: gradient norm of the current step, before clipping.
         norm: computes it.
         squares: sums of squares of the same gradient, by the place of each piece.
         loss_scale: of the next step.
+        spikes: loss and norm of the last steps.
+        limits: what loss and norm of the current step may be at most.
+        waited_seconds: how long the host waited for the stages beside it in the current step.
         num_updates: number of updates applied, including those before the checkpoint that the run continues.
         mailbox: carries the pipeline's messages between CPU ranks of one host; None if the process group does.
         preloads: whether the next step first computes once without transfers, to load its kernels (pipeline/preload).
@@ -151,7 +128,8 @@ class Trainer:
         self.parts = planned(self.phases, corpus, corpora, residency)
         self.config, self.layout, self.plan, self.corpus = self._take(self.parts[0])
         # Compare first: ranks that differ in layout could not make the groups below.
-        self._check_same_run()
+        if differing := difference_of_ranks(self.parts, device):
+            raise RunError(differing)
         # Connect: the mesh, its groups and their communicators.
         shape = Shape.of(config.parallel)
         ends = (self.layout.ranks[0], self.layout.ranks[-1]) if config.model.tie_embeddings else None
@@ -161,7 +139,8 @@ class Trainer:
 
         self.num_updates = 0
         self.loss_scale = LossScale(config.train.dtype)
-        self.left_out: tuple[tuple[int, int], ...] = ()
+        self.spikes, self.limits = SpikeWindow(spike_rule_of(config.train.spike)), Limits()
+        self.go_around(())
         self._probe: Probe | None = None
         self._trace = trace
         self.build()
@@ -171,8 +150,8 @@ class Trainer:
             self._clear_padding()
         # State of the current step.
         self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self._skip = torch.zeros((), dtype=torch.bool, device=device)
-        self._lr = 0.0
+        self._skip = self._spike = torch.zeros((), dtype=torch.bool, device=device)
+        self._lr = self.waited_seconds = 0.0
         # Evaluation and sampling use the mailbox too.
         passes = (
             forward_plan(part.config, part.layout, num_micro_batches, part.config.train.micro_batch_size)
@@ -256,7 +235,11 @@ class Trainer:
     def position(self, step: int) -> Position:
         """Return where the run is in its samples before a step."""
         phase = self.phases.at(step)
-        return Position(phase.order, phase.samples_before(step), self.left_out)
+        return Position(phase.order, phase.samples_before(step), self._left_out.get(phase.order, ()))
+
+    def go_around(self, rollbacks: Sequence[Rollback]) -> None:
+        """Leave out the samples of all rollbacks of the run, from the next step on."""
+        self.rollbacks, self._left_out = tuple(rollbacks), left_out(rollbacks)
 
     def position_after(self, step: int) -> Position:
         """Return where the run is, in the order of samples of a step's phase, after that step."""
@@ -275,6 +258,12 @@ class Trainer:
         """Draw the initial weights, as train.seed says. On a CPU 1 GB takes a core some 10 s."""
         train = self.config.train
         self.model.initialise(train.seed, self.store, accumulation_dtype(getattr(torch, train.dtype)))
+
+    def restart(self) -> None:
+        """Be at step 0, but for the weights."""
+        self.num_updates, self.loss_scale = 0, LossScale(self.config.train.dtype)
+        self.spikes.restore(None)
+        self.optimizer.clear()
 
     def _clear_padding(self) -> None:
         """Make the rows zero that no file and no checkpoint has."""
@@ -333,8 +322,9 @@ class Trainer:
         self._await_samples(step)
         self.activity.begin("counting its targets")
         self.batch.step, self.batch.scale = self.reader.read(step), self.loss_scale.value
+        self.limits = self.spikes.limits(step, self.phase.number)
         # Run the plan: forward, backward, reductions, clipping and update.
-        self._lr = self.rate(step)
+        self._lr, self.waited_seconds = self.rate(step), 0.0
         self._run_plan(step)
         # Wait for the device, and compare the outcome over all ranks.
         self.activity.begin("ending the step with all ranks")
@@ -440,7 +430,9 @@ class Trainer:
     def _wait_for(self, started: Action) -> Work | None:
         """Wait for a transfer, a reduction or a gather; return the work of the latter two, or None."""
         if started.index is None:
+            begin = time.perf_counter()
             self.pipeline.wait_for(started)
+            self.waited_seconds += time.perf_counter() - begin
             return None
         return self._of_buckets(started).wait(started.index)
 
@@ -478,7 +470,8 @@ class Trainer:
         self.grad_norm = self.squares.sum().sqrt() / self.batch.scale
         # A finite norm means finite second moments: the norm contains the square of the largest element.
         finite = self._loss.isfinite() & self.grad_norm.isfinite()
-        self._skip = ~(finite & self.batch.step.usable)
+        self._spike = finite & ((self._loss > self.limits.loss) | (self.grad_norm > self.limits.grad_norm))
+        self._skip = ~(finite & self.batch.step.usable) | self._spike
         if self._probe is not None:
             self._skip = torch.ones_like(self._skip)
         clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm, self.batch.scale)
@@ -486,41 +479,29 @@ class Trainer:
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         # One wait for the device, together with the maximum over all ranks.
         skip = self._skip.double()
-        own = torch.stack([self._loss, self.grad_norm, skip, self.batch.step.usable.double()])
+        own = torch.stack([self._loss, self.grad_norm, skip, self._spike.double(), self.batch.step.usable.double()])
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
         shared = torch.cat([torch.stack([skip, -skip]), to_device(told, self.device)])
-        (loss, norm, skipped, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
+        (loss, norm, skipped, spiked, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
         # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.comms.tp.check()
         if not usable:
             raise RunError(self.batch.step.refusal(step, all_gather_json(self.batch.step.error)))
         if some_skip != -all_skip:
             raise RunError(
-                f"all ranks must agree whether a step is finite: in step {step + 1} rank {dist.get_rank()} has loss "
+                f"all ranks must agree whether a step is applied: in step {step + 1} rank {dist.get_rank()} has loss "
                 f"{loss}, gradient norm {norm}, other ranks do not: replicas have drifted apart: --resume from the "
                 "newest checkpoint, and check this machine's memory and network"
             )
         self.num_updates += not skipped
         # A loss that is not finite itself was computed without the scale.
-        overflowed = bool(skipped) and math.isfinite(loss) and self.loss_scale.can_fall
+        overflowed = bool(skipped) and not spiked and math.isfinite(loss) and self.loss_scale.can_fall
         if overflowed:
             self.loss_scale.after_overflow()
         elif not skipped:
             self.loss_scale.after_update()
+        # A step that will be computed again, or never, leaves no trace.
+        if not spiked or (self.spikes.rule is not None and self.spikes.rule.action == "skip"):
+            self.spikes.add(step, loss, norm)
         scale = self.batch.scale if self.config.train.dtype == "float16" else None
-        return StepResult(loss, norm, self._lr, bool(skipped), overflowed, scale, tuple(largest))
-
-    def _check_same_run(self) -> None:
-        """Compare plan, configuration and text over all ranks: nodes may differ in version, flags or files."""
-        parts = self.parts
-        plans = " ".join(part.plan.digest() for part in parts)
-        settings = json.dumps([asdict(_anywhere(part.config)) for part in parts])
-        mine = (plans, settings, " ".join(part.corpus.fingerprint() for part in parts))
-        names = ("plan", "configuration", "text")
-        for name, value in zip(names, mine, strict=True):
-            differing = differing_ranks(value, self.device)
-            if differing:
-                raise RunError(
-                    f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
-                    "the same version, command line and data"
-                )
+        return StepResult(loss, norm, self._lr, bool(skipped), bool(spiked), overflowed, scale, tuple(largest))

@@ -104,12 +104,12 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     assert not hidden(directory)
 
 
-def test_multiples_are_kept_besides_the_newest(tmp_path: Path) -> None:
+def test_some_are_kept_besides_the_newest(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in range(2, 22, 2):
         write(directory, step)
         directory.complete(step)
-        directory.prune(2, every=6)
+        directory.prune(2, besides=[6, 12])
     assert whole_steps(directory) == [6, 12, 18, 20]
     directory.prune(1)
     assert whole_steps(directory) == [20]

@@ -45,12 +45,13 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
     length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
-    which checkpoints stay, how documents lie in sequences, what is run for a checkpoint, who is told, and mixtures.
+    which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures, and
+    what is done about a step that leaps.
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 66
+    assert len(names) <= 68
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,11 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"after_checkpoint": "cp x"}, 1, ["after_checkpoint", "'cp x'", "'cp x {path}'"]),
     ({"after_checkpoint": " "}, 1, ["after_checkpoint", "' '", "'COMMAND {path}'"]),
     ({"after_checkpoint": "cp {path}", "checkpoint_every": 0}, 1, ["after_checkpoint", "checkpoint_every is 0", "100"]),
+    ({"spike": "skipp"}, 1, ["train.spike must be skip, rollback or stop", "'skipp'", "use skip"]),
+    ({"spike": "rollback", "checkpoint_every": 0}, 1, ["rollback needs checkpoints", "use train.checkpoint_every 100"]),
+    ({"keep_best": True, "checkpoint_every": 0, "eval_every": 5}, 1, ["checkpoint_every is 0", "use"]),
+    ({"keep_best": True}, 1, ["eval_every is 0", "use train.eval_every 100"]),
+    ({"keep_best": True, "eval_every": 30}, 1, ["multiple", "100 and 30", "checkpoint_every 90", "eval_every 10"]),
     ({"sample_every": 5, "sample_tokens": 0}, 1, ["sample_every 5", "sample_tokens 0", "use", "200"]),
     ({"held_out_fraction": 1.0}, 1, ["held_out_fraction must be", "1.0"]),
     ({"held_out_fraction": -0.1}, 1, ["held_out_fraction must be at least 0", "-0.1"]),

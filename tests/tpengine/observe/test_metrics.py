@@ -77,6 +77,30 @@ def test_a_record_has_every_field_unrounded() -> None:
     }
 
 
+def test_a_row_has_the_bubble_of_a_pipeline_and_a_leap_is_an_event() -> None:
+    numbers = {"step": 3, "loss": 9.0, "grad_norm": 7.0, "lr": 1e-3, "step_seconds": 0.5, "peak_memory_bytes": 7}
+    row = step_record(CONFIG, torch.device("cpu"), **numbers, stage_waits=[0.1, 0.3])  # type: ignore[arg-type]
+    assert row["bubble"] == pytest.approx(0.4)
+    row = step_record(CONFIG, torch.device("cpu"), **numbers, skipped=True, spiked=True)  # type: ignore[arg-type]
+    assert (row["event"], row["spike_loss"], row["spike_grad_norm"]) == ("skip", 9.0, 7.0)
+    assert "loss" not in row and "grad_norm" not in row and "bubble" not in row
+
+
+def test_a_writer_goes_back_and_keeps_rollbacks(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in range(4):
+        writer.write({"step": step, "loss": 1.0})
+    writer.write({"step": 3, "event": "skip", "spike_loss": math.nan})
+    writer.go_back(2)
+    writer.write({"step": 5, "event": "rollback", "to": 2})
+    writer.write({"step": 2, "loss": 0.5})
+    writer.close()
+    again = MetricsWriter(tmp_path, 1)
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 0, "loss": 1.0}, {"step": 5, "event": "rollback", "to": 2}]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [

@@ -1,9 +1,10 @@
-"""`tpengine watch RUN [RUN...]`: draw what runs report, live until all have ended, or once."""
+"""`tpengine watch RUN [RUN...]`: draw what runs report, live until none goes on, or once."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,8 @@ from tpengine.commands.watching.terminal import table_of
 from tpengine.files import write_beside
 
 _SECONDS = 1.0
+# A run that is restarted is gone for a while; one that has been gone so many looks in a row has died or was stopped.
+_LOOKS_GONE = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +43,10 @@ def watch(args: argparse.Namespace) -> None:
         console.print(table_of(histories, console.width))
         return
     with Live(table_of(histories, console.width), console=console, auto_refresh=False) as live:
-        while not all(history.has_ended for history in histories):
+        gone = Counter[int]()
+        while not all(history.has_ended or gone[at] >= _LOOKS_GONE for at, history in enumerate(histories)):
             time.sleep(_SECONDS)
             histories = [read_history(run) for run in args.runs]
+            for at, history in enumerate(histories):
+                gone[at] = gone[at] + 1 if history.is_running is False else 0
             live.update(table_of(histories, console.width), refresh=True)

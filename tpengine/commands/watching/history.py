@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpengine.checkpoint.run_directory import is_running
+
 # (field of a row, title, factor); wall time where a row has it.
 PANELS = (
     ("loss", "loss", 1.0),
@@ -15,6 +17,7 @@ PANELS = (
     ("grad_norm", "gradient norm", 1.0),
     ("lr", "learning rate", 1.0),
     ("wall_tokens_per_second", "tokens/s, wall time", 1.0),
+    ("bubble", "bubble, share of the step", 1.0),
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
 )
 _SIGNS = ("skipped", "overflowed", "left_out")
@@ -30,6 +33,7 @@ class History:
         events: (step, what).
         num_steps: that are done.
         length: steps of the run, if config.toml says so; else 0.
+        is_running: whether a process holds the run's directory; None if this host cannot tell.
     """
 
     name: str
@@ -37,11 +41,19 @@ class History:
     events: list[tuple[int, str]] = field(default_factory=list)
     num_steps: int = 0
     length: int = 0
+    is_running: bool | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether the last step is done."""
         return 0 < self.length <= self.num_steps
+
+    @property
+    def state(self) -> str:
+        """What the run does, in words."""
+        if self.has_ended:
+            return "ended"
+        return {True: "running", False: "not running", None: ""}[self.is_running]
 
 
 def read_history(run_dir: Path) -> History:
@@ -59,6 +71,7 @@ def read_history(run_dir: Path) -> History:
             "has begun"
         ) from None
     history = History(run_dir.name or str(run_dir), length=_length_of(run_dir))
+    history.is_running = is_running(run_dir)
     for line in text.splitlines():
         try:
             row = json.loads(line)

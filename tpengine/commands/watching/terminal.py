@@ -48,4 +48,4 @@ def bars_of(values: Sequence[float], width: int) -> str:
 
 def _state(history: History) -> str:
     of = f" of {history.length}" if history.length else ""
-    return f"{history.name}: step {history.num_steps}{of}{', ended' if history.has_ended else ''}"
+    return f"{history.name}: step {history.num_steps}{of}{history.state and f', {history.state}'}"

@@ -51,9 +51,13 @@ class Evaluation:
         self._decode: Callable[[list[int]], str] | None = None
         self._forward: tuple[int, ForwardPass] | None = None
         self.seconds = 0.0
+        self.go_back(first_step)
+
+    def go_back(self, num_steps: int) -> None:
+        """Remove the samples of later steps: the run draws them again."""
         if self._path is not None:
             with contextlib.suppress(OSError):
-                _keep_samples_until(self._path, first_step)
+                _keep_samples_until(self._path, num_steps)
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether the held-out loss follows this many steps: every train.eval_every, and the last."""

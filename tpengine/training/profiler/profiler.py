@@ -126,6 +126,10 @@ class Profiler:
             self._trainer.activity.begin("writing what was recorded", timed=False)
             self.finish()
 
+    def go_back(self, num_steps: int) -> None:
+        """Forget what was recorded of later steps, which the run repeats."""
+        self._steps = [step for step in self._steps if step.step < num_steps]
+
     def finish(self) -> None:
         """Write what has been recorded so far, if there is anything; a run that is stopped calls this early.
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.resume import checkpoints_of, state_of
+from tpengine.checkpoint.retention import Retention
 from tpengine.checkpoint.save import Saver
 from tpengine.checkpoint.upload import Uploads
+from tpengine.config import spike_rule_of
 from tpengine.distributed.messages import all_gather_json, broadcast_json
 from tpengine.distributed.process import max_over_ranks
 from tpengine.training.state.state_check import check_finite, check_replicas
@@ -63,7 +65,10 @@ class RunCheckpoints:
             if train.after_checkpoint and run_dir is not None:
                 self.uploads = Uploads(train.after_checkpoint, directory, run_dir, _say)
             told = None if self.uploads is None else self.uploads.offer
-            self._saver = Saver(directory, train.keep_checkpoints, train.keep_every, told)
+            rule = spike_rule_of(train.spike)
+            window = rule.window if rule is not None and rule.action == "rollback" else 0
+            besides = Retention(train.keep_every, train.keep_best, window)
+            self._saver = Saver(directory, train.keep_checkpoints, besides, told)
 
     def __enter__(self) -> RunCheckpoints:
         if self.uploads is not None:
@@ -191,6 +196,30 @@ class RunCheckpoints:
             )
         return bool(anybody_writes)
 
+    def newest_until(self, step: int) -> int | None:
+        """Return the steps of the newest checkpoint of at most so many; None if there is none, or none is saved."""
+        steps = self._saver.directory.steps() if self._saver is not None else []
+        return max((saved for saved in steps if saved <= step), default=None)
+
+    def go_back(self, step: int) -> str:
+        """Remove what was saved after a step, on rank 0; return the problem, if it cannot be removed.
+
+        What is being written must have been waited for.
+        """
+        self._saved_step = step or None
+        if self._saver is None or dist.get_rank() != 0:
+            return ""
+        if self.uploads is not None:
+            self.uploads.go_back(step)
+        try:
+            self._saver.directory.remove_after(step)
+        except OSError as error:
+            return (
+                f"a rollback must remove the checkpoints that it goes behind: {self._saver.directory.path}: "
+                f"{error.strerror}: make it writable"
+            )
+        return ""
+
     def _save(self, num_steps: int, held_out_loss: float | None) -> None:
         assert self._saver is not None
         trainer = self._trainer
@@ -211,6 +240,10 @@ class RunCheckpoints:
         fingerprint = trainer.parts[phase.number].corpus.fingerprint()
         state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads, trainer.phases)
         state["loss_scale"] = trainer.loss_scale.state()
+        if trainer.spikes.rule is not None:
+            state["spikes"] = trainer.spikes.state()
+        if trainer.rollbacks:
+            state["rollbacks"] = [rollback.to_json() for rollback in trainer.rollbacks]
         if held_out_loss is not None:
             state["held_out_loss"] = held_out_loss
         self._failure = None

@@ -20,6 +20,8 @@ from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint
 from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, find_checkpoint
 from tpengine.distributed.messages import all_gather_json, broadcast_json
 from tpengine.last_words import one_line
+from tpengine.training.phase_parts import enter_phase_of
+from tpengine.training.state.beginning import Beginning, begin_from
 from tpengine.training.state.training_state import restore
 from tpengine.training.trainer import RunError, Trainer
 
@@ -41,11 +43,39 @@ def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | N
 
     Cost: one exchange of a few hundred bytes per rank, and one more for each damaged checkpoint.
     """
-    if not trainer.config.resume:
-        return None
+    return _restored(trainer, found, None) if trainer.config.resume else None
+
+
+def restore_older(trainer: Trainer, until: int) -> Checkpoint | None:
+    """Load the newest whole checkpoint of at most `until` steps into a trainer that has gone further; collective.
+
+    Its phase must be entered afterwards. Returns, raises: as restore_newest.
+    """
+    found, refusal = _find(trainer, {}, until)
+    return _restored(trainer, found, until, refusal)
+
+
+def restore_beginning(trainer: Trainer, beginning: Beginning | None) -> None:
+    """Bring a trainer back to step 0; collective.
+
+    Args: beginning: the weights that the run began with; None for drawn ones.
+
+    Raises:
+        RunError: on all ranks alike: they cannot be read.
+    """
+    enter_phase_of(trainer, 0)
+    trainer.restart()
+    if beginning is None:
+        trainer.draw_weights()
+    else:
+        begin_from(trainer, beginning)
+
+
+def _restored(trainer: Trainer, found: Checkpoint | None, until: int | None, refusal: str = "") -> Checkpoint | None:
+    """Load a checkpoint that all ranks have found whole, of at most `until` steps."""
     while True:
         # Agree on a checkpoint, load it; if it proves damaged, note that and agree again.
-        found = _agreed(trainer, found)
+        found = _agreed(trainer, found, until, refusal)
         if found is None:
             return None
         try:
@@ -59,13 +89,12 @@ def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | N
             return found
 
 
-def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
+def _agreed(trainer: Trainer, found: Checkpoint | None, until: int | None, refusal: str) -> Checkpoint | None:
     """Return the newest checkpoint that no rank has found to be damaged."""
-    refusal = ""
     if found is not None and found.index.step in found.damaged:
-        found, refusal = _find(trainer, found.damaged)
+        found, refusal = _find(trainer, found.damaged, until)
     while True:
-        everyone = all_gather_json(_seen_by(trainer, found, refusal))
+        everyone = all_gather_json(_seen_by(trainer, found, refusal, until))
         differing = [rank for rank, seen in enumerate(everyone) if seen["steps"] != everyone[0]["steps"]]
         refusals = [seen["refusal"] for seen in everyone if seen["refusal"]]
         # If ranks give different reasons for one step, that of the first rank counts.
@@ -73,7 +102,7 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
         if not differing and refusals:
             raise RunError(refusals[0])
         if not differing and any(len(seen["damaged"]) < len(damaged) for seen in everyone):
-            found, refusal = _find(trainer, damaged)
+            found, refusal = _find(trainer, damaged, until)
             continue
         differing = differing or [rank for rank, seen in enumerate(everyone) if seen["files"] != everyone[0]["files"]]
         if differing:
@@ -84,22 +113,23 @@ def _agreed(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
         return None if found is None else replace(found, damaged=damaged)
 
 
-def _find(trainer: Trainer, damaged: Mapping[int, str]) -> tuple[Checkpoint | None, str]:
+def _find(trainer: Trainer, damaged: Mapping[int, str], until: int | None) -> tuple[Checkpoint | None, str]:
     """Return what find_checkpoint returns, or the message of what it raises: one rank must not raise alone."""
     try:
         fingerprints = [part.corpus.fingerprint() for part in trainer.parts]
         ends = trainer.parts[0].corpus.fingerprint_of_ends
-        return find_checkpoint(trainer.run_config, fingerprints, damaged, fingerprint_of_ends=ends), ""
+        config = trainer.run_config
+        return find_checkpoint(config, fingerprints, damaged, fingerprint_of_ends=ends, until=until), ""
     except ValueError as error:
         # A checkpoint is refused, or the ends of the text cannot be read.
         return None, str(error)
 
 
-def _seen_by(trainer: Trainer, found: Checkpoint | None, refusal: str) -> dict[str, Any]:
+def _seen_by(trainer: Trainer, found: Checkpoint | None, refusal: str, until: int | None) -> dict[str, Any]:
     """Return what this rank tells the others: hosts may see different directories under the same name."""
     files = "" if found is None else f"{found.index.step} {sorted(found.index.files.items())}"
     return {
-        "steps": checkpoints_of(trainer.config.run_dir).steps(),
+        "steps": [step for step in checkpoints_of(trainer.config.run_dir).steps() if until is None or step <= until],
         "damaged": {} if found is None else dict(found.damaged),
         "files": hashlib.sha256(files.encode()).hexdigest(),
         "refusal": refusal,

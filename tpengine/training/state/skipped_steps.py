@@ -21,7 +21,8 @@ from typing import Any
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import keep_aside, write_beside
 from tpengine.training.state.diagnosis import find_first
-from tpengine.training.trainer import RunError, StepResult, Trainer
+from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.update.step_result import StepResult
 
 FILE_NAME = "skipped.jsonl"
 
@@ -73,9 +74,9 @@ class SkippedSteps:
         Raises:
             RunError: on all ranks alike: --train.nonfinite-steps steps in a row were skipped.
         """
-        if not result.skipped:
+        if not result.skipped or result.spiked:
             self._in_a_row = []
-        if not result.skipped or result.overflowed:
+        if not result.is_not_finite:
             return
         train = self._train
         phase = self._trainer.phases.at(step)
@@ -114,6 +115,20 @@ class SkippedSteps:
                 "--optim.lr or lengthen "
                 "--optim.warmup-steps; --resume goes on without these steps"
             )
+
+    def go_back(self, num_steps: int) -> None:
+        """Forget the skipped steps from `num_steps` on, because the run repeats them, some with other samples."""
+        self.known = frozenset(step for step in self.known if step < num_steps)
+        gone = {step for step in self._skipped if step >= num_steps}
+        self._skipped -= gone
+        self._in_a_row = []
+        if not gone or self._path is None or not self._path.exists():
+            return
+        try:
+            lines = [line for line in self._path.read_bytes().splitlines() if _step_of(line) not in gone]
+            write_beside(self._path, b"".join(line + b"\n" for line in lines), durable=True)
+        except OSError as error:
+            self._say(f"{self._path} cannot be written: {error}: it lists steps that the run repeats: remove them")
 
     def _open(self, path: Path) -> list[int]:
         """Return the steps listed by the run that this one continues; keep the list of another run aside."""

@@ -22,6 +22,7 @@ from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
+from tpengine.checkpoint.rollbacks import rollback_of
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
 from tpengine.model.transformer import Transformer
@@ -84,6 +85,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
     # An old checkpoint has no number of updates: its version could not skip steps.
     trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
     trainer.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
+    trainer.spikes.restore(checkpoint.index.state.get("spikes"))
+    trainer.go_around([rollback_of(value) for value in checkpoint.index.state.get("rollbacks", [])])
     return checkpoint.index.step
 
 

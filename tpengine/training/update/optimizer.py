@@ -107,6 +107,13 @@ class AdamW:
         return {**tensors, "master": master} if name in self._copies else tensors
 
     @torch.no_grad()
+    def clear(self) -> None:
+        """Make all moments zero, as they are before the first update."""
+        for moments in self._moments.values():
+            for tensor in moments:
+                tensor.zero_()
+
+    @torch.no_grad()
     def set(self, name: str, values: Tensor) -> None:
         """Set a parameter, in its accumulation dtype: the master keeps what rounding would lose."""
         self.masters[name].copy_(values)

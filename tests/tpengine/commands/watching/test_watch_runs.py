@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tpengine.checkpoint.run_directory import open_run_dir
 from tpengine.cli import main
+from tpengine.commands.watching import command
 from tpengine.commands.watching.history import read_history
 from tpengine.commands.watching.terminal import bars_of
+from tpengine.config import Config
 
 
 def a_run(path: Path) -> Path:
@@ -46,11 +53,43 @@ def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     runs = [str(a_run(tmp_path / name)) for name in ("one", "two")]
     assert main(["watch", *runs, "--once"]) == 0
     said = capsys.readouterr().out
-    assert "held-out" in said and "ended" in said
+    assert "held-out" in said and "ended" in said and "running" not in said
     assert main(["watch", *runs, "--svg", str(tmp_path / "runs.svg")]) == 0
     root = ElementTree.parse(tmp_path / "runs.svg").getroot()
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert "one, step 3: rollback <b>" in titles
+
+
+def test_a_run_that_died_is_told_from_one_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "run")
+    (run / "config.toml").write_text("[train]\nsteps = 9\n")
+    assert read_history(run).state == ""
+    _, lock = open_run_dir(replace(Config(), run_dir=str(run)))
+    assert read_history(run).state == "running"
+    lock.close()  # as the kernel does for a process that is killed
+    assert read_history(run).state == "not running"
+    assert main(["watch", str(run), "--once"]) == 0
+    assert "not running" in capsys.readouterr().out
+    # Drawn live it is left alone after some looks, as it will not go on.
+    monkeypatch.setattr(command, "_SECONDS", 0.0)
+    monkeypatch.setattr(command, "Console", lambda: Console(force_terminal=True, width=100))
+    assert main(["watch", str(run)]) == 0
+
+
+def test_who_looks_at_a_run_keeps_none_from_starting(tmp_path: Path) -> None:
+    config = replace(Config(), run_dir=str(tmp_path))
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN))
+        timer.start()
+        open_run_dir(config)[1].close()
+        timer.join()
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        with pytest.raises(ValueError, match="belongs to one run at a time"):
+            open_run_dir(config)
 
 
 def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,8 @@ from tpengine.training.state import skipped_steps
 from tpengine.training.state.diagnosis import Finding
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, StepResult, Trainer
+from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.update.step_result import StepResult
 
 # What goes wrong where: (step, micro-batch over all replicas) -> what of the loss.
 Poison = Mapping[tuple[int, int], str]

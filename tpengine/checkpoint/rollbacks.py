@@ -1,0 +1,113 @@
+"""The rollbacks of a run, and the samples that they leave out: a list in the run's directory and in checkpoints.
+
+    rollbacks.jsonl    one JSON object per rollback, in their order:
+                       {"step": 812, "to": 600, "order": 0, "samples": [[25984, 26016]], "loss": 9.1, "grad_norm": 31.0}
+
+`step` is the one that leaped, counted from 0; `to` the steps of the checkpoint that the run went back to; `samples` are
+half-open ranges of numbers of an order of samples (data/position.py), that of the phase `order`. No step reads them
+any more. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tpengine.files import write_beside
+
+FILE_NAME = "rollbacks.jsonl"
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A rollback; see the module.
+
+    Attributes: as in the file.
+    """
+
+    step: int
+    to: int
+    order: int
+    samples: Ranges
+    loss: float
+    grad_norm: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return asdict(self)
+
+
+def rollback_of(value: Any) -> Rollback:
+    """Return the rollback that JSON says.
+
+    Raises:
+        ValueError: it says none.
+    """
+    try:
+        ranges = tuple((_natural(first), _natural(end)) for first, end in value["samples"])
+        if not ranges or any(first >= end for first, end in ranges):
+            raise ValueError("no range of samples")
+        step, to, order = (_natural(value[name]) for name in ("step", "to", "order"))
+        return Rollback(step, to, order, ranges, float(value["loss"]), float(value["grad_norm"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no rollback: {error if str(error) else value!r}") from None
+
+
+def read_rollbacks(path: Path) -> list[Rollback]:
+    """Read a list.
+
+    Raises:
+        ValueError: a line says no rollback.
+        OSError: it cannot be read.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(rollback_of(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return found
+
+
+def write_rollbacks(path: Path, rollbacks: Iterable[Rollback]) -> None:
+    """Replace a list, durably.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [json.dumps(rollback.to_json()) + "\n" for rollback in rollbacks]
+    write_beside(path, "".join(lines).encode(), durable=True)
+
+
+def joined(first: Sequence[Rollback], second: Sequence[Rollback]) -> tuple[Rollback, ...]:
+    """Return the rollbacks of two lists of one run, each once, those of the first before others."""
+    return tuple(dict.fromkeys([*first, *second]))
+
+
+def left_out(rollbacks: Sequence[Rollback]) -> dict[int, Ranges]:
+    """Return the ranges that are left out of each order, as a Position takes them: ascending, without overlaps."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rollback in rollbacks:
+        found.setdefault(rollback.order, []).extend(rollback.samples)
+    return {order: _merged(ranges) for order, ranges in found.items()}
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((first, end))
+    return tuple(merged)
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no natural number")
+    return value
