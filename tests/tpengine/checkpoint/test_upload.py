@@ -83,7 +83,7 @@ def test_one_runs_at_a_time_and_what_it_reads_stays(run: Run) -> None:
         run.complete(step)
         spared = uploads.offer(step)
         assert spared == {1}
-        run.directory.prune(1, spared=spared)
+        run.directory.prune(1, besides=spared)
         assert run.directory.steps() == [1, step]
     (run.path / "go").touch()
     uploads.finish()

@@ -72,7 +72,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def numbers_of(run_dir: Path) -> list[tuple[Any, ...]]:
     """Step, loss, norm, rate and held-out loss of every step, in the order of the file."""
-    rows = [row for row in rows_of(run_dir) if "event" not in row]
+    rows = [row for row in rows_of(run_dir) if "loss" in row]
     return [(row["step"], row["loss"], row["grad_norm"], row["lr"], row.get("held_out_loss")) for row in rows]
 
 
@@ -112,6 +112,23 @@ def test_a_rollback_has_the_bits_of_a_run_that_was_told_what_to_leave_out(
     assert is_identical(run, told, capsys)
     # Checkpoints that a rollback may need stay besides the newest one.
     assert checkpoints_of(run).steps() == [12, 16, 20] and checkpoints_of(told).steps() == [20]
+
+
+def test_a_skip_has_the_bits_of_a_run_that_was_told_to_leave_the_step_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told"
+    assert go_here(run, monkeypatch, "--train.spike", "skip 5 6") == 0
+    (event,) = [row for row in rows_of(run) if "event" in row]
+    assert (event["step"], event["event"], event["skipped"], event["skipped_steps"]) == (LEAP, "skip", True, 0)
+    assert event["spike_loss"] > 4 and event["lr"] > 0 and "loss" not in event
+    told.mkdir()
+    (told / "skipped.jsonl").write_text(json.dumps({"step": LEAP}) + "\n")
+    assert go_here(told, monkeypatch) == 0
+    left_out = [row for row in rows_of(told) if row.get("left_out")]
+    assert [row["step"] for row in left_out] == [LEAP]
+    assert numbers_of(run) == numbers_of(told) and len(numbers_of(run)) == STEPS - 1
+    assert is_identical(run, told, capsys)
 
 
 @pytest.mark.slow
