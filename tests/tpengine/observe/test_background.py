@@ -43,7 +43,7 @@ def test_rows_are_in_order_and_nobody_waits_for_them(tmp_path: Path) -> None:
 
 def test_a_row_that_is_no_row_is_an_error_at_the_next(tmp_path: Path) -> None:
     writer = BackgroundWriter(MetricsWriter(tmp_path))
-    writer.write({"step": 0, "loss": "none"})
+    writer.write({"step": 0, "loss": object()})
     writer._tasks.put(None)
     writer._thread.join()
     with pytest.raises(TypeError):
