@@ -52,14 +52,17 @@ class Evidence:
     def spread(self) -> float:
         """Return by what share of itself the run's step varies: 0 if that is not known.
 
-        The largest of three: half of all other steps lie this close together; the median of the recorded steps is this
-        far from the slowest and the fastest of them, on average; it is this far from the median of the others.
+        The largest of three: half of all other steps lie within this range around their median; the median of the
+        recorded steps is this far from the slowest and the fastest of them, on average; it is this far from the median
+        of the others.
         """
         recorded = [step.seconds for step in self.profile.steps]
         found = (max(recorded) - min(recorded)) / (2 * self.step)
         if len(self.step_seconds) > 2:
-            first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
-            found = max(found, (third - first) / median, abs(self.step - median) / self.step)
+            median = statistics.median(self.step_seconds)
+            # Not quartiles: of three steps one that is long would move them.
+            near = statistics.median(abs(seconds - median) for seconds in self.step_seconds)
+            found = max(found, 2 * near / median, abs(self.step - median) / self.step)
         return found
 
 

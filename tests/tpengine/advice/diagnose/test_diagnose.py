@@ -294,6 +294,18 @@ def test_what_differs_less_than_the_steps_themselves_is_no_verdict(tmp_path: Pat
     assert noisy.fault is Fault.NONE and "by which its own steps differ: record more steps" in noisy.lines()[0]
 
 
+def test_one_long_step_hides_no_fault(tmp_path: Path) -> None:
+    """Of three steps that were not recorded one took ten times as long: the machine did something else."""
+    run = write_run(tmp_path / "run", config_of(2), Truth(slower={(0, 0, 0): 1.4}, jitter=0.0))
+    recorded = {step["step"] for step in json.loads((run / "profile.json").read_text())["steps"]}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    others = [row for row in rows if row["step"] and row["step"] not in recorded][:3]
+    others[1]["step_seconds"] *= 10
+    kept = [*(row for row in rows if row["step"] in recorded), *others]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert diagnose(run).fault is Fault.SLOW_RANK
+
+
 def test_what_differs_less_than_the_recorded_steps_do_is_no_verdict(tmp_path: Path) -> None:
     """A host that was busy in one of two recorded steps does not make a rank slow."""
     run = write_run(tmp_path / "run", config_of(2), Truth(slower={(0, 0, 0): 1.15}))
