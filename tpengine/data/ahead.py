@@ -55,14 +55,13 @@ def read_samples(samples: SampleReader, numbers: Numbers, needs_tokens: bool) ->
         needs_tokens: whether tokens and labels are needed; a rank without them still needs documents' starts.
     """
     try:
-        starts = tuple(samples.document_starts(numbers)) if samples.packs else ()
         if not needs_tokens:
-            return StepSamples(starts=starts)
-        tokens, labels = samples.read(numbers)
+            return StepSamples(starts=tuple(samples.document_starts(numbers)) if samples.packs else ())
+        tokens, labels, starts = samples.read_with_starts(numbers)
     except ValueError as problem:
         return StepSamples(error=str(problem))
     digest = batch_digest(tokens, labels, starts)
-    return StepSamples(tokens, labels, starts, digest, int((labels != IGNORED_LABEL).sum()))
+    return StepSamples(tokens, labels, tuple(starts), digest, int((labels != IGNORED_LABEL).sum()))
 
 
 @dataclass

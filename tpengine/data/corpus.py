@@ -15,6 +15,8 @@ from tpengine.data.position import Position
 
 # tokens[count, S] and labels[count, S], int64.
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+# These, and where documents begin in each sample.
+PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]
 
 
 class SampleReader(Protocol):
@@ -40,6 +42,9 @@ class SampleReader(Protocol):
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return where documents begin in samples; see Samples.document_starts."""
+
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
+        """Read samples, and where documents begin in them; see Samples.read_with_starts."""
 
 
 class TrainingSamples(SampleReader, Protocol):

@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data.corpus import Batch
+from tpengine.data.corpus import Batch, PackedBatch
 from tpengine.data.files.content.hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.source import open_text
@@ -24,7 +24,7 @@ from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.fingerprint import of_files
-from tpengine.data.order import permute
+from tpengine.data.order import permute, permute_one
 from tpengine.data.position import Position
 from tpengine.data.text.sources import stdlib_text
 
@@ -38,6 +38,8 @@ class HasDocuments(Protocol):
 
 
 _END_TOKENS = 1 << 16
+# So many numbers are permuted one by one: 6 us each, all together 90 us.
+_FEW = 8
 # A file system slower than this is treated as broken.
 _LEAST_BYTES_PER_S = 10e6
 # Half of a SHA-256 is enough to distinguish texts, and is short enough for a message.
@@ -102,22 +104,35 @@ class Samples:
         Returns: tokens[count, S] and labels[count, S], int64, contiguous, writable.
         Raises: ValueError: a token outside the model's vocabulary; not one whole window; a file that was cut short.
         """
+        return self.read_with_starts(samples)[:2]
+
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
+        """Read samples, and where documents begin in them, with one search.
+
+        Returns: as `read`, and as `document_starts`; an empty list where the samples are not packed.
+        Raises: ValueError: as `read` and `document_starts`.
+        """
         if not self.num_windows:
             raise ValueError(
                 f"a window must fit the text: {len(self.tokens)} tokens, seq_len {self.seq_len} and one more: "
                 "use a smaller seq_len or more text"
             )
-        starts = self._windows(samples) * self.seq_len
-        text = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()])
-        if text.max() >= self.vocab_size:
-            raise ValueError(self._beyond(text, starts))
-        tokens, labels = text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
+        firsts = [window * self.seq_len for window in self._windows(samples)]
+        tokens = np.empty((len(firsts), self.seq_len), dtype=np.int64)
+        labels = np.empty_like(tokens)
+        for row, first in enumerate(firsts):
+            text = self.tokens[first : first + self.seq_len + 1]
+            if text.max() >= self.vocab_size:
+                raise ValueError(self._beyond(firsts))
+            tokens[row], labels[row] = text[:-1], text[1:]
         if self.ignore_token is not None:
             labels[labels == self.ignore_token] = IGNORED_LABEL
-        if self.packs:
-            for of_sample, starts_in in zip(labels, self._document_starts(starts), strict=True):
-                of_sample[starts_in - 1] = IGNORED_LABEL
-        return tokens, labels
+        if not self.packs:
+            return tokens, labels, []
+        starts = self._document_starts(firsts)
+        for of_sample, starts_in in zip(labels, starts, strict=True):
+            of_sample[starts_in - 1] = IGNORED_LABEL
+        return tokens, labels, [self._inside(of) for of in starts]
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return, for samples of the order, where documents begin in each, after its first token.
@@ -127,20 +142,24 @@ class Samples:
         """
         if not self.packs:
             return [np.empty(0, dtype=np.int64)] * len(samples)
-        windows = self._windows(samples) * self.seq_len
-        return [starts[starts < self.seq_len] for starts in self._document_starts(windows)]
+        firsts = [window * self.seq_len for window in self._windows(samples)]
+        return [self._inside(starts) for starts in self._document_starts(firsts)]
 
-    def _document_starts(self, windows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _document_starts(self, firsts: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return where documents begin in windows and right behind them, after the first token of each."""
         assert isinstance(self.tokens, HasDocuments), "packed samples have documents"
-        ends = [(first + 1, first + self.seq_len + 1) for first in windows.tolist()]
-        return [self.tokens.document_starts(first, end) - (first - 1) for first, end in ends]
+        return [self.tokens.document_starts(first + 1, first + self.seq_len + 1) - first for first in firsts]
 
-    def _beyond(self, text: NDArray[Any], starts: NDArray[np.int64]) -> str:
+    def _inside(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Leave out the document that begins right behind a window."""
+        return starts[:-1] if len(starts) and starts[-1] == self.seq_len else starts
+
+    def _beyond(self, firsts: Sequence[int]) -> str:
         """Say which token of windows is beyond the vocabulary, and where the first one is."""
+        text = np.stack([self.tokens[first : first + self.seq_len + 1] for first in firsts])
         rows, columns = np.nonzero(text >= self.vocab_size)
         first, largest = int(text[rows[0], columns[0]]), int(text.max())
-        place = int(starts[rows[0]] + columns[0])
+        place = int(firsts[rows[0]] + columns[0])
         where = f"token {place} of the text"
         if not isinstance(self.tokens, np.ndarray):
             path, number = self.tokens.where(place)
@@ -150,17 +169,21 @@ class Samples:
             f"the first beyond it, {first}, is {where}: use model.vocab_size {largest + 1} or other text"
         )
 
-    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _windows(self, samples: NDArray[np.int64]) -> list[int]:
         """The window of each sample; each pass over the text has an order of its own over all windows."""
-        epochs, places = np.divmod(samples, self.num_windows)
-        if self.seed is not None:
-            # A run of one phase and one text has the order that it had before there were phases and mixtures.
-            what = "sample order" if self.source is None else f"sample order of source {self.source}"
-            what += f" of phase {self.phase}" if self.phase else ""
-            for epoch in np.unique(epochs):
-                now = epochs == epoch
-                places[now] = permute(places[now], self.num_windows, self.seed, int(epoch), what)
-        return places
+        num = self.num_windows
+        if self.seed is None:
+            return (samples % num).tolist()
+        # A run of one phase and one text has the order that it had before there were phases and mixtures.
+        what = "sample order" if self.source is None else f"sample order of source {self.source}"
+        what += f" of phase {self.phase}" if self.phase else ""
+        if len(samples) <= _FEW:
+            return [permute_one(sample % num, num, self.seed, sample // num, what) for sample in samples.tolist()]
+        epochs, places = np.divmod(samples, num)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            places[now] = permute(places[now], num, self.seed, epoch, what)
+        return places.tolist()
 
 
 @dataclass(frozen=True)
@@ -252,7 +275,7 @@ def batch_digest(
     for part in (tokens, labels[:, -1]):
         digest.update(part.astype("<u4").tobytes())
     for starts in document_starts:
-        digest.update(repr(starts.tolist()).encode())
+        digest.update(len(starts).to_bytes(8, "little") + starts.astype("<i8").tobytes())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 

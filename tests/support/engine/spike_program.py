@@ -29,22 +29,22 @@ _SHIFT = 100
 
 def scramble(bad: str) -> Callable[[], None]:
     """Scramble the labels of training samples, as BAD says; return what undoes it."""
-    read = Samples.read
+    read = Samples.read_with_starts
     order, _, ranges = bad.rpartition("/")
     numbers = [number for part in ranges.split(",") for number in range(*map(int, part.split(":")))]
 
     def spoilt(self: Samples, samples: NDArray[np.int64]) -> Any:
-        tokens, labels = read(self, samples)
+        tokens, labels, starts = read(self, samples)
         if self.seed is not None and self.phase == int(order or 0):
             for row in np.flatnonzero(np.isin(samples, numbers)):
                 valid = labels[row] != IGNORED_LABEL
                 labels[row, valid] = (labels[row, valid] + _SHIFT) % self.vocab_size
-        return tokens, labels
+        return tokens, labels, starts
 
-    Samples.read = spoilt  # type: ignore[method-assign]
+    Samples.read_with_starts = spoilt  # type: ignore[method-assign]
 
     def undo() -> None:
-        Samples.read = read  # type: ignore[method-assign]
+        Samples.read_with_starts = read  # type: ignore[method-assign]
 
     return undo
 

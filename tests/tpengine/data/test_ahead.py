@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data import ReadAhead, Samples, batch_digest, open_tokens, write_tokens
-from tpengine.data.corpus import Batch
+from tpengine.data.corpus import PackedBatch
 from tpengine.data.position import Position
 
 
@@ -33,10 +33,10 @@ class Slow:
     asked: list[list[int]] = field(default_factory=list)
     packs: bool = False
 
-    def read(self, samples: NDArray[np.int64]) -> Batch:
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
         self.asked.append(samples.tolist())
         self.gate.wait()
-        return self.samples.read(samples)
+        return self.samples.read_with_starts(samples)
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         raise AssertionError("nothing is packed")
@@ -110,7 +110,7 @@ def test_an_error_is_that_of_the_samples_and_names_the_file(tmp_path: Path) -> N
 
 def test_what_no_user_can_mend_is_raised_where_samples_are_taken(tmp_path: Path) -> None:
     class Broken(Slow):
-        def read(self, samples: NDArray[np.int64]) -> Batch:
+        def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
             raise ZeroDivisionError("a bug")
 
     ahead = ReadAhead(Broken(samples_of(tmp_path / "t")), needs_tokens=True)

@@ -25,6 +25,7 @@ from tpengine.data import (
     stdlib_text,
     write_tokens,
 )
+from tpengine.data.order import permute_one
 from tpengine.data.text.documents import Documents
 from tpengine.data.text.encode import bytes_of
 
@@ -189,6 +190,7 @@ def test_permutation_stays_inside_for_any_size(num: int, seed: int, epoch: int) 
     assert order.min() >= 0
     assert order.max() < num
     assert len(np.unique(order)) == len(places)
+    assert [permute_one(place, num, seed, epoch) for place in places.tolist()] == order.tolist()
 
 
 def test_permutation_depends_on_seed_and_epoch_and_has_no_drift() -> None:
@@ -205,6 +207,15 @@ def test_the_order_is_what_it_always_was() -> None:
     """A changed order would silently change every run that is continued."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == ORDER_OF_TEN
     assert permute(np.arange(4), 10**9, 7, 2).tolist() == ORDER_OF_MANY
+
+
+def test_few_samples_are_the_windows_that_many_are() -> None:
+    for options in ({}, {"seed": 3}, {"seed": 3, "phase": 2, "source": 1}):
+        samples = Samples(np.arange(1000) % 251, 8, 256, **options)
+        numbers = np.arange(0, 1000, 7)
+        tokens, labels = samples.read(numbers)
+        for number, *row in zip(numbers.tolist(), tokens, labels, strict=True):
+            np.testing.assert_array_equal(np.concatenate(samples.batch(number, 1)), row)
 
 
 def test_labels_are_the_next_tokens_and_an_epoch_reads_every_window_once() -> None:

@@ -28,6 +28,7 @@ class Starts(ABC):
     """
 
     _kept: NDArray[np.int64] | None = None
+    _has_empty = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Starts(ABC):
         """Return the number of the first document that begins at a token or after it; the count if none does."""
         kept = self._list()
         if kept is not None:
-            return int(np.searchsorted(kept, token))
+            return int(kept.searchsorted(token))
         low, high = 0, len(self)
         while high - low > _NUMBERS_AT_ONCE:
             middle = (low + high) // 2
@@ -55,7 +56,7 @@ class Starts(ABC):
         return low + int(np.searchsorted(self[low:high], token))
 
     def between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return all starts in [begin, end), ascending, each once.
+        """Return all starts in [begin, end), ascending, each once; they may be read-only.
 
         Raises: ValueError: as for a slice; starts that do not ascend.
         """
@@ -63,8 +64,8 @@ class Starts(ABC):
             return np.empty(0, dtype=np.int64)
         kept = self._list()
         if kept is not None:
-            low, high = np.searchsorted(kept, [begin, end]).tolist()
-            return _each_once(kept[low:high])
+            found = kept[kept.searchsorted(begin) : kept.searchsorted(end)]
+            return _each_once(found) if self._has_empty else found
         first = self.first_at_or_after(begin)
         found = self[first : first + _NUMBERS_AT_ONCE]
         while len(found) and found[-1] < end and first + len(found) < len(self):
@@ -79,7 +80,8 @@ class Starts(ABC):
         if self._kept is None and len(self) <= _MOST_KEPT and _num_kept + len(self) <= _ALL_KEPT:
             kept = self[0 : len(self)]
             self.check_ascending(kept, 0)
-            self._kept = kept
+            kept.flags.writeable = False
+            self._kept, self._has_empty = kept, bool((kept[1:] == kept[:-1]).any())
             _num_kept += len(kept)
             weakref.finalize(self, _forget, len(kept))
         return self._kept

@@ -135,6 +135,9 @@ class SourceStarts(Starts):
     def between(self, begin: int, end: int) -> NDArray[np.int64]:
         found = [np.empty(0, dtype=np.int64)]
         number = bisect_right(self._token_ends, begin)
+        if begin < end <= self._token_ends[min(number, len(self._files) - 1)]:
+            first = self._first_token(number)
+            return self._starts[number].between(begin - first, end - first) + first
         while begin < end and number < len(self._files):
             first = self._first_token(number)
             upto = min(end, self._token_ends[number])

@@ -6,8 +6,12 @@ ends without a message. A read can report the error in one line, and is about as
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import functools
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,8 +24,10 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
-# A quarter of what systems allow a process, 1,024 mostly.
-_MOST_OPEN = 256
+# So many are opened without a question: a quarter of what systems mostly allow a process that does not ask, 1,024.
+_SOME_OPEN = 256
+# What is opened beyond that has numbers from 1,024 on: select() knows no larger ones, and others may need it.
+_MOST_OPEN, _FIRST_NUMBER = 4096, 1024
 
 
 class FileIdentity(NamedTuple):
@@ -54,8 +60,9 @@ _OPEN: OrderedDict[int, _Descriptor] = OrderedDict()
 class OpenFile:
     """A file for reading, while this object lives.
 
-    A file that is renamed over its name does not affect it. Of very many files, those that were used longest ago are
-    closed and opened again when they are needed: then the name must still be that of the same file.
+    A file that is renamed over its name does not affect it. Of more than 4,096 files, or of as many as the system lets
+    this process have open, those that were used longest ago are closed and opened again when they are needed: then the
+    name must still be that of the same file.
 
     Args: path: the file.
     Raises: OSError: it cannot be opened.
@@ -63,7 +70,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        self._descriptor = _Descriptor(_open(path))
         status = os.fstat(self._descriptor.number)
         self._is = status.st_dev, status.st_ino
         weakref.finalize(self, _close, self._descriptor)
@@ -103,7 +110,7 @@ class OpenFile:
         """Return the descriptor, which stays open until `_give`."""
         with _LOCK:
             if self._descriptor.number < 0:
-                number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                number = _open(self.path)
                 status = os.fstat(number)
                 if (status.st_dev, status.st_ino) != self._is:
                     os.close(number)
@@ -118,11 +125,37 @@ class OpenFile:
             self._descriptor.users -= 1
 
 
+def _open(path: Path) -> int:
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if len(_OPEN) < _SOME_OPEN or _most_open() <= _SOME_OPEN:
+        return number
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FIRST_NUMBER)
+    finally:
+        os.close(number)
+
+
+@functools.cache
+def _most_open() -> int:
+    """Return how many files may be open at once, and have the system allow this process so many if it can."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * _FIRST_NUMBER + _MOST_OPEN
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            allowed = wanted
+    if allowed == resource.RLIM_INFINITY:
+        return _MOST_OPEN
+    return max(_SOME_OPEN, min(_MOST_OPEN, allowed - 2 * _FIRST_NUMBER))
+
+
 def _used_now(descriptor: _Descriptor) -> None:
     """Note a use; close what was used longest ago if too much is open. The caller has the lock."""
     _OPEN[id(descriptor)] = descriptor
     _OPEN.move_to_end(id(descriptor))
-    if len(_OPEN) <= _MOST_OPEN:
+    if len(_OPEN) <= _SOME_OPEN or len(_OPEN) <= _most_open():
         return
     # Of a copy: whatever is dropped meanwhile takes itself out.
     idle = next((key for key in list(_OPEN) if not _OPEN[key].users and _OPEN[key] is not descriptor), None)

@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.corpus import Batch
+from tpengine.data.corpus import Batch, PackedBatch
 from tpengine.data.mixtures.shares import Mixture
 from tpengine.data.mixtures.table import SourceEntry
 from tpengine.data.position import Position
@@ -47,14 +47,21 @@ class _OfSources:
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """Read samples by their numbers; as Samples.read, with the source's name before what is wrong."""
+        return self.read_with_starts(samples)[:2]
+
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
+        """Read samples, and where documents begin in them, as Samples.read_with_starts."""
         tokens = np.empty((len(samples), self.seq_len), dtype=np.int64)
         labels = np.empty_like(tokens)
+        found = [np.empty(0, dtype=np.int64)] * (len(samples) if self.packs else 0)
 
         def take(of: Samples, now: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-            tokens[now], labels[now] = of.read(numbers)
+            tokens[now], labels[now], starts = of.read_with_starts(numbers)
+            for place, of_sample in zip(now.tolist() if self.packs else (), starts, strict=True):
+                found[place] = of_sample
 
         self._each(samples, take)
-        return tokens, labels
+        return tokens, labels, found
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return where documents begin in samples, as Samples.document_starts."""

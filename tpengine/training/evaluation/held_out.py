@@ -106,13 +106,16 @@ def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Te
     trainer.activity.begin("reading the held-out text")
     samples, model = trainer.corpus.held_out, trainer.model
     tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
-    error, digest, starts = "", None, []
+    error, digest = "", None
+    starts: list[NDArray[np.int64]] = []
     try:
-        starts = samples.document_starts(np.arange(first, first + count)) if samples.packs else []
+        numbers = np.arange(first, first + count)
         if model.is_first or model.is_last:
-            arrays = samples.batch(first, count)
-            digest = batch_digest(*arrays, starts)
-            tokens, labels = (torch.from_numpy(array) for array in arrays)
+            of_tokens, of_labels, starts = samples.read_with_starts(numbers)
+            digest = batch_digest(of_tokens, of_labels, starts)
+            tokens, labels = torch.from_numpy(of_tokens), torch.from_numpy(of_labels)
+        elif samples.packs:
+            starts = samples.document_starts(numbers)
     except ValueError as problem:
         error = str(problem)
     everyone = all_gather_json([trainer.mesh.at.dp, error, digest])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from support.engine.foreign_tokens import write_datatrove, write_megatron, write
 
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import ContentCheck, open_corpus, open_source, write_tokens
-from tpengine.data.files import documents
+from tpengine.data.files import documents, stored_tokens
 from tpengine.data.files.find import files_of
 from tpengine.data.files.one_file import About
 from tpengine.data.files.source import open_text
@@ -218,7 +220,42 @@ def many(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_many_files_need_few_descriptors(many: Path) -> None:
+def test_many_files_stay_open_where_the_system_allows_it(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers below 1,024 are left to others, but for some; the process raises its own limit only then."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 4096:
+        pytest.skip(f"this system allows a process {most} files")
+    opened: list[str] = []
+
+    def counted(path: Any, flags: int) -> int:
+        opened.append(str(path))
+        return os_open(path, flags)
+
+    os_open = os.open
+    stored_tokens._most_open.cache_clear()
+    gc.collect()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
+        before = {int(number) for number in os.listdir("/proc/self/fd")}
+        open_source(str(many / "0000.tokens"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+        source = open_source(str(many))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
+        new = {int(number) for number in os.listdir("/proc/self/fd")} - before
+        assert len(new) == 600 and sum(number < 1024 for number in new) <= 257
+        monkeypatch.setattr(os, "open", counted)
+        for start in range(0, source.num_tokens, 23 * 7):
+            assert source.read(start, 23).tolist() == [start // 23 % 250] * 20 + [7] * 3
+        assert not opened
+    finally:
+        del source
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+        stored_tokens._most_open.cache_clear()
+
+
+def test_many_files_need_few_descriptors(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process may not have more."""
+    monkeypatch.setattr(stored_tokens, "_most_open", lambda: 256)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     source = open_source(str(many))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
 from tpengine.data import Corpus, Position, open_corpora
+from tpengine.data.corpus import PackedBatch
 from tpengine.data.mixtures.corpus import MixtureCorpus
 from tpengine.data.mixtures.samples import MixtureSamples
 from tpengine.data.mixtures.shares import Mixture
@@ -205,8 +206,9 @@ class Mutation:
 
 
 def keeps_labels(original: Any) -> Any:
-    def read(self: Samples, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return original(replace(self, packs=False), samples)
+    def read(self: Samples, samples: NDArray[np.int64]) -> PackedBatch:
+        tokens, labels, _ = original(replace(self, packs=False), samples)
+        return tokens, labels, self.document_starts(samples)
 
     return read
 
@@ -248,7 +250,7 @@ def forgets_its_order(original: Any) -> Any:
 
 
 MUTATIONS = [
-    Mutation("a label across a border counts", Samples, "read", keeps_labels, check_epochs),
+    Mutation("a label across a border counts", Samples, "read_with_starts", keeps_labels, check_epochs),
     Mutation("a rank reads its own share", BatchReader, "_first_in_step", own_share, check_layouts),
     Mutation("the epoch's key is lost on resume", Samples, "_windows", first_epoch_for_ever, check_layouts),
     Mutation("shares drift after 10^6 samples", Mixture, "counts_at", drifts, check_shares),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
@@ -97,14 +98,14 @@ def num_reads(config: Config) -> int:
     """How often this rank reads the text in an evaluation."""
     trainer = Trainer(config, open_corpus(config), CPU)
     reads: list[int] = []
-    read = Samples.batch
+    read = Samples.read_with_starts
 
-    def counting(self: Samples, first: int, count: int) -> object:
-        reads.append(first)
-        return read(self, first, count)
+    def counting(self: Samples, samples: NDArray[np.int64]) -> object:
+        reads.append(len(samples))
+        return read(self, samples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Samples, "batch", counting)
+        patch.setattr(Samples, "read_with_starts", counting)
         assert held_out_loss(trainer) is not None
         before = len(reads)
         assert read_prompt(trainer, 4) == [0, 1, 2, 3]
