@@ -25,7 +25,7 @@ from tpengine.data import (
     stdlib_text,
     write_tokens,
 )
-from tpengine.data.order import permute_one
+from tpengine.data.order.permutation import permute_one
 from tpengine.data.text.documents import Documents
 from tpengine.data.text.encode import bytes_of
 

@@ -7,7 +7,7 @@ from tpkernels.work import visible_pairs
 
 from tpengine.config import Config
 from tpengine.data import open_source
-from tpengine.data.samples import HasDocuments, Samples
+from tpengine.data.samples.windows import HasDocuments, Samples
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.simulate.machine import Machine

@@ -3,5 +3,4 @@
 table.py     the file of a mixture
 shares.py    which sample of which source is sample i
 samples.py   the samples of a mixture, and what is held out of each source
-corpus.py    a mixture, opened: as a text is
 """

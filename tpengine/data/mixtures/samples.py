@@ -15,11 +15,11 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.corpus import Batch, PackedBatch
 from tpengine.data.mixtures.shares import Mixture
 from tpengine.data.mixtures.table import SourceEntry
-from tpengine.data.position import Position
-from tpengine.data.samples import Samples
+from tpengine.data.order.position import Position
+from tpengine.data.samples.reader import Batch, PackedBatch
+from tpengine.data.samples.windows import Samples
 
 
 class _OfSources:

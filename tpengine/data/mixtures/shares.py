@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.order import permute
+from tpengine.data.order.permutation import permute
 
 BLOCK = 1024
 _LARGEST_BLOCK = 2**20

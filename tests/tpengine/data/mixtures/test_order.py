@@ -25,11 +25,11 @@ from torch import Tensor
 
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
 from tpengine.data import Corpus, Position, open_corpora
-from tpengine.data.corpus import PackedBatch
-from tpengine.data.mixtures.corpus import MixtureCorpus
+from tpengine.data.corpora.mixture_corpus import MixtureCorpus
 from tpengine.data.mixtures.samples import MixtureSamples
 from tpengine.data.mixtures.shares import Mixture
-from tpengine.data.samples import Samples
+from tpengine.data.samples.reader import PackedBatch
+from tpengine.data.samples.windows import Samples
 from tpengine.distributed.mesh import Coordinates, Shape
 from tpengine.training.step_batch import BatchReader, Report
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from tpengine.config import Config, DataConfig
-from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, samples, stdlib_text, write_tokens
+from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, stdlib_text, write_tokens
+from tpengine.data.corpora import text_corpus
 from tpengine.data.files.content.hash import content_sha256, note_sha256, noted_sha256, once_per_host
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
@@ -164,9 +165,9 @@ def test_a_rank_that_comes_late_reads_nothing_again(
     (tmp_path / "temporary").mkdir()
     write_without_hash(tmp_path / "t")
     read: list[StoredTokens] = []
-    monkeypatch.setattr(samples, "content_sha256", lambda tokens: read.append(tokens) or content_sha256(tokens))
+    monkeypatch.setattr(text_corpus, "content_sha256", lambda tokens: read.append(tokens) or content_sha256(tokens))
     if not takes_notes:
-        monkeypatch.setattr(samples, "note_sha256", lambda *_: False)
+        monkeypatch.setattr(text_corpus, "note_sha256", lambda *_: False)
     for num_read in (1, 2):
         for _ in range(3):
             corpus, _ = opened(tmp_path / "t")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tpengine.config import Config, Phase, Phases
-from tpengine.data.corpus import Corpus
-from tpengine.data.mixtures.corpus import MixtureCorpus, open_mixture
-from tpengine.data.samples import TextCorpus, open_text_corpus
+from tpengine.data.corpora.corpus import Corpus
+from tpengine.data.corpora.mixture_corpus import MixtureCorpus, open_mixture
+from tpengine.data.corpora.text_corpus import TextCorpus, open_text_corpus
 
 
 def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:

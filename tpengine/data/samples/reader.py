@@ -1,17 +1,14 @@
-"""What a run reads, as training sees it, whether it is one text or a mixture of several."""
+"""What is asked of samples, whether they are those of a text or of a mixture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.config import Config
-from tpengine.data.files.token_file import TokenFile
-from tpengine.data.position import Position
+from tpengine.data.order.position import Position
 
 # tokens[count, S] and labels[count, S], int64.
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -70,42 +67,3 @@ class HeldOut(SampleReader, Protocol):
 
     def place(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample, and the sample's number in that source."""
-
-
-class Corpus(Protocol):
-    """A text or a mixture, cut into a part for training and a held-out part.
-
-    Attributes:
-        train, held_out: the parts.
-        texts: all texts, with the SHA-256 of their tokens.
-        reading_seconds: how much longer than this rank a rank of another host may take to open it, since it may have to
-            read all of it; 0 if the headers have the hashes.
-    """
-
-    @property
-    def train(self) -> TrainingSamples: ...
-
-    @property
-    def held_out(self) -> HeldOut: ...
-
-    @property
-    def texts(self) -> tuple[TokenFile, ...]: ...
-
-    @property
-    def reading_seconds(self) -> float: ...
-
-    def fingerprint(self) -> str:
-        """Return what identifies its content and how it is mixed; see fingerprint.py."""
-
-    def fingerprint_of_ends(self) -> str:
-        """Return what checkpoints identified a text by before its content was hashed; empty for a mixture."""
-
-    def note_hash(self, run_dir: Path) -> None:
-        """Write hashes to the run directory if no note can be written beside the texts."""
-
-    def viewed(self, config: Config, phase: int) -> Corpus:
-        """Return it in windows of a configuration's length, its targets that do not count, in the order of a phase.
-
-        Raises:
-            ValueError: it is too short.
-        """

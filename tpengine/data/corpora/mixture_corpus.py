@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpengine.config import Config
+from tpengine.data.corpora.fingerprint import of_mixture
+from tpengine.data.corpora.text_corpus import TextCorpus
 from tpengine.data.files.token_file import TokenFile
-from tpengine.data.fingerprint import of_mixture
 from tpengine.data.mixtures.samples import HeldOutSamples, MixtureSamples, evenly
 from tpengine.data.mixtures.shares import Mixture
 from tpengine.data.mixtures.table import SourceEntry, read_table
-from tpengine.data.samples import TextCorpus
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def open_mixture(config: Config, open_source: Callable[[Config], TextCorpus], ph
 
     Args:
         config: validated; data.mixture is set.
-        open_source: opens a text, as samples.open_text_corpus does.
+        open_source: opens a text, as text_corpus.open_text_corpus does.
         phase: that begins its order.
 
     Raises:

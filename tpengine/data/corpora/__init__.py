@@ -1,0 +1,8 @@
+"""What training sees: a text or a mixture, cut into what is trained on and what is held out. No torch.
+
+corpus.py          what is asked of it
+text_corpus.py     a text, opened
+mixture_corpus.py  a mixture, opened
+of_phases.py       what each phase of a run reads
+fingerprint.py     what identifies it, and what has changed of it
+"""
