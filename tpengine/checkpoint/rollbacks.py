@@ -4,8 +4,8 @@
                        {"step": 812, "to": 600, "order": 0, "samples": [[25984, 26016]], "loss": 9.1, "grad_norm": 31.0}
 
 `step` is the one that leaped, counted from 0; `to` the steps of the checkpoint that the run went back to; `samples` are
-half-open ranges of numbers of an order of samples (data/order/position.py), that of the phase `order`. No step reads them
-any more. No torch.
+half-open ranges of numbers of an order of samples (data/order/position.py), that of the phase `order`. No step reads
+them any more. No torch.
 """
 
 from __future__ import annotations
