@@ -42,6 +42,9 @@ class Kind(StrEnum):
     CLIP = "CLIP"
     STEP = "STEP"
 
+    # That of the text, which is equal to the kind. Enum's own is computed in Python, and plans look kinds up often.
+    __hash__ = str.__hash__
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
@@ -91,6 +94,11 @@ class Action:
     subs: tuple[Action, ...] = ()
 
     def __post_init__(self) -> None:
+        # A plan has a hundred thousand actions without sub-actions: what they must look like is asked at once.
+        chunk, microbatch = self.chunk, self.microbatch
+        is_plain = self.kind in _LOCATED and not self.subs and self.index is None
+        if is_plain and chunk is not None and microbatch is not None and chunk >= 0 and microbatch >= 0:
+            return
         _check_number(self, "chunk", self.chunk, self.kind in _LOCATED)
         _check_number(self, "microbatch", self.microbatch, self.kind in _LOCATED)
         _check_number(self, "index", self.index, self.kind in _INDEXED)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, permutations
+from itertools import accumulate, combinations, pairwise, permutations
 
 Split = tuple[tuple[int, int], ...]
 
@@ -44,10 +44,46 @@ def partition_layers(layer_costs: Sequence[float], first_cost: float, last_cost:
     """
     _check(layer_costs, first_cost, last_cost, len(ranks))
     chunk_cost = _chunk_costs(layer_costs, first_cost, last_cost)
+    if len(set(layer_costs)) == 1 and (sizes := _sizes_of_equal_layers(len(layer_costs), ranks, chunk_cost)):
+        return tuple(pairwise(accumulate(sizes, initial=0)))
     ends = _balanced_chunks(len(layer_costs), len(ranks), chunk_cost)
     if len(set(ranks)) < len(ranks):
         ends = _balanced_ranks(ends, ranks, chunk_cost, are_equal=len(set(layer_costs)) == 1)
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def _sizes_of_equal_layers(
+    num_layers: int, ranks: Sequence[int], chunk_cost: Callable[[int, int], int]
+) -> list[int] | None:
+    """Return how many of equal layers each chunk holds, given one by one to the rank that has least so far.
+
+    The result is the one that moving layers would end at. None where costs are 0, or where a rank with an end of the
+    model ties with another: there more than the ranks' loads decides.
+    """
+    num_chunks = len(ranks)
+    sizes, layer = [1] * num_chunks, chunk_cost(1, 2) if num_layers > 2 else 0
+    if not layer:
+        return None
+    of_ends = [0] * num_chunks
+    of_ends[0] += chunk_cost(0, 1) - layer
+    of_ends[-1] += chunk_cost(num_layers - 1, num_layers) - layer
+    chunks_of: dict[int, list[int]] = {}
+    for chunk, rank in enumerate(ranks):
+        chunks_of.setdefault(rank, []).append(chunk)
+    end_of = {rank: sum(of_ends[chunk] for chunk in chunks) for rank, chunks in chunks_of.items()}
+    load = {rank: len(chunks) * layer + end_of[rank] for rank, chunks in chunks_of.items()}
+    # Of a rank's chunks the cheapest takes the next layer; among equal ones, and equal ranks, the latest in the model.
+    following = {rank: min(chunks, key=lambda c: (of_ends[c], -c)) for rank, chunks in chunks_of.items()}
+    for _ in range(num_layers - num_chunks):
+        least = min(load.values())
+        tied = [rank for rank, cost in load.items() if cost == least]
+        if len(tied) > 1 and any(end_of[rank] or len(chunks_of[rank]) != len(chunks_of[tied[0]]) for rank in tied):
+            return None
+        rank = max(tied, key=following.__getitem__)
+        sizes[following[rank]] += 1
+        load[rank] += layer
+        following[rank] = min(chunks_of[rank], key=lambda c: (sizes[c] * layer + of_ends[c], -c))
+    return sizes
 
 
 def _balanced_chunks(num_layers: int, num_chunks: int, chunk_cost: Callable[[int, int], int]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.plan import partition_layers
+from tpengine.plan import partition, partition_layers
+from tpengine.plan.schedules.schedule import looping, vee
 
 
 def brute_force(costs: list[int], first: int, last: int, num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -72,6 +73,21 @@ def test_several_chunks_a_rank_are_balanced_by_rank(data: st.DataObject) -> None
     costs = data.draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers) | st.just([2] * num_layers))
     first, last = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))
     assert partition_layers(costs, first, last, ranks) == most_even(costs, first, last, ranks)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.data())
+def test_equal_layers_given_one_by_one_end_where_moving_them_ends(data: st.DataObject) -> None:
+    """Layers of equal cost are dealt out at once; the search that moves one at a time finds the same split."""
+    pp, chunks = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    ranks = data.draw(st.sampled_from([looping(pp, chunks), vee(pp)]))
+    num_layers = len(ranks) + data.draw(st.integers(0, 14))
+    cost, first, last = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 20)), data.draw(st.integers(0, 30))
+    dealt = partition_layers([cost] * num_layers, first, last, ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "_sizes_of_equal_layers", lambda *_: None)
+        moved = partition_layers([cost] * num_layers, first, last, ranks)
+    assert dealt == moved
 
 
 def test_many_unequal_layers_are_balanced_nearly() -> None:

@@ -34,4 +34,5 @@ def slack(schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None
     without = [chunk for chunk in range(len(schedule.ranks)) if chunk not in ends]
     if without:
         raise ValueError(f"slack needs a backward of every chunk: {schedule.name} has none of chunks {without}")
-    return tuple(timeline.makespan - ends[chunk] for chunk in range(len(schedule.ranks)))
+    makespan = timeline.makespan
+    return tuple(makespan - ends[chunk] for chunk in range(len(schedule.ranks)))
