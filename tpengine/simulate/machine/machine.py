@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tpkernels.work import Work, matmul_work
 
@@ -24,6 +26,52 @@ _PARTS = (1, 2, 4, 8)
 # Until the first operands of a tile have come from memory, and until its results have gone: a latency of half a
 # microsecond each.
 _TILE_S = 1e-6
+
+
+class _Product(NamedTuple):
+    """Matmuls [rows, inner] @ [inner, columns] of elements of so many bytes, in one kernel."""
+
+    rows: int
+    columns: int
+    inner: int
+    item_bytes: int
+    batch: int
+
+
+# A search asks for the same products thousands of times.
+@functools.lru_cache(maxsize=1 << 16)
+def _tiled_seconds(
+    product: _Product,
+    num_processors: int,
+    flops_per_s: float,
+    bytes_per_s: float,
+    written_per_s: float,
+    *,
+    hides_tiles: bool,
+) -> float:
+    """Return the time of a product by its tiles, of the size that is fastest.
+
+    Args:
+        product: its sizes.
+        num_processors: that compute a tile at a time each.
+        flops_per_s: of one processor, within the largest tiles.
+        bytes_per_s, written_per_s: of all: at which sums in parts are read and written, and results are written.
+        hides_tiles: a processor computes a tile while it writes the one before.
+    """
+    rows, columns, inner, item_bytes, batch = product
+    seconds = []
+    for (height, width), share in _TILES.items():
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        # All processors write at the same time. Of small tiles a processor has two, which take turns.
+        written = height * width * item_bytes * num_processors / written_per_s
+        hidden = 1.0 if hides_tiles else 0.0 if height * width == _LARGEST_TILE else 0.5
+        for parts in _PARTS:
+            rounds = math.ceil(tiles * parts / num_processors)
+            inside = 2 * height * width * math.ceil(inner / parts) / (flops_per_s * share)
+            # Parts of a sum are written in float32, and read to be added.
+            added = (parts > 1) * 2 * parts * 4 * batch * rows * columns / bytes_per_s
+            seconds.append(rounds * (inside + _TILE_S + written * (1 - hidden)) + added)
+    return min(seconds)
 
 
 @dataclass(frozen=True)
@@ -108,19 +156,11 @@ class Machine:
             return self.matmul_seconds(work, dtype)
         rate = self.peak(dtype) * self.tile_share / self.num_processors
         bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
-        seconds = []
-        for (height, width), share in _TILES.items():
-            tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
-            # All processors write at the same time. Of small tiles a processor has two, which take turns.
-            written = height * width * item_bytes * self.num_processors / self.memory_bytes_per_s
-            hidden = 1.0 if self.hides_tiles else 0.0 if height * width == _LARGEST_TILE else 0.5
-            for parts in _PARTS:
-                rounds = math.ceil(tiles * parts / self.num_processors)
-                inside = 2 * height * width * math.ceil(inner / parts) / (rate * share)
-                # Parts of a sum are written in float32, and read to be added.
-                added = (parts > 1) * 2 * parts * 4 * batch * rows * columns / bandwidth
-                seconds.append(rounds * (inside + _TILE_S + written * (1 - hidden)) + added)
-        return max(min(seconds), work.memory_bytes / bandwidth) + self.kernel_s
+        product = _Product(rows, columns, inner, item_bytes, batch)
+        tiled = _tiled_seconds(
+            product, self.num_processors, rate, bandwidth, self.memory_bytes_per_s, hides_tiles=self.hides_tiles
+        )
+        return max(tiled, work.memory_bytes / bandwidth) + self.kernel_s
 
     def attention_seconds(
         self, work: Work, dtype: str, share: float | None = None, *, seq: int = 0, name: str = ""

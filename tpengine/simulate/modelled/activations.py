@@ -7,6 +7,8 @@ its output are in slots (simulate/memory.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tpengine.config import Config
 from tpengine.plan import Chunk, Kind, Plan, Recompute
 from tpengine.simulate import ChunkBytes
@@ -28,14 +30,34 @@ def activation_bytes(config: Config, tp: int, plan: Plan) -> dict[int, ChunkByte
         tp: number of tensor-parallel ranks; the bytes are those of one of them.
         plan: chunks, with what each recomputes and gathers again.
     """
-    return {index: ChunkWalks(config, tp, plan, index).bytes() for index in range(len(plan.chunks))}
+    return dict(enumerate(bytes_of_chunks(config, tp, plan.chunks)))
+
+
+def bytes_of_chunks(
+    config: Config, tp: int, chunks: Sequence[Chunk], known: dict[object, ChunkBytes] | None = None
+) -> tuple[ChunkBytes, ...]:
+    """Return what a micro-batch holds on each chunk; chunks that are alike are walked through once.
+
+    Args:
+        config, tp: as for `activation_bytes`.
+        chunks: of the whole model, in its order; their boundaries do not matter.
+        known: what was found for this configuration and tp before, to be kept from call to call.
+    """
+    known = {} if known is None else known
+    found = []
+    for index in range(len(chunks)):
+        walks = ChunkWalks(config, tp, chunks, index)
+        if walks.kind not in known:
+            known[walks.kind] = walks.bytes()
+        found.append(known[walks.kind])
+    return tuple(found)
 
 
 class ChunkWalks:
-    """One chunk of a plan, walked through; forward and backward return the ledger of the walk."""
+    """One of a model's chunks, walked through; forward and backward return the ledger of the walk."""
 
-    def __init__(self, config: Config, tp: int, plan: Plan, index: int) -> None:
-        chunk, last = plan.chunks[index], len(plan.chunks) - 1
+    def __init__(self, config: Config, tp: int, chunks: Sequence[Chunk], index: int) -> None:
+        chunk, last = chunks[index], len(chunks) - 1
         self.chunk: Chunk = chunk
         windows, seq = config.model.details.windows or (0,) * config.model.num_layers, config.train.seq_len
         kinds = {narrow: BlockBytes.of(config, tp, chunk.gathered, is_windowed=narrow) for narrow in (False, True)}
@@ -44,9 +66,15 @@ class ChunkWalks:
         self.block = kinds[False]  # for what all blocks have alike, and the ends
         self.is_first, self.is_last = index == 0, index == last
         # Where a neighbour is on the same rank, its tensor is handed over; else it is in a slot.
-        self.has_input = index > 0 and plan.chunks[index - 1].rank == chunk.rank
-        self.has_gradient = index < last and plan.chunks[index + 1].rank == chunk.rank
+        self.has_input = index > 0 and chunks[index - 1].rank == chunk.rank
+        self.has_gradient = index < last and chunks[index + 1].rank == chunk.rank
         self.in_slot = index > 0 and not self.has_input
+
+    @property
+    def kind(self) -> object:
+        """What the bytes of chunks of one configuration depend on."""
+        ends = self.is_first, self.is_last, self.has_input, self.has_gradient
+        return (*ends, self.chunk.recompute, self.chunk.gathered, tuple(block.is_windowed for block in self.blocks))
 
     def bytes(self) -> ChunkBytes:
         block = self.block

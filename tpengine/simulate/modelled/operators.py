@@ -92,22 +92,30 @@ def action_seconds(
     """
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
+    sums: Sums = {}
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
         # Chunks of equally many layers in the middle are alike, unless layers differ.
         is_alike = 0 < index < last and not config.model.details.windows
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
-            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, packed)
+            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, sums, packed)
         found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
 
 
 def chunk_seconds(
-    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool
+    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool, known: Sums | None = None
 ) -> Mapping[Kind, ActionSeconds]:
-    """Return what F, B, I and W of one chunk take; `is_first` and `is_last` say which ends of the model it holds."""
-    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS)
+    """Return what F, B, I and W of one chunk take.
+
+    Args:
+        config, tp, machine: as for `action_seconds`.
+        chunk: its layers.
+        is_first, is_last: which ends of the model it holds.
+        known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
+    """
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS, {} if known is None else known)
 
 
 def _of_chunk(
@@ -118,9 +126,10 @@ def _of_chunk(
     is_first: bool,
     is_last: bool,
     engine: Engine,
+    known: Sums,
     packed: Packed | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
-    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, packed)
+    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, known, packed)
     # A recorded run knows better what each kind of action takes.
     return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
 
@@ -133,14 +142,15 @@ def _modelled_chunk(
     is_first: bool,
     is_last: bool,
     engine: Engine,
+    known: Sums,
     packed: Packed | None,
 ) -> Mapping[Kind, ActionSeconds]:
-    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, 0, packed).by_kind()
+    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
     # A tp that does not divide the shards is refused with the configuration; until then it has no price.
     if config.train.reduction != "exact" or num_shards_of(config) % tp:
         return fast
     held = num_shards_of(config) // tp
-    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, held, packed).by_kind()
+    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
     return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
 
 
@@ -157,6 +167,10 @@ class _Sum:
 
     def __mul__(self, times: int) -> _Sum:
         return _Sum(self.operators * times, self.exchanges * times, self.number * times)
+
+
+# What blocks and ends take, by what they depend on: chunks of one configuration have them in common.
+Sums = dict[tuple[object, ...], _Sum]
 
 
 def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
@@ -179,9 +193,11 @@ class _ChunkOperators:
         is_first: bool,
         is_last: bool,
         engine: Engine,
+        known: Sums,
         shards: int = 0,
         packed: Packed | None = None,
     ) -> None:
+        self.known = known
         # Shards that the rank computes one after another, in exact mode.
         self.shards, self.tp, self.packed = shards, tp, packed
         self.machine, self.chunk, self.is_first, self.is_last = machine, chunk, is_first, is_last
@@ -211,8 +227,8 @@ class _ChunkOperators:
     def by_kind(self) -> Mapping[Kind, ActionSeconds]:
         """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
         attention = self._each_block(self._attention)
-        mlp = self._mlp() * self.num_blocks
-        forward = attention + mlp + self._ends()
+        mlp = self._once(self._mlp) * self.num_blocks
+        forward = attention + mlp + self._once(self._ends)
         scores = self._each_block(self._scores_again) if self.engine.computes_scores_again else _Sum()
         if self.engine.computes_half_again:
             scores = self._half_again() * self.num_blocks
@@ -222,14 +238,14 @@ class _ChunkOperators:
             Recompute.BLOCK: attention + mlp,
             Recompute.FULL: forward,
         }[self.chunk.recompute]
-        inputs = self._each_block(self._input_half) + self._input_half_of_ends()
-        weights = self._weight_half(rows_again=0)
+        inputs = self._each_block(self._input_half) + self._once(self._input_half_of_ends)
+        weights = self._weight_half(0)
         copied = self._copied_out()
         return {
             Kind.F: self._action(forward + copied),
             Kind.B: self._action(inputs + weights + copied, again),
             Kind.I: self._action(inputs + copied, again),
-            Kind.W: self._action(self._weight_half(rows_again=self.columns_again)),
+            Kind.W: self._action(self._weight_half(self.columns_again)),
         }
 
     @property
@@ -258,8 +274,15 @@ class _ChunkOperators:
     def _each_block(self, operators: Callable[[int | None], _Sum]) -> _Sum:
         total = _Sum()
         for window, number in self.windows.items():
-            total += operators(window) * number
+            total += self._once(operators, window) * number
         return total
+
+    def _once(self, operators: Callable[..., _Sum], *of: object) -> _Sum:
+        """Return what operators take, which are worked out once for all chunks that have them alike."""
+        key = (operators.__name__, *of, self.shards, self.columns_again, self.is_first, self.is_last)
+        if key not in self.known:
+            self.known[key] = operators(*of)
+        return self.known[key]
 
     def _matmul(self, rows: int, columns: int, inner: int, exchanges: int = 0, kind: str = "forward") -> _Sum:
         of = f"prepared_{kind}" if self.prepares and kind != "weight_gradient" else kind
@@ -476,21 +499,26 @@ class _ChunkOperators:
         return _total([total, *self._products(1, "input_gradient"), self._tree() * 2])
 
     def _weight_half(self, rows_again: int) -> _Sum:
-        columns = self.columns_again
-        qkv, _, gate_up, _ = self._products(columns, "weight_gradient")
+        of_blocks = self._once(self._weight_half_of_block, rows_again) * self.num_blocks
+        return of_blocks + self._once(self._weight_half_of_ends)
+
+    def _weight_half_of_block(self, rows_again: int) -> _Sum:
+        qkv, _, gate_up, _ = self._products(self.columns_again, "weight_gradient")
         _, output, _, down = self._products(rows_again, "weight_gradient")
-        size, added = self.size, self.engine.added_item
-        ends = _Sum()
+        block, added = _total([qkv, output, gate_up, down]), self.engine.added_item
+        if added:
+            block += self._others(Work(self._block_numel, added * self._block_numel))
+        return block
+
+    def _weight_half_of_ends(self) -> _Sum:
+        size, ends = self.size, _Sum()
         if self.is_first:
             ends += self._others(
                 embedding_backward_work(size.tokens, size.vocab, size.hidden, size.item), name="embedding_backward"
             )
         if self.is_last:
-            ends += self._by_columns(size.vocab, columns, "weight_gradient")
-        blocks = _total([qkv, output, gate_up, down])
-        if added:
-            blocks += self._others(Work(self._block_numel, added * self._block_numel))
-        return blocks * self.num_blocks + ends
+            ends += self._by_columns(size.vocab, self.columns_again, "weight_gradient")
+        return ends
 
     def _ends(self) -> _Sum:
         """Return lookup before the first block; norm, logits and loss behind the last."""

@@ -190,7 +190,7 @@ def test_walks_end_with_what_is_kept(dtype: str, recompute: Recompute) -> None:
         config = config_of(dtype, 2, 5, **model)
         for layers, is_local in itertools.product(CHUNKS, (False, True)):
             plan, index = plan_of(config, layers, is_local, recompute=recompute)
-            walks, size = ChunkWalks(config, 1, plan, index), activation_bytes(config, 1, plan)[index]
+            walks, size = ChunkWalks(config, 1, plan.chunks, index), activation_bytes(config, 1, plan)[index]
             x = walks.block.x
             saved = int(size.saved) + (recompute is Recompute.FULL and walks.is_first) * walks.block.embedding
             if recompute is not Recompute.FULL or not walks.is_last:
