@@ -6,11 +6,12 @@ Read picture.py (what is drawn), scene.py (where it is placed), palette.py (its 
 from tpengine.simulate.draw.file import check_picture_file, draw_to_file, picture_bytes, write_beside
 from tpengine.simulate.draw.grid import describe, grid
 from tpengine.simulate.draw.html import draw_html
-from tpengine.simulate.draw.picture import Picture, bytes_text, check_num_boxes
+from tpengine.simulate.draw.picture import MAX_BOXES, Picture, bytes_text, check_num_boxes
 from tpengine.simulate.draw.png import render_png
 from tpengine.simulate.draw.svg import draw_svg
 
 __all__ = [
+    "MAX_BOXES",
     "Picture",
     "bytes_text",
     "check_num_boxes",

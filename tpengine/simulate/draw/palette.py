@@ -17,6 +17,7 @@ IDLE = "#f3f3f3"
 TICK = "#d5d5d5"
 MEMORY = "#c9c9c9"
 MEMORY_EDGE = "#757575"
+LIMIT = "#b3261e"
 
 _ENDING = "#595959"
 BASE: Mapping[Kind, str] = MappingProxyType(

@@ -30,6 +30,7 @@ class Picture:
         unit: of its times; "s" is shown as ms or µs if the makespan is short.
         plan: the complete plan that the timeline plays; needed for the figures of waits and for peers in hover texts.
         longest: the makespan of the longest picture on the same axis, if longer than its own: all use the same unit.
+        limit: the bytes that a rank may hold, drawn as a line across each curve of memory in bytes; 0 for none.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Picture:
     unit: str = "forwards"
     plan: Plan | None = None
     longest: float = 0.0
+    limit: float = 0.0
 
     @property
     def num_boxes(self) -> int:

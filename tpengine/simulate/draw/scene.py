@@ -207,9 +207,10 @@ def _resolution(
 
 
 def _most_memory(picture: Picture, pictures: Sequence[Picture]) -> float:
-    """Return the memory at the top of a curve: the same for all pictures with the same unit."""
-    alike = (other for other in pictures if other.knows_bytes == picture.knows_bytes)
-    return max(peak for other in alike for peak in other.peaks) or 1.0
+    """Return the memory at the top of a curve, or of its limit: the same for all pictures with the same unit."""
+    alike = [other for other in pictures if other.knows_bytes == picture.knows_bytes]
+    limit = max(other.limit for other in alike) if picture.knows_bytes else 0.0
+    return max(limit, *(peak for other in alike for peak in other.peaks)) or 1.0
 
 
 def _round_step(least: float) -> float:

@@ -37,6 +37,8 @@ text {{ font-family: Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette
 .idle {{ fill: {palette.IDLE}; }}
 .wait {{ fill: none; pointer-events: all; }}
 .held {{ fill: {palette.MEMORY}; stroke: {palette.MEMORY_EDGE}; stroke-width: 0.7; }}
+.limit {{ stroke: {palette.LIMIT}; stroke-width: 1; stroke-dasharray: 4 2; }}
+.beyond {{ font-size: 9px; fill: {palette.LIMIT}; }}
 .top, .freed {{ fill: {palette.INK}; }}
 """
 
@@ -227,6 +229,10 @@ def _draw_memory(scene: Scene, panel: Panel, rank: int, y: float) -> Iterator[st
     yield f'<text class="lane" x="{scene.left - 6:.1f}" y="{y + scene.memory_height / 2 + 3:.1f}">memory</text>'
     x = scene.left + scene.plot_width + 8
     yield f'<text class="peak" x="{x:.1f}" y="{bottom - 3:.1f}">peak {escape(text)}</text>'
+    if picture.limit and picture.knows_bytes:
+        limit, right = bottom - picture.limit * scale, scene.left + scene.plot_width
+        yield f'<path class="limit" d="M{scene.left:.1f} {limit:.2f}H{right:.1f}"/>'
+        yield f'<text class="beyond" x="{x:.1f}" y="{bottom - 14:.1f}">limit {escape(bytes_text(picture.limit))}</text>'
 
 
 def _draw_critical_path(scene: Scene, panel: Panel) -> Iterator[str]:
