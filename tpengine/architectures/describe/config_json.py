@@ -13,6 +13,7 @@ from tpengine.config.details import RopeScaling
 from tpengine.config.rules import MOST_LAYERS
 
 _REQUIRED = object()
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class ConfigJson:
                 'write "architectures": ["LlamaForCausalLM"], say'
             )
         return names[0]
+
+    @property
+    def dtype(self) -> str | None:
+        """Return the dtype that the file says its weights have; None where it says none of ours.
+
+        Transformers 4 writes torch_dtype, transformers 5 dtype; both may have "torch." before the name.
+        """
+        said = self.values.get("dtype", self.values.get("torch_dtype"))
+        name = said.removeprefix("torch.") if isinstance(said, str) else None
+        return name if name in _DTYPES else None
 
     def without(self, *names: str) -> ConfigJson:
         """Return the same without some entries."""
