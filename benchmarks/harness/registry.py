@@ -71,6 +71,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         name: _benchmark(name, module, description)
         for name, module, description in (
+            ("advise", "pipeline.advise", "CPU seconds of tpengine advise for 8, 32 and 1,024 GPUs"),
             (
                 "attention",
                 "kernels.host_attention",
