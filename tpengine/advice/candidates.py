@@ -113,12 +113,32 @@ def shapes(question: Question) -> Iterator[tuple[int, int, int, int]]:
 
 def candidates(question: Question, shape: tuple[int, int, int, int]) -> Iterator[Candidate]:
     """Yield every layout of these sizes; the rules of a run's configuration are checked later."""
+    tp, _, _, size = shape
+    for again in alike(question, tp):
+        for stages in groups(question, shape, (tp, size, *again)):
+            yield from stages
+
+
+def alike(question: Question, tp: int) -> Iterator[tuple[str, str, str]]:
+    """Yield what is computed again, what is gathered again, and how tp ranks exchange: what an action's time needs."""
+    yield from itertools.product(*_again(question, tp))
+
+
+def groups(
+    question: Question, shape: tuple[int, int, int, int], key: tuple[int, int, str, str, str]
+) -> Iterator[tuple[Candidate, ...]]:
+    """Yield layouts of these sizes that compute alike, by schedule and, of these, by what replicas exchange at least.
+
+    Without ZeRO a layout exchanges other things than with it. Stage 2 has reductions that stage 1 has not, and stage 3
+    gathers that stage 2 has not: more with each residency.
+    """
     tp, pp, dp, size = shape
     number = question.global_batch // dp // size
-    again = list(itertools.product(*_again(question, tp)))
-    for (schedule, chunks), (zero, residency) in itertools.product(_schedules(question, pp), list(_zero(question, dp))):
-        for recompute, gathered, comm in again:
-            yield Candidate(tp, pp, dp, schedule, chunks, size, number, zero, residency, recompute, gathered, comm)
+    stages = list(_zero(question, dp))
+    chains = [[stage for stage in stages if not stage[0]], [stage for stage in stages if stage[0]]]
+    for schedule, chunks in _schedules(question, pp):
+        for chain in filter(None, chains):
+            yield tuple(Candidate(tp, pp, dp, schedule, chunks, size, number, *zero, *key[2:]) for zero in chain)
 
 
 def counted(
@@ -149,53 +169,49 @@ def counted(
 def _again(question: Question, tp: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Return what may be computed again, gathered again, and how tp ranks exchange."""
     return (
-        _choices(question, "recompute", [each.value for each in Recompute]),
-        _choices(question, "gathered", [each.value for each in Gathered] if tp > 1 else ["keep"]),
-        _choices(question, "tp_comm", ["fused", "plain"] if tp > 1 else ["fused"]),
+        question.choices("recompute", [each.value for each in Recompute]),
+        question.choices("gathered", [each.value for each in Gathered] if tp > 1 else ["keep"]),
+        question.choices("tp_comm", ["fused", "plain"] if tp > 1 else ["fused"]),
     )
-
-
-def _choices(question: Question, name: str, values: Sequence[Any]) -> Sequence[Any]:
-    return [question.fixed[name]] if name in question.fixed else values
 
 
 def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
     model, num = question.base.model, question.num_ranks
-    for tp in _choices(question, "tp", _divisors(num)):
+    for tp in question.choices("tp", _divisors(num)):
         kv = model.num_kv_heads
         if num % tp or model.num_heads % tp or model.ffn_size % tp or (kv % tp and tp % kv):
             continue
-        for pp in _choices(question, "pp", _divisors(num // tp)):
+        for pp in question.choices("pp", _divisors(num // tp)):
             if pp > model.num_layers or num // tp % pp:
                 continue
             dp = num // tp // pp
-            if dp in _choices(question, "dp", [dp]) and question.global_batch % dp == 0:
+            if dp in question.choices("dp", [dp]) and question.global_batch % dp == 0:
                 yield tp, pp, dp
 
 
 def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
     per_replica = question.global_batch // dp
     sizes = [1 << power for power in range(per_replica.bit_length())]
-    for size in _choices(question, "micro_batch_size", sizes):
+    for size in question.choices("micro_batch_size", sizes):
         if per_replica % size == 0 and size * question.base.train.seq_len % tp == 0:
             yield size
 
 
 def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
     """Without a pipeline all schedules that do not cut the model run the same actions: one is enough."""
-    for schedule in _choices(question, "schedule", list(SCHEDULES) if pp > 1 else ["1f1b"]):
+    for schedule in question.choices("schedule", list(SCHEDULES) if pp > 1 else ["1f1b"]):
         form = SCHEDULES.get(schedule)
         fixed = form.num_chunks if form else 1
-        open_choices = [fixed] if fixed else list(_choices(question, "chunks_per_rank", _CHUNKS))
+        open_choices = [fixed] if fixed else question.choices("chunks_per_rank", _CHUNKS)
         for chunks in open_choices:
             if pp * chunks <= question.base.model.num_layers:
                 yield schedule, chunks
 
 
 def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
-    for zero in _choices(question, "zero", range(4) if dp > 1 else [0]):
+    for zero in question.choices("zero", range(4) if dp > 1 else [0]):
         residencies = [each.value for each in Residency] if zero == ZERO_OF_SLICED_WEIGHTS else ["step"]
-        for residency in _choices(question, "residency", residencies):
+        for residency in question.choices("residency", residencies):
             yield zero, residency
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
 from tpengine.advice.search import search
+from tpengine.advice.search.bounds import Bounds
 from tpengine.simulate.machine import Link, Machine
 
 # Of the memory that a rank has; of an H200 about 24 GB.
@@ -33,17 +34,18 @@ def asked_changes(question: Question) -> list[str]:
     return [words for words, _ in _others(question)]
 
 
-def changes(question: Question, best: Candidate, limit_seconds: float) -> list[Change]:
+def changes(question: Question, best: Candidate, limit_seconds: float, known: Bounds | None = None) -> list[Change]:
     """Return the changes after which the first row has other axes or another schedule.
 
     Args:
         question: as it was asked.
         best: its first row.
         limit_seconds: how long to look for each.
+        known: bounds of the question, for what they share.
     """
     found = []
     for words, other in _others(question):
-        rows = search(other, num_rows=1, limit_seconds=limit_seconds).rows
+        rows = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False).rows
         layout = rows[0].layout if rows else None
         if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
             found.append(Change(words, layout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class Question:
         machine: rates, links, memory.
         num_ranks: how many ranks there are.
         global_batch: sequences per step, over all replicas.
-        fixed: settings that the user chose, by their names in AXES.
+        fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
     """
 
     base: Config
@@ -56,6 +56,15 @@ class Question:
             )
         # Refused here by name: a rate that the machine does not have.
         self.machine.peak(self.base.train.dtype)
+
+    def choices(self, name: str, values: Iterable[Any]) -> list[Any]:
+        """Return what a setting may be: what was chosen, else `values`."""
+        fixed = self.fixed.get(name)
+        return list(values) if fixed is None else list(fixed) if isinstance(fixed, tuple) else [fixed]
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Return whether a setting may have a value."""
+        return value in self.choices(name, [value])
 
     @property
     def memory_limit(self) -> float:

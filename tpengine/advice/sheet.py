@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from tpengine.advice.candidates import Candidate
 from tpengine.advice.parts import StepParts
-from tpengine.advice.question import Question
 from tpengine.config import Config, validate
-from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.flops import step_flops
-from tpengine.layout.step_plan import Layout, layout_of, lowered, training_plan
+from tpengine.layout.step_plan import Layout, layout_of, training_plan
 from tpengine.plan import Plan, Residency, Timeline
-from tpengine.plan.actions import COMPUTE
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
@@ -57,12 +53,12 @@ class Sheet:
         plan = builds(config, layout)
         return cls(config, machine, layout, plan, simulate(plan, model_costs(config, layout, plan, machine)))
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Return the step's length."""
         return self.timeline.makespan
 
-    @property
+    @cached_property
     def peak_bytes(self) -> float:
         """Return the most that a rank holds."""
         return max(rank.peak_bytes for rank in self.timeline.ranks)
@@ -84,53 +80,3 @@ class Sheet:
         flops = step_flops(self.config, causal_half=causal_half, counts_again=counts_again)
         num_ranks = self.layout.tp * self.layout.pp * self.layout.dp
         return flops / self.seconds / (self.machine.peak(self.config.train.dtype) * num_ranks)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A step's length and memory, from a plan of fewer micro-batches: a full pipeline repeats itself."""
-
-    seconds: float
-    peak_bytes: float
-
-
-def estimate(layout: Candidate, question: Question) -> Estimate:
-    """Simulate a layout, with fewer micro-batches where a whole plan would be long; the plan is not verified.
-
-    Once the pipeline is full each further micro-batch takes as long as the busiest rank computes for one, or as its
-    gathers and reductions take; memory has had its peak by then. Where each use of weights waits for a gather, two
-    plans say how much longer a micro-batch makes the step.
-
-    Raises:
-        ValueError: the configuration is not legal.
-    """
-    sheet = short_sheet(layout, question)
-    number, ranks = sheet.config.train.num_micro_batches, sheet.timeline.ranks
-    computing = max(sum(span.duration for span in lanes.compute if span.action.kind in COMPUTE) for lanes in ranks)
-    stream = max(sum(span.duration for span in (*lanes.reductions, *lanes.gathers)) for lanes in ranks)
-    more = layout.num_micro_batches - number
-    if more > 0 and layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == Residency.USE:
-        step = min(more, layout.pp)
-        longer = short_sheet(layout, question, step)
-        each = (longer.seconds - sheet.seconds) / step
-        return Estimate(sheet.seconds + more * each, max(sheet.peak_bytes, longer.peak_bytes))
-    is_repeated = layout.zero > 1
-    each = max(computing, stream if is_repeated else 0.0) / number
-    return Estimate(sheet.seconds + more * each, sheet.peak_bytes)
-
-
-def short_sheet(layout: Candidate, question: Question, more: int = 0) -> Sheet:
-    """Simulate a layout with as many micro-batches as fill the pipeline; the plan is not verified.
-
-    Args:
-        layout, question: what is simulated.
-        more: micro-batches beyond those.
-
-    Raises:
-        ValueError: the configuration is not legal.
-    """
-    config = layout.config(question)
-    full = layout.num_micro_batches
-    number = full if layout.schedule == "gpipe" else min(full, 2 * layout.pp + more)
-    config = replace(config, train=replace(config.train, num_micro_batches=number))
-    return Sheet.of(config, question.machine, builds=lowered)

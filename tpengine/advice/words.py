@@ -217,4 +217,6 @@ def _basis(question: Question, config: Config) -> Iterator[str]:
     if machine.memory_bytes:
         slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."
     measured = "" if machine.recorded else "; nothing was measured"
-    yield f"simulated at the rates of {machine.name} ({machine.source}){measured}.{exact}{slack}"
+    yield (
+        f"simulated in {config.train.dtype} at the rates of {machine.name} ({machine.source}){measured}.{exact}{slack}"
+    )

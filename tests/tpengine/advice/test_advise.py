@@ -67,6 +67,9 @@ def test_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = (tmp_path / "pictures" / "advice.svg").read_text()
     assert all(row["run"] and picture.count("<svg") for row in rows)
     assert picture.count(" ms") or picture.count(" s")
+    # Each rank's memory has the limit above it.
+    num_ranks = sum(row["layout"]["pp"] for row in rows)
+    assert picture.count('class="limit"') == num_ranks == picture.count(">limit 133 GB<")
 
 
 def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,3 +122,51 @@ def test_a_run_goes_on_with_its_own_batch(tmp_path: Path, capsys: pytest.Capture
     assert "keeps its batch" in capsys.readouterr().err
     assert main(["advise", "--resume", str(run), "--ranks", "3", "--dtype", "bfloat16"]) == 2
     assert "keeps its numbers: train.dtype float32, asked bfloat16" in capsys.readouterr().err
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("says", "argv", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, [], "bfloat16"),
+        ({"dtype": "torch.float16"}, [], "float16"),
+        ({"torch_dtype": "bfloat16"}, ["--dtype", "float32"], "float32"),
+        ({}, [], "float32"),
+    ],
+    ids=str,
+)
+def test_a_models_own_dtype(
+    says: dict[str, str], argv: list[str], dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA | says))
+    question = ["--model", str(file), "--machine", "h200:2", "--global-batch", "4", "--seq-len", "128", *argv]
+    assert main(["advise", *question, "--top", "1", "--micro-batch", "1"]) == 0
+    text = capsys.readouterr().out
+    assert f"--train.dtype {dtype}" in text and f"simulated in {dtype} at" in text
+
+
+def test_advise_plan_and_schedule_say_the_same_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    advised, planned = tmp_path / "advice.json", tmp_path / "plan.json"
+    answer(capsys, "--top", "1", *FEWER, "--pp", "2", "--json", str(advised))
+    row = json.loads(advised.read_text())["rows"][0]
+    layout = row["layout"]
+    same = [f"--{axis}={layout[axis]}" for axis in ("tp", "pp", "dp", "recompute", "gathered")]
+    same.append(f"--tp-comm={layout['tp_comm']}")
+    question = ["--model", "llama_1b", "--machine", "h200:4x2", "--global-batch", "64"]
+    assert main(["plan", *question, *FEWER, *same, "--json", str(planned)]) == 0
+    said = json.loads(planned.read_text())
+    assert said["step_seconds"] == row["step_seconds"] and said["peak_bytes"] == row["peak_bytes"]

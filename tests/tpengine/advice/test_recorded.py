@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.plans.synthetic_runs import Truth, write_run
 
-from tpengine.advice.bounds import Bounds
 from tpengine.advice.candidates import candidates, shapes
 from tpengine.advice.diagnose.evidence import read_evidence
 from tpengine.advice.question import Question
 from tpengine.advice.recorded import machine_as_recorded
+from tpengine.advice.search.bounds import Bounds
 from tpengine.advice.sheet import Sheet
 from tpengine.cli import main
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
@@ -68,6 +68,7 @@ def test_bounds_stay_below_what_was_recorded() -> None:
             except ValueError:
                 continue
             assert bounds.seconds(layout) <= sheet.seconds * (1 + 1e-9), layout.words()
+            assert bounds.played_seconds(layout) <= sheet.seconds * (1 + 1e-9), layout.words()
             seen += 1
     assert seen > 20
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tpengine.advice.candidates import shapes
 from tpengine.advice.changes import asked_changes, changes
@@ -16,6 +18,7 @@ from tpengine.advice.question import AXES, Question
 from tpengine.advice.recorded import machine_as_recorded
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
+from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.recorded_run import recorded_by
@@ -23,7 +26,7 @@ from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency, make_schedule
-from tpengine.simulate.draw import Picture, picture_bytes, write_beside
+from tpengine.simulate.draw import MAX_BOXES, Picture, picture_bytes, write_beside
 from tpengine.simulate.machine import MACHINES, machine_named
 
 _NUM_PICTURES = 3
@@ -64,7 +67,9 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, help="number of ranks (default all of the machine)")
     parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
     parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights (default config.json's)"
+    )
     parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
     parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
     fixed = parser.add_argument_group("settings that are fixed", "All others are searched.")
@@ -101,7 +106,7 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(_nothing_fits(question, found))
     if args.explain and args.explain > len(found.rows):
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
-    changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5))
+    changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds)
     run = run_command(args, question)
     lines = list(answer_lines(question, name, found, changed, asked_changes(question), run))
     if args.json:
@@ -111,8 +116,9 @@ def advise(args: argparse.Namespace) -> None:
     if args.draw:
         args.draw.mkdir(parents=True, exist_ok=True)
         path = args.draw / "advice.svg"
-        write_beside(path, picture_bytes(path, _pictures(found.rows[:_NUM_PICTURES])))
-        lines.append(f"wrote {path}")
+        pictures = _pictures(found.rows, question)
+        write_beside(path, picture_bytes(path, pictures))
+        lines.append(f"wrote {path}: the first {len(pictures)} of the rows")
     if args.json:
         lines.append(f"wrote {args.json}")
     print("\n".join(lines))
@@ -179,7 +185,12 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
     if (run := run_of(str(path))) is not None:
         return load_toml(run[0] / "config.toml", Config()), path.name
     base = Config()
-    return replace(base, model=model_at(replace(base.model, path=str(path)))), path.resolve().name
+    base = replace(base, model=model_at(replace(base.model, path=str(path))))
+    dtype = ConfigJson.read(path).dtype
+    if dtype is not None:
+        named: dict[str, Any] = {"dtype": dtype}
+        base = replace(base, train=replace(base.train, **named))
+    return base, path.resolve().name
 
 
 def _keeps_numbers(args: argparse.Namespace, config: Config) -> None:
@@ -208,9 +219,18 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
     return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}"
 
 
-def _pictures(rows: tuple[Row, ...]) -> list[Picture]:
-    longest = max(row.sheet.seconds for row in rows)
-    return [Picture(row.layout.words(), row.sheet.timeline, "s", row.sheet.plan, longest) for row in rows]
+def _pictures(rows: Sequence[Row], question: Question) -> list[Picture]:
+    """Return the first three rows on one axis; fewer, at least one, where together they have too many boxes."""
+    limit = question.memory_limit if question.memory_limit < float("inf") else 0.0
+    pictures: list[Picture] = []
+    longest = max(row.sheet.seconds for row in rows[:_NUM_PICTURES])
+    for number, row in enumerate(rows[:_NUM_PICTURES], start=1):
+        title = f"{number}: {row.layout.words()}"
+        picture = Picture(title, row.sheet.timeline, "s", row.sheet.plan, longest, limit)
+        if pictures and sum(other.num_boxes for other in (*pictures, picture)) > MAX_BOXES:
+            break
+        pictures.append(picture)
+    return pictures
 
 
 def _explain(number: int, found: Found, question: Question) -> None:

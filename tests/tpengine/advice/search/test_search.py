@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
-from tpengine.advice.bounds import Bounds
 from tpengine.advice.candidates import Candidate, candidates, shapes
 from tpengine.advice.question import Question
-from tpengine.advice.search import search
-from tpengine.advice.sheet import Sheet, estimate
+from tpengine.advice.search import CLOSE, search
+from tpengine.advice.search.bounds import Bounds
+from tpengine.advice.sheet import Sheet
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ModelConfig, TrainConfig
+from tpengine.config.details import ModelDetails
+from tpengine.plan import verify
+from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.simulate.modelled.costs import model_costs
 
 LARGE = ModelConfig(hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_size=8192, vocab_size=32768)
 
@@ -60,31 +64,39 @@ def test_nothing_is_faster_than_the_first_row(question: Question) -> None:
     assert found.num_fitting == sum(bounds.num_bytes(layout) <= question.memory_limit for layout in layouts)
     steps = {layout: simulated(layout, question) for layout in layouts}
     fitting = {layout: step[0] for layout, step in steps.items() if step and step[1] <= question.memory_limit}
-    # The order is that of plans with few micro-batches, whose last reductions are a little less hidden.
-    assert found.rows[0].sheet.seconds <= 1.01 * min(fitting.values())
+    assert (1 - CLOSE) * found.rows[0].sheet.seconds <= min(fitting.values())
     families: dict[tuple[int, int, int], float] = {}
     for layout, seconds in fitting.items():
         families[layout.family] = min(seconds, families.get(layout.family, seconds))
     for row, best in zip(found.rows, sorted(families.values()), strict=False):
-        assert row.sheet.seconds <= 1.01 * best
+        assert (1 - CLOSE) * row.sheet.seconds <= best
         assert row.sheet.seconds == fitting[row.layout]
 
 
 def drawn(number: int) -> tuple[Candidate, Question]:
     """Draw a model, a machine and one of its layouts."""
     rng = random.Random(number)
-    heads = rng.choice([4, 8, 16])
+    heads, num_layers = rng.choice([4, 8, 16]), rng.randint(1, 12)
+    windows = tuple(rng.choice([0, 32, 128]) for _ in range(num_layers)) if rng.random() < 0.2 else ()
     model = ModelConfig(
         hidden_size=heads * rng.choice([32, 64, 128]),
-        num_layers=rng.randint(1, 12),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=rng.choice([1, 2, 4]),
         ffn_size=128 * rng.randint(2, 32),
         vocab_size=rng.choice([256, 5000, 50000]),
         tie_embeddings=rng.random() < 0.3,
+        details=ModelDetails(windows=windows),
     )
     machine = replace(MACHINES[rng.choice(list(MACHINES))], ranks_per_node=rng.choice([2, 8]))
-    train = TrainConfig(seq_len=rng.choice([64, 256, 1024]), dtype=rng.choice(["float32", "bfloat16"]))
+    if rng.random() < 0.2:
+        recorded = {kind: rng.uniform(0.5, 3.0) for kind in ("F", "B", "I", "W", "STEP")}
+        machine = replace(machine, recorded=recorded)
+    train = TrainConfig(
+        seq_len=rng.choice([64, 256, 1024]),
+        dtype=rng.choice(["float32", "bfloat16"]),
+        reduction="exact" if rng.random() < 0.2 else "fast",
+    )
     question = Question(Config(model=model, train=train), machine, rng.choice([1, 2, 4, 8]), rng.choice([1, 8, 16, 24]))
     chosen = list(shapes(question))
     if not chosen:
@@ -92,11 +104,44 @@ def drawn(number: int) -> tuple[Candidate, Question]:
     return rng.choice(list(candidates(question, rng.choice(chosen)))), question
 
 
-@pytest.mark.parametrize(
-    "numbers", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_bounds_and_estimates_of_drawn_layouts(numbers: range) -> None:
-    """A bound is never above the plan's figures; parts add up; an estimate is near."""
+def better_machines(machine: Machine) -> dict[str, Machine]:
+    """The machine with one thing better, by what that is."""
+    twice = {
+        name: replace(link, bytes_per_s=2 * link.bytes_per_s, ring_bytes_per_s=2 * link.ring_bytes_per_s)
+        for name, link in (("within", machine.within), ("between", machine.between))
+    }
+    flops = {dtype: 1.5 * rate for dtype, rate in machine.flops_per_s.items()}
+    return {
+        "links within": replace(machine, within=twice["within"]),
+        "links between": replace(machine, between=twice["between"]),
+        "flops": replace(machine, flops_per_s=flops),
+        "memory's rate": replace(machine, memory_bytes_per_s=2 * machine.memory_bytes_per_s),
+        "memory": replace(machine, memory_bytes=2 * machine.memory_bytes),
+    }
+
+
+def relabelled(sheet: Sheet, rng: random.Random) -> float:
+    """The step of the same plan with the pipeline's ranks numbered otherwise."""
+    plan, costs = sheet.plan, model_costs(sheet.config, sheet.layout, sheet.plan, sheet.machine)
+    numbers = rng.sample(range(plan.num_ranks), plan.num_ranks)
+    chunks = tuple(replace(chunk, rank=numbers[chunk.rank]) for chunk in plan.chunks)
+    by_number = {number: rank for rank, number in enumerate(numbers)}
+    of_ranks = [by_number[number] for number in range(plan.num_ranks)]
+    moved = replace(plan, chunks=chunks, actions=tuple(plan.actions[rank] for rank in of_ranks))
+    resident = tuple(costs.resident[rank] for rank in of_ranks)
+    return simulate(moved, replace(costs, resident=resident)).makespan
+
+
+# 10,000 in all.
+DRAWS = [
+    range(50),
+    *(pytest.param(range(first, first + 1990), marks=pytest.mark.slow) for first in range(50, 10000, 1990)),
+]
+
+
+@pytest.mark.parametrize("numbers", DRAWS, ids=lambda numbers: f"{numbers.start} to {numbers.stop}")
+def test_properties_of_drawn_layouts(numbers: range) -> None:
+    """A bound is never above the plan's figures; parts add up; what is better is not slower; numbers do not matter."""
     tried = 0
     for number in numbers:
         layout, question = drawn(number)
@@ -105,13 +150,21 @@ def test_bounds_and_estimates_of_drawn_layouts(numbers: range) -> None:
         except ValueError:
             continue
         tried += 1
-        bounds = Bounds(question)
-        assert bounds.seconds(layout) <= sheet.seconds * (1 + 1e-9), (number, layout)
+        rng, bounds, seconds = random.Random(number), Bounds(question), sheet.seconds
+        assert bounds.seconds(layout) <= seconds * (1 + 1e-9), (number, layout)
         assert bounds.num_bytes(layout) <= sheet.peak_bytes, (number, layout)
-        assert bounds.least_seconds(layout.tp, layout.pp, layout.dp, layout.micro_batch_size) <= sheet.seconds
-        assert sheet.parts.step == pytest.approx(sheet.seconds, rel=1e-6)
-        assert estimate(layout, question).seconds == pytest.approx(sheet.seconds, rel=0.1), (number, layout)
+        assert bounds.played_seconds(layout) <= seconds * (1 + 1e-9), (number, layout)
+        assert bounds.held_bytes(layout) <= sheet.peak_bytes, (number, layout)
+        tp, pp, dp, size = layout.tp, layout.pp, layout.dp, layout.micro_batch_size
+        assert bounds.least_seconds(tp, pp, dp, size) <= seconds * (1 + 1e-9), (number, layout)
+        key = tp, size, layout.recompute, layout.gathered, layout.tp_comm
+        assert bounds.group_seconds(pp, dp, key) <= seconds * (1 + 1e-9), (number, layout)
+        assert sheet.parts.step == pytest.approx(seconds, rel=1e-6)
         assert 0.0 < sheet.share_of_peak() <= 1.0
+        assert relabelled(sheet, rng) == pytest.approx(seconds, rel=1e-12), (number, layout)
+        what, machine = rng.choice(list(better_machines(question.machine).items()))
+        faster = simulate(sheet.plan, model_costs(sheet.config, sheet.layout, sheet.plan, machine))
+        assert faster.makespan <= seconds * (1 + 1e-12), (number, layout, what)
     assert tried > len(numbers) / 2
 
 
@@ -127,6 +180,24 @@ def usual_seconds(machine: Machine) -> float:
     if machine.name not in _USUAL:
         _USUAL[machine.name] = fastest_seconds(machine)
     return _USUAL[machine.name]
+
+
+@pytest.mark.parametrize(
+    "numbers", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_answers_to_drawn_questions(numbers: range) -> None:
+    """Rows fit, their plans are verified, and a better machine has no slower answer; bounds are the only judges."""
+    for number in numbers:
+        _, question = drawn(number)
+        found = search(question, num_rows=2, limit_seconds=1e9)
+        for row in found.rows:
+            verify(row.sheet.plan)
+            assert row.sheet.peak_bytes <= question.memory_limit
+            assert row.sheet.seconds == Sheet.of(row.layout.config(question), question.machine).seconds
+        for what, machine in better_machines(question.machine).items():
+            other = search(replace(question, machine=machine), num_rows=1, limit_seconds=1e9)
+            if found.rows:
+                assert (1 - CLOSE) * other.rows[0].sheet.seconds <= found.rows[0].sheet.seconds, (number, what)
 
 
 @pytest.mark.parametrize(
