@@ -6,6 +6,7 @@ compare, so that each order of samples of a run (config/phases.py) has a best on
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -40,6 +41,23 @@ class Retention:
             old = [step for step in steps if step <= steps[-1] - self.window]
             stay |= {step for step in steps if step >= (old[-1] if old else 0)}
         return stay
+
+    def remove_others(self, directory: CheckpointDirectory, keep: int, spared: Collection[int] = ()) -> str:
+        """Remove the complete checkpoints that do not stay.
+
+        Args:
+            keep: how many of the newest stay.
+            spared: steps of those that somebody reads now.
+
+        Returns:
+            Why one could not be removed, in one line; empty if all were.
+        """
+        try:
+            directory.prune(keep, {*self(directory), *spared})
+        except OSError as error:
+            place = error.filename or directory.path
+            return f"old checkpoints cannot be removed: {place}: {error.strerror}: remove them by hand; the run goes on"
+        return ""
 
     def best_of(self, directory: CheckpointDirectory) -> list[int]:
         """Return the best step of each text, the first of equal ones; what cannot be read has no loss."""

@@ -44,6 +44,7 @@ class Saver:
         keep: how many complete checkpoints to keep.
         besides: which of them stay besides the newest; None for no others.
         told: see Writer.
+        say: takes a line for the user; called by the thread, on rank 0.
 
     Attributes:
         directory: as given.
@@ -57,8 +58,10 @@ class Saver:
         keep: int,
         besides: Retention | None = None,
         told: Callable[[int], Collection[int]] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory, self._keep, self._besides, self._told = directory, keep, besides, told
+        self._say, self._said = say, ""
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -157,7 +160,10 @@ class Saver:
         # Rank 0: the index and the rename, once all files are written.
         if everyone and not failures:
             try:
-                writer.finish([of_rank["written"] for of_rank in everyone])
+                problem = writer.finish([of_rank["written"] for of_rank in everyone])
+                if problem and problem != self._said:
+                    self._say(problem)
+                self._said = problem
             except Exception as error:
                 failures.add(one_line(str(error)))
         # Every rank: receive whether the checkpoint is on disk.

@@ -86,11 +86,14 @@ class Writer:
         path.chmod(path.parent.stat().st_mode & 0o666)
         return entry
 
-    def finish(self, written: Sequence[Mapping[str, Any]]) -> None:
+    def finish(self, written: Sequence[Mapping[str, Any]]) -> str:
         """Complete the checkpoint: on the first rank, once every rank has written.
 
         Args:
             written: the result of `write` on each rank, by rank.
+
+        Returns:
+            Why old checkpoints could not be removed; empty if they were. The new one is complete either way.
 
         Raises:
             ValueError: what the ranks have written is not a complete checkpoint.
@@ -104,7 +107,7 @@ class Writer:
         write_index(beside, Index(self._step, tensors, files, self._state))
         self._directory.complete(self._step)
         spared = self._told(self._step) if self._told is not None else ()
-        self._directory.prune(self._keep, {*self._besides(self._directory), *spared})
+        return self._besides.remove_others(self._directory, self._keep, spared)
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:

@@ -57,10 +57,20 @@ class Uploads:
         directory: of the checkpoints.
         run_dir: for the journal.
         say: prints a line for the user; called by a thread too.
+        remove_old: removes the checkpoints that were spared for the command and do not stay; called once no command
+            runs any more. Returns the problem, or nothing.
     """
 
-    def __init__(self, command: str, directory: CheckpointDirectory, run_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        command: str,
+        directory: CheckpointDirectory,
+        run_dir: Path,
+        say: Callable[[str], None],
+        remove_old: Callable[[], str] = lambda: "",
+    ) -> None:
         self._words, self._directory, self._say = shlex.split(command), directory, say
+        self._remove_old = remove_old
         self._journal = run_dir / JOURNAL
         self._lock = threading.Condition()
         self._running: int | None = None
@@ -116,6 +126,8 @@ class Uploads:
     def finish(self, seconds: float | None = None) -> None:
         """Wait for what runs and what waits, and say what became of the newest; then run no more.
 
+        No checkpoint may be being written, unless there is no time left: then old ones stay.
+
         Args:
             seconds: after these a command that runs is ended; None for no limit.
         """
@@ -129,6 +141,8 @@ class Uploads:
             self._is_closed = True
         if newest is None:
             return
+        if seconds != 0 and (problem := self._remove_old()):
+            self._say(problem)
         name = self._directory.of_step(newest).name
         if newest in done_steps(self._journal):
             self._say(f"{_FLAG} of {name} is done")

@@ -19,10 +19,13 @@ class BackgroundWriter:
 
     Args:
         writer: only this object uses it from now on.
+
+    Attributes:
+        exit_code: what the run ends with, as far as it is known.
     """
 
     def __init__(self, writer: MetricsWriter) -> None:
-        self._writer = writer
+        self._writer, self.exit_code = writer, 0
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="tpengine-metrics", daemon=True)
@@ -52,7 +55,7 @@ class BackgroundWriter:
             return
         self._tasks.put(None)
         self._thread.join()
-        self._writer.close()
+        self._writer.close(self.exit_code)
 
     def _put(self, task: Callable[[], None]) -> None:
         if self._error is not None:

@@ -177,7 +177,7 @@ class MetricsWriter:
 
     def go_back(self, step: int) -> None:
         """Remove the records of `step` and later, which the run repeats; rollbacks stay."""
-        self.close()
+        self._close_files()
         try:
             _keep_records_before(self._path, step)
         except OSError as error:
@@ -225,9 +225,17 @@ class MetricsWriter:
             print(f"tpengine: metrics cannot be written: {error}: make room", file=sys.stderr, flush=True)
         self._has_failed = True
 
-    def close(self) -> None:
-        """Flush and close all; records that do not fit on the disk are lost."""
-        for file in (self._file, self._events, self._wandb):
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and close all; records that do not fit on the disk are lost.
+
+        Args: exit_code: of the run, for Weights & Biases, where another than 0 is a run that failed.
+        """
+        self._close_files()
+        if self._wandb is not None:
+            self._wandb.close(exit_code)
+
+    def _close_files(self) -> None:
+        for file in (self._file, self._events):
             with contextlib.suppress(OSError):
                 if file is not None:
                     file.close()

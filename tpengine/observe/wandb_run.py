@@ -77,17 +77,20 @@ class WandbRun:
                 _say(f"Weights & Biases does not take a row: {one_line(str(error))}: the run goes on")
             self._has_failed = True
 
-    def close(self) -> None:
-        """Wait until all is sent, but not for ever."""
-        thread = threading.Thread(target=self._finish, name="tpengine-wandb", daemon=True)
+    def close(self, exit_code: int) -> None:
+        """Wait until all is sent, but not for ever.
+
+        Args: exit_code: of the run; only one that ends with 0 is shown as finished.
+        """
+        thread = threading.Thread(target=self._finish, args=(exit_code,), name="tpengine-wandb", daemon=True)
         thread.start()
         thread.join(_FINISH_SECONDS)
         if thread.is_alive():
             _say(f"Weights & Biases has not taken all rows: `wandb sync {self._run_dir}/wandb/latest-run` sends them")
 
-    def _finish(self) -> None:
+    def _finish(self, exit_code: int) -> None:
         with contextlib.suppress(Exception):
-            self._run.finish()
+            self._run.finish(exit_code=exit_code)
 
 
 def _id_of(run_dir: Path, continues: bool) -> str:

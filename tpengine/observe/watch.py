@@ -75,7 +75,8 @@ class Watch:
         pulse: knows when some rank last made progress, after a request to stop; None for one process.
         computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
         parent: the process of the torchrun that started this rank, whose end is a request to stop; None without one.
-        parting: end of rank 0's line when an interrupt ends it at once: which checkpoint is left.
+        parting: end of rank 0's line when an interrupt ends it at once, once nothing is lost by that: which checkpoint
+            is left.
     """
 
     def __init__(self, rank: int, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
@@ -216,7 +217,8 @@ class Watch:
         if not self.stop:
             self.stop, self._stopped_at = number, self._clock()
         elif number == signal.SIGINT and self._clock() - self._stopped_at > _SAME_REQUEST_SECONDS:
-            self.leave(128 + number, f"interrupted again: this step is lost{self.parting}" if self._rank == 0 else "")
+            what = self.parting or ": this step is lost"
+            self.leave(128 + number, f"interrupted again{what}" if self._rank == 0 else "")
 
     def look_at_the_clock(self) -> None:
         """Leave if an activity takes too long, or if nobody moves after a request to stop; called by the thread."""

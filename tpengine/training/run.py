@@ -28,7 +28,7 @@ from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.files import write_beside
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
-from tpengine.last_words import forget_last_words
+from tpengine.last_words import RANK_FAILED, USER_ERROR, forget_last_words
 from tpengine.observe.activity import Doing
 from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_phases, show_plan
@@ -399,6 +399,10 @@ def open_writer(
             _say_what_is_written(writer, console)
         behind = None if writer is None else BackgroundWriter(writer)
         yield behind
+    except BaseException as error:
+        if behind is not None:
+            behind.exit_code = USER_ERROR if isinstance(error, RunError) else RANK_FAILED
+        raise
     finally:
         if behind is not None:
             behind.close()

@@ -256,6 +256,30 @@ def test_the_newest_are_kept(ranks: RankPool, tmp_path: Path, keep: int, steps: 
     assert ranks.run(save_without_waiting, 2, str(tmp_path), keep) == [steps] * 2
 
 
+def refuse_to_remove(*_: Any) -> None:
+    raise OSError(30, "Read-only file system", "checkpoints/step-00000001")
+
+
+def save_where_nothing_can_be_removed(path: str) -> tuple[list[str | None], list[int], list[str]]:
+    directory, said, lines = CheckpointDirectory(Path(path)), [], list[str]()
+    saver = Saver(directory, 1, say=lines.append)
+    with replaced((CheckpointDirectory, "_remove", refuse_to_remove)):
+        for step in (1, 2, 3):
+            saver.save(step, numbered(step), {})
+            said.append(saver.wait())
+    return said, directory.steps(), lines
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_no_failure_of_the_new_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Said once, by rank 0."""
+    found = ranks.run(save_where_nothing_can_be_removed, 2, str(tmp_path))
+    assert [(said, steps) for said, steps, _ in found] == [([None] * 3, [1, 2, 3])] * 2
+    assert found[1][2] == [] and found[0][2] == [
+        "old checkpoints cannot be removed: checkpoints/step-00000001: Read-only file system: remove them by hand; the "
+        "run goes on"
+    ]
+
+
 def half_a_file(blocks: Any, path: str) -> None:
     """What a full disk leaves; the reason has two lines, as a library's may."""
     Path(path).write_bytes(b"half")

@@ -41,6 +41,32 @@ def test_rows_are_in_order_and_nobody_waits_for_them(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 4
 
 
+class Taker:
+    """Takes rows as Weights & Biases does."""
+
+    def __init__(self) -> None:
+        self.rows, self.ends = list[tuple[int, dict[str, Any]]](), list[int]()
+
+    def add(self, step: int, values: dict[str, Any]) -> None:
+        assert not self.ends, "a run that is closed takes no row"
+        self.rows.append((step, values))
+
+    def close(self, exit_code: int) -> None:
+        self.ends.append(exit_code)
+
+
+@pytest.mark.parametrize("exit_code", [0, 2])
+def test_others_hear_how_a_run_ends_and_of_what_follows_a_rollback(tmp_path: Path, exit_code: int) -> None:
+    taker = Taker()
+    writer = BackgroundWriter(MetricsWriter(tmp_path, wandb=taker))  # type: ignore[arg-type]
+    writer.write({"step": 0, "loss": 1.5})
+    writer.go_back(0)
+    writer.write({"step": 0, "loss": 2.5})
+    writer.exit_code = exit_code
+    writer.close()
+    assert [row["loss"] for _, row in taker.rows] == [1.5, 2.5] and taker.ends == [exit_code]
+
+
 def test_a_row_that_is_no_row_is_an_error_at_the_next(tmp_path: Path) -> None:
     writer = BackgroundWriter(MetricsWriter(tmp_path))
     writer.write({"step": 0, "loss": object()})

@@ -31,7 +31,7 @@ READER = """
 import json, sys
 from wandb.proto.wandb_internal_pb2 import Record
 for path in sys.argv[1:]:
-    content, at, record, rows, names = open(path, "rb").read(), 7, b"", [], set()
+    content, at, record, rows, names, codes = open(path, "rb").read(), 7, b"", [], set(), []
     while at + 7 <= len(content):
         left = 32768 - at % 32768
         if left < 7:
@@ -45,10 +45,12 @@ for path in sys.argv[1:]:
             record = b""
             if found.WhichOneof("record_type") == "run":
                 names.add(found.run.run_id)
+            if found.WhichOneof("record_type") == "exit":
+                codes.append(found.exit.exit_code)
             if found.WhichOneof("record_type") == "history":
                 items = found.history.item
                 rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    print(json.dumps([sorted(names), rows]))
+    print(json.dumps([sorted(names), rows, codes]))
 """
 
 
@@ -86,8 +88,8 @@ def train(environment: dict[str, str], run_dir: Path, *arguments: str) -> list[s
     return [sys.executable, "-m", "tpengine.train", *SMALL, "--run-dir", str(run_dir), *arguments]
 
 
-def history(environment: dict[str, str], run_dir: Path) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
-    """Name and rows of each of the library's files of a run, oldest first."""
+def history(environment: dict[str, str], run_dir: Path) -> Iterator[tuple[list[str], list[dict[str, Any]], list[int]]]:
+    """Name, rows and exit code of each of the library's files of a run, oldest first."""
     files = sorted(map(str, run_dir.glob("wandb/offline-run-*/*.wandb")), key=os.path.getmtime)
     read = run_program([sys.executable, "-c", READER, *files], capture_output=True, text=True, env=environment)
     assert not read.returncode, read.stderr
@@ -110,7 +112,8 @@ def test_the_library_takes_what_was_measured(tmp_path: Path, environment: dict[s
     again = train(environment, tmp_path, "--train.steps", str(stopped + 4), "--resume")
     done = run_program(again, capture_output=True, text=True, env=offline)
     assert done.returncode == 0, done.stderr
-    (first_names, first), (second_names, second) = history(environment, tmp_path)
+    (first_names, first, first_codes), (second_names, second, second_codes) = history(environment, tmp_path)
+    assert first_codes == [128 + signal.SIGTERM] and second_codes == [0]
     assert first_names == second_names == [(tmp_path / "wandb_id.txt").read_text().strip()]
     taken: dict[int, dict[str, Any]] = {}
     for row in first + second:

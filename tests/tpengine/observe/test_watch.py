@@ -182,6 +182,8 @@ def test_a_second_interrupt_ends_a_slow_save(tmp_path: Path) -> None:
     )
     code, errors = leave(body, tmp_path)
     assert code == 130 and errors == "still here\ntpengine: interrupted again: this step is lost\n"
+    code, errors = leave(body.replace("activity.begin", "watch.parting = ': saved in it'\nactivity.begin"), tmp_path)
+    assert code == 130 and errors == "still here\ntpengine: interrupted again: saved in it\n"
 
 
 def test_a_broken_explanation_does_not_swallow_the_report(tmp_path: Path) -> None:

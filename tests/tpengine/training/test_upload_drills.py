@@ -63,10 +63,26 @@ def test_a_signal_during_an_upload_saves_and_uploads_what_is_saved(
     assert [end.returncode for end in ends] == [128 + number] * num_ranks, ends
     (last,) = re.findall(r"after step (\d+) of 100000: saved in", ends[0].stderr)
     assert f"--train.after-checkpoint of step-{int(last):08} is done" in ends[0].stderr
-    assert done_steps(out / JOURNAL) == {first, int(last)} and checkpoints_of(out).steps()[-1] == int(last)
+    # What was kept for the command alone is gone: --train.keep-checkpoints is 1.
+    assert done_steps(out / JOURNAL) == {first, int(last)} and checkpoints_of(out).steps() == [int(last)]
     assert len(lines(tmp_path / "begun")) == 2 and len(lines(tmp_path / "uploaded")) == 2 * num_ranks + 2
     rows = [json.loads(line)["step"] for line in lines(out / "metrics.jsonl")]
     assert rows == list(range(int(last)))
+
+
+@pytest.mark.slow
+def test_who_interrupts_the_last_upload_has_lost_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (rank,) = start(1, out, 100_000)
+    rank.wait_until(lambda _: bool(lines(tmp_path / "begun")), "no upload begins")
+    rank.send_signal(signal.SIGINT)
+    rank.wait_until(lambda run: "waiting for --train.after-checkpoint of" in run.errors(), "nobody waits")
+    time.sleep(2.5)  # sooner it is the same Ctrl-C
+    rank.send_signal(signal.SIGINT)
+    (end,) = finish_all(rank)
+    assert end.returncode == 128 + signal.SIGINT
+    newest = checkpoints_of(out).newest()
+    assert f"tpengine: interrupted again: saved in {newest}; continue with --run-dir {out} --resume" in end.stderr
 
 
 def lives(pid: int) -> bool:

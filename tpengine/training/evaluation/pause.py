@@ -60,8 +60,13 @@ class Pause:
 
     def leave(self, num_steps: int, stop_signal: int, held_out: float | None) -> NoReturn:
         """Save, and leave, when nothing is shown or recorded any more."""
-        message = self.checkpoints.save_and_say(num_steps, stop_signal, held_out, self.watch.seconds_left)
+
+        def note(parting: str) -> None:
+            self.watch.parting = parting
+
+        message = self.checkpoints.save_and_say(num_steps, stop_signal, held_out, self.watch.seconds_left, note)
         if self.writer is not None:
+            self.writer.exit_code = 128 + stop_signal
             self.trainer.activity.begin("writing what it measured", timed=False)
             self.writer.close()
         self.watch.leave_stopped(stop_signal, message)

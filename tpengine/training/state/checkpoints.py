@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,13 +63,14 @@ class RunCheckpoints:
         self._began_at, self._waited_seconds = time.monotonic(), 0.0
         if self._train.checkpoint_every:
             train, directory = self._train, _agree_on_directory(run_dir)
-            if train.after_checkpoint and run_dir is not None:
-                self.uploads = Uploads(train.after_checkpoint, directory, run_dir, _say)
-            told = None if self.uploads is None else self.uploads.offer
             rule = spike_rule_of(train.spike)
             window = rule.window if rule is not None and rule.action == "rollback" else 0
             besides = Retention(train.keep_every, train.keep_best, window)
-            self._saver = Saver(directory, train.keep_checkpoints, besides, told)
+            if train.after_checkpoint and run_dir is not None:
+                remove_old = partial(besides.remove_others, directory, train.keep_checkpoints)
+                self.uploads = Uploads(train.after_checkpoint, directory, run_dir, _say, remove_old)
+            told = None if self.uploads is None else self.uploads.offer
+            self._saver = Saver(directory, train.keep_checkpoints, besides, told, _say)
 
     def __enter__(self) -> RunCheckpoints:
         if self.uploads is not None:
@@ -120,6 +122,7 @@ class RunCheckpoints:
         stop_signal: int,
         held_out_loss: float | None = None,
         seconds_left: Callable[[float], float] = lambda most: most,
+        saved: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Save now, because a signal asked the run to stop, and wait until it is on disk and uploaded.
 
@@ -128,6 +131,7 @@ class RunCheckpoints:
             stop_signal: what asked.
             seconds_left: returns how long this rank can stay, at most as long as it is given: rank 0 waits no longer
                 for the upload command, and all others wait for rank 0.
+            saved: is told, as soon as the checkpoint is on disk, the end of a message that says so.
 
         Returns:
             The message for the user.
@@ -142,6 +146,8 @@ class RunCheckpoints:
             return f"{done}: nothing is saved, as --train.checkpoint-every 0 says"
         self._save(num_steps, held_out_loss)
         self.wait()
+        if self._failure is None:
+            saved(self.where())
         if self._train.after_checkpoint:
             self._trainer.activity.begin("waiting for --train.after-checkpoint", timed=False)
             if self.uploads is not None:
