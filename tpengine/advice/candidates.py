@@ -18,7 +18,10 @@ _CHUNKS = (2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout, in the words of ParallelConfig; `num_micro_batches` are of one replica."""
+    """A layout, in the words of ParallelConfig.
+
+    `num_micro_batches` are of one replica; buckets of 0 bytes are as large as the question says.
+    """
 
     tp: int
     pp: int
@@ -32,15 +35,18 @@ class Candidate:
     recompute: str
     gathered: str
     tp_comm: str
+    bucket_bytes: int = 0
 
     def config(self, question: Question) -> Config:
         """Return the run's configuration, not validated yet."""
         form = SCHEDULES.get(self.schedule)
         # Where the schedule has a number of its own, the setting stays as it is.
         chunks = {"chunks_per_rank": self.chunks_per_rank} if form is not None and form.num_chunks is None else {}
+        bucket = {"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {}
         return question.config(
             self.micro_batch_size,
             **chunks,
+            **bucket,
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
@@ -76,6 +82,8 @@ class Candidate:
             parts.append("gathered again")
         if self.tp > 1 and self.tp_comm != "fused":
             parts.append("plain")
+        if self.bucket_bytes:
+            parts.append(f"buckets {self.bucket_bytes / 1e6:,.4g} MB")
         return " ".join([*parts, f"b {self.micro_batch_size} m {self.num_micro_batches}"])
 
     def flags(self) -> str:
@@ -95,6 +103,8 @@ class Candidate:
             flags.append(f"--parallel.gathered {self.gathered}")
         if self.tp_comm != "fused":
             flags.append(f"--parallel.tp-comm {self.tp_comm}")
+        if self.bucket_bytes:
+            flags.append(f"--parallel.bucket-bytes {self.bucket_bytes}")
         return " ".join(
             [
                 *flags,
@@ -133,12 +143,14 @@ def groups(
     gathers that stage 2 has not: more with each residency.
     """
     tp, pp, dp, size = shape
-    number = question.global_batch // dp // size
+    number, bucket = question.global_batch // dp // size, question.fixed.get("bucket_bytes", 0)
     stages = list(_zero(question, dp))
     chains = [[stage for stage in stages if not stage[0]], [stage for stage in stages if stage[0]]]
     for schedule, chunks in _schedules(question, pp):
         for chain in filter(None, chains):
-            yield tuple(Candidate(tp, pp, dp, schedule, chunks, size, number, *zero, *key[2:]) for zero in chain)
+            yield tuple(
+                Candidate(tp, pp, dp, schedule, chunks, size, number, *zero, *key[2:], bucket) for zero in chain
+            )
 
 
 def counted(

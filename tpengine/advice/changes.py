@@ -14,6 +14,8 @@ from tpengine.simulate.machine import Link, Machine
 # Of the memory that a rank has; of an H200 about 24 GB.
 _LESS_MEMORY = 1 / 6
 _SMALLER_BATCH = 4
+# Where nothing fits, so many times as many ranks are tried.
+_MORE = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class Change:
 
     words: str
     layout: Candidate | None
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What to change so that a layout fits, and that layout."""
+
+    words: str
+    layout: Candidate
 
 
 def asked_changes(question: Question) -> list[str]:
@@ -50,6 +60,34 @@ def changes(question: Question, best: Candidate, limit_seconds: float, known: Bo
         if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
             found.append(Change(words, layout))
     return found
+
+
+def what_fits(question: Question, limit_seconds: float) -> Iterator[Fits]:
+    """Yield the changes after which a layout fits: a setting that is not fixed any more, or more ranks.
+
+    Args:
+        question: of which nothing fits.
+        limit_seconds: how long to look for each.
+    """
+    tried = [
+        (f"another {name}", replace(question, fixed={key: of for key, of in question.fixed.items() if key != name}))
+        for name in question.fixed
+    ]
+    more = [(f"{times * question.num_ranks} ranks", _with_ranks(question, times)) for times in _MORE]
+    for words, other in (*tried, *more):
+        rows = search(other, num_rows=1, limit_seconds=limit_seconds, tells_all=False).rows
+        if rows:
+            yield Fits(words, rows[0].layout)
+        if rows and other.num_ranks > question.num_ranks:
+            return
+
+
+def _with_ranks(question: Question, times: int) -> Question:
+    """Return the question of more ranks, on more nodes; a fixed axis of replicas grows too."""
+    fixed = dict(question.fixed)
+    if isinstance(fixed.get("dp"), int):
+        fixed["dp"] *= times
+    return replace(question, num_ranks=times * question.num_ranks, fixed=fixed)
 
 
 def _others(question: Question) -> Iterator[tuple[str, Question]]:

@@ -22,6 +22,7 @@ AXES = (
     "gathered",
     "tp_comm",
     "micro_batch_size",
+    "bucket_bytes",
 )
 
 # Of a GPU's memory: the driver's context, communication buffers, blocks that the allocator cannot use.

@@ -96,7 +96,7 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
         (["--model", "tiny", "--ranks", "2", "--tp", "3"], ["no layout divides", "tp 3", "fix less"]),
         (
             ["--model", "llama_1b", "--machine", "h200:1", "--memory-limit", "1000000"],
-            ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "--memory-limit"],
+            ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "it fits with", "--memory-limit"],
         ),
         (["--model", "tiny", "--ranks", "2", "--schedule", "fast"], ["schedule must be one of"]),
         (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9 of 5", "--top 9"]),

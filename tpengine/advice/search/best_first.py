@@ -25,6 +25,8 @@ from tpengine.layout.step_plan import lowered
 from tpengine.plan import SCHEDULES, Gathered, verify
 
 Family = tuple[int, int, int]
+# Bytes of buckets that are tried where those of the question let ranks wait.
+_BUCKETS = (100_000_000, 400_000_000, 1_600_000_000)
 # Without any layout that fits, a search goes on for so many times its limit.
 _PATIENCE = 3
 
@@ -169,8 +171,25 @@ class _Search:
             self._push_next(stages, bound)
             return
         self.fitting.add(layout)
+        layout, sheet = self._with_buckets(layout, sheet)
         if layout.family not in self.best or sheet.seconds < self.best[layout.family].sheet.seconds:
             self.best[layout.family] = Row(layout, sheet)
+
+    def _with_buckets(self, layout: Candidate, sheet: Sheet) -> tuple[Candidate, Sheet]:
+        """Return the layout with larger buckets, if ranks wait for gathers or reductions, and less so with those.
+
+        Bounds do not depend on the size of buckets, so what they left out is not faster with any.
+        """
+        if "bucket_bytes" in self.question.fixed or layout.dp == 1:
+            return layout, sheet
+        for size in _BUCKETS:
+            if sheet.parts.dp <= CLOSE * sheet.seconds:
+                break
+            other = replace(layout, bucket_bytes=size)
+            found, self.num_simulated = self._whole(other), self.num_simulated + 1
+            if found.seconds < (1 - CLOSE) * sheet.seconds and found.peak_bytes <= self.question.memory_limit:
+                layout, sheet = other, found
+        return layout, sheet
 
     def _whole(self, layout: Candidate) -> Sheet:
         return Sheet.of(layout.config(self.question), self.question.machine, builds=lowered)

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.advice.candidates import shapes
-from tpengine.advice.changes import asked_changes, changes
-from tpengine.advice.question import AXES, Question
+from tpengine.advice.changes import asked_changes, changes, what_fits
+from tpengine.advice.question import Question
 from tpengine.advice.recorded import machine_as_recorded
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
-from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency, make_schedule
+from tpengine.plan import make_schedule
 from tpengine.simulate.draw import MAX_BOXES, Picture, picture_bytes, write_beside
 from tpengine.simulate.machine import MACHINES, machine_named
 
@@ -72,17 +73,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
     parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
-    fixed = parser.add_argument_group("settings that are fixed", "All others are searched.")
-    for axis in ("tp", "pp", "dp"):
-        fixed.add_argument(f"--{axis}", type=count, help=f"size of the axis {axis}")
-    fixed.add_argument("--zero", type=int, choices=range(4), help="what replicas shard")
-    fixed.add_argument("--residency", choices=[each.value for each in Residency], help="of weights at zero 3")
-    fixed.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)}, or a file")
-    fixed.add_argument("--chunks", dest="chunks_per_rank", type=count, metavar="V", help="chunks per rank")
-    fixed.add_argument("--recompute", choices=[each.value for each in Recompute], help="what backward recomputes")
-    fixed.add_argument("--gathered", choices=[each.value for each in Gathered], help="what becomes of gathered tokens")
-    fixed.add_argument("--tp-comm", choices=("fused", "plain"), help="exchanges of tensor-parallel ranks")
-    fixed.add_argument("--micro-batch", dest="micro_batch_size", type=count, metavar="N", help="sequences of one")
+    add_fixed_arguments(parser)
 
 
 def advise(args: argparse.Namespace) -> None:
@@ -96,14 +87,14 @@ def advise(args: argparse.Namespace) -> None:
             f"--explain must name a row of the answer: got {args.explain} of {args.top}: use 1, or --top {args.explain}"
         )
     question, name = question_asked(args)
-    if question.fixed.get("schedule"):
+    for schedule in question.choices("schedule", ()):
         # Refused by name; a schedule of one micro-batch exists wherever any does.
-        make_schedule(question.fixed["schedule"], question.fixed.get("pp", 1), 1)
+        make_schedule(schedule, question.choices("pp", [1])[0], 1)
     if next(shapes(question), None) is None:
         raise ValueError(_nothing_divides(question))
     found = search(question, args.top, args.seconds)
     if not found.rows:
-        raise ValueError(_nothing_fits(question, found))
+        raise ValueError(_nothing_fits(question, found, max(1.0, args.seconds / 5)))
     if args.explain and args.explain > len(found.rows):
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
     changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds)
@@ -154,8 +145,7 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
     base = replace(base, train=train, parallel=parallel)
     if args.profile:
         machine = machine_as_recorded(machine, recorded_by(args.profile, base))
-    fixed = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
-    return Question(base, machine, num_ranks, batch, fixed), name
+    return Question(base, machine, num_ranks, batch, fixed_settings(args)), name
 
 
 def _base(args: argparse.Namespace) -> tuple[Config, str]:
@@ -245,26 +235,31 @@ def _nothing_divides(question: Question) -> str:
     """Return why there is no layout at all."""
     model, fixed = question.base.model, question.fixed
     dp = fixed.get("dp")
-    if dp and question.global_batch % dp:
+    if isinstance(dp, int) and question.global_batch % dp:
         near = max(dp, round(question.global_batch / dp) * dp)
         return (
             f"the global batch must be divisible by dp: {question.global_batch} sequences, dp {dp}: use "
             f"--global-batch {near}"
         )
-    given = " ".join(f"{name} {value}" for name, value in fixed.items()) or "no setting fixed"
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in fixed.items()}
+    given = " ".join(f"{name} {','.join(map(str, of))}" for name, of in values.items()) or "no setting fixed"
     return (
         f"no layout divides: {question.num_ranks} ranks, {question.global_batch} sequences, {model.num_heads} heads, "
         f"{model.num_kv_heads} KV heads, {model.num_layers} layers, {given}: fix less, or use another number of ranks"
     )
 
 
-def _nothing_fits(question: Question, found: Found) -> str:
+def _nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
     if found.too_large is None:
         reason = found.refused[0] if found.refused else "none is legal"
         return f"no layout can run: {reason}"
     limit = question.memory_limit / 1e9
     seen = "no layout fits" if found.gap is None else f"no layout fits of {found.num_simulated} simulated in time"
+    fits = [f"{change.words} (then {change.layout.words()})" for change in what_fits(question, limit_seconds)]
+    needed = found.too_large.num_bytes if question.base.parallel.memory_limit else 0
+    if needed:
+        fits.append(f"--memory-limit {needed:.0f}")
     return (
-        f"{seen}: a rank may hold {limit:.1f} GB; nearest: {too_large_text(question, found.too_large)}: use "
-        "more ranks, a shorter sequence, or a larger --memory-limit"
+        f"{seen}: a rank may hold {limit:.1f} GB; nearest: {too_large_text(question, found.too_large)}: "
+        f"{'it fits with ' + ', or '.join(fits) if fits else 'use a shorter sequence, or GPUs with more memory'}"
     )

@@ -13,6 +13,7 @@ from tpengine.advice.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
+from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
@@ -34,8 +35,9 @@ def print_plan(args: argparse.Namespace) -> None:
     if args.table is not None or args.out is not None:
         plan_table.print_table(args)
         return
+    refuse_several(fixed_settings(args), "tpengine plan")
     if args.ranks is None and all(getattr(args, axis) for axis in ("tp", "pp", "dp")):
-        args.ranks = args.tp * args.pp * args.dp
+        args.ranks = args.tp[0] * args.pp[0] * args.dp[0]
     question, name = question_asked(args)
     layout = _layout(question)
     sheet = Sheet.of(layout.config(question), question.machine)
@@ -86,4 +88,5 @@ def _layout(question: Question) -> Candidate:
         recompute=fixed.get("recompute", "none"),
         gathered=fixed.get("gathered", "keep"),
         tp_comm=fixed.get("tp_comm", "fused"),
+        bucket_bytes=fixed.get("bucket_bytes", 0),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from tpengine.advice.candidates import Candidate, candidates, shapes
 from tpengine.advice.question import Question
-from tpengine.advice.search import CLOSE, search
+from tpengine.advice.search import CLOSE, Found, search
 from tpengine.advice.search.bounds import Bounds
 from tpengine.advice.sheet import Sheet
 from tpengine.commands.arguments import parse_config
-from tpengine.config import Config, ModelConfig, TrainConfig
+from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.details import ModelDetails
+from tpengine.layout.step_plan import lowered
 from tpengine.plan import verify
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES, Machine
@@ -39,7 +41,7 @@ def every(question: Question) -> list[Candidate]:
 def simulated(layout: Candidate, question: Question) -> tuple[float, float] | None:
     """Step and peak of the plan that would run; None where no run is legal."""
     try:
-        sheet = Sheet.of(layout.config(question), question.machine)
+        sheet = Sheet.of(layout.config(question), question.machine, builds=lowered)
     except ValueError:
         return None
     return sheet.seconds, sheet.peak_bytes
@@ -49,21 +51,22 @@ def simulated(layout: Candidate, question: Question) -> tuple[float, float] | No
     "question",
     [
         question_of(2, 8),
-        question_of(4, 8, replace(MACHINES["h200"], memory_bytes=12_000_000_000), schedule="1f1b"),
+        question_of(4, 8, replace(MACHINES["h200"], memory_bytes=12_000_000_000), schedule="1f1b", tp_comm="fused"),
         pytest.param(question_of(4, 16, MACHINES["a100-40"]), marks=pytest.mark.slow),
         pytest.param(question_of(8, 16, replace(MACHINES["h200"], ranks_per_node=2), zero=1), marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks, little memory", "4 of 40 GB", "8 on 4 nodes"],
 )
 def test_nothing_is_faster_than_the_first_row(question: Question) -> None:
+    question = replace(question, fixed={**question.fixed, "bucket_bytes": 25_000_000})
     found = search(question, num_rows=3, limit_seconds=1e9)
     assert found.gap is None and found.rows
     layouts = every(question)
     assert found.num_layouts == len(layouts) and found.num_simulated < len(layouts) / 4
     bounds = Bounds(question)
     assert found.num_fitting == sum(bounds.num_bytes(layout) <= question.memory_limit for layout in layouts)
-    steps = {layout: simulated(layout, question) for layout in layouts}
-    fitting = {layout: step[0] for layout, step in steps.items() if step and step[1] <= question.memory_limit}
+    steps = {layout: step for layout in layouts if (step := simulated(layout, question))}
+    fitting = {layout: step[0] for layout, step in steps.items() if step[1] <= question.memory_limit}
     assert (1 - CLOSE) * found.rows[0].sheet.seconds <= min(fitting.values())
     families: dict[tuple[int, int, int], float] = {}
     for layout, seconds in fitting.items():
@@ -71,6 +74,25 @@ def test_nothing_is_faster_than_the_first_row(question: Question) -> None:
     for row, best in zip(found.rows, sorted(families.values()), strict=False):
         assert (1 - CLOSE) * row.sheet.seconds <= best
         assert row.sheet.seconds == fitting[row.layout]
+    if question.machine.memory_bytes < 20e9:
+        check_nearest(found, steps, question.memory_limit)
+
+
+def check_nearest(found: Found, steps: Mapping[Candidate, tuple[float, float]], limit: float) -> None:
+    """Of all layouts that do not fit, and would be faster than the first row, none is nearer to fitting."""
+    best, nearest = found.rows[0].sheet.seconds, found.too_large
+    assert nearest is not None and nearest.seconds < best
+    assert nearest.num_bytes <= min(held for seconds, held in steps.values() if held > limit and seconds < 0.99 * best)
+    assert steps[nearest.layout] == (nearest.seconds, nearest.num_bytes)
+    rank, memory = nearest.memory
+    assert memory.peak == int(nearest.num_bytes) and memory.compute_action and rank < nearest.layout.pp
+    # What is said to make it fit is a layout that fits, and takes as much longer as is said.
+    assert nearest.remedy is not None
+    words, longer = nearest.remedy
+    changed = [
+        layout for layout, (seconds, held) in steps.items() if held <= limit and seconds - nearest.seconds == longer
+    ]
+    assert any(all(word in layout.words() for word in words.split()) for layout in changed)
 
 
 def drawn(number: int) -> tuple[Candidate, Question]:
@@ -97,7 +119,14 @@ def drawn(number: int) -> tuple[Candidate, Question]:
         dtype=rng.choice(["float32", "bfloat16"]),
         reduction="exact" if rng.random() < 0.2 else "fast",
     )
-    question = Question(Config(model=model, train=train), machine, rng.choice([1, 2, 4, 8]), rng.choice([1, 8, 16, 24]))
+    # Bounds hold for buckets of any size.
+    parallel = ParallelConfig(bucket_bytes=rng.choice([100_000, 25_000_000, 1_000_000_000]))
+    question = Question(
+        Config(model=model, train=train, parallel=parallel),
+        machine,
+        rng.choice([1, 2, 4, 8]),
+        rng.choice([1, 8, 16, 24]),
+    )
     chosen = list(shapes(question))
     if not chosen:
         return drawn(number + 1_000_000)
@@ -218,6 +247,26 @@ def test_answers_to_drawn_questions(numbers: range) -> None:
 def test_a_better_machine_is_never_slower(better: dict[str, Any]) -> None:
     machine = replace(MACHINES["h100"], ranks_per_node=2, memory_bytes=24_000_000_000)
     assert fastest_seconds(replace(machine, **better)) <= usual_seconds(machine)
+
+
+def test_larger_buckets_where_ranks_wait_for_gathers() -> None:
+    """Weights that are gathered for each use wait less in few large pieces; what a question says stays."""
+    machine = replace(MACHINES["h200"], ranks_per_node=1)
+    question = question_of(4, 8, machine, tp=1, pp=1, zero=3, residency="use", schedule="1f1b")
+    layout, sheet = (row := search(question, num_rows=1, limit_seconds=1e9).rows[0]).layout, row.sheet
+    assert layout.bucket_bytes == sheet.config.parallel.bucket_bytes > 25_000_000
+    assert f"--parallel.bucket-bytes {layout.bucket_bytes}" in layout.flags()
+    usual = Sheet.of(replace(layout, bucket_bytes=0).config(question), machine)
+    assert sheet.seconds < 0.998 * usual.seconds
+    fixed = replace(question, fixed={**question.fixed, "bucket_bytes": 1_000_000})
+    assert search(fixed, num_rows=1, limit_seconds=1e9).rows[0].sheet.config.parallel.bucket_bytes == 1_000_000
+
+
+def test_several_values_of_a_setting_are_searched() -> None:
+    several = question_of(4, 8, zero=(1, 2), schedule=("1f1b", "zbv"), pp=(1, 2))
+    found = {(layout.zero, layout.pp, layout.schedule) for layout in every(several)}
+    assert {zero for zero, _, _ in found} == {1, 2} and {pp for _, pp, _ in found} == {1, 2}
+    assert {schedule for _, pp, schedule in found if pp == 2} == {"1f1b", "zbv"}
 
 
 def test_the_smallest_questions_have_answers() -> None:
