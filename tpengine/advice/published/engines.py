@@ -7,6 +7,7 @@ what was measured. README.md lists each option with its source.
                     the rest each a kernel of eager torch, unless it is compiled
     DeepSpeed       Megatron's layers; gradients in 16 bits, added and reduced so
     nanotron        Megatron's exchanges; torch's products, so each gradient is added by a kernel
+    Scaling         Aleph Alpha's: Megatron's layout in eager torch; the whole loss on each rank; gradients in 16 bits
     Megatron        gradients in float32, added by the products; the loss in float32, step by step; transfers of 1F1B
                     block; before Hopper attention of GPT writes its scores
 """
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tpengine.advice.published.row import Row
-from tpengine.advice.published.sizes import Sizes
-from tpengine.simulate.modelled.engine import Engine
+from tpengine.advice.published.sizes import Sizes, schedule_words
+from tpengine.simulate.modelled.engine import Engine, Steps
 from tpengine.simulate.modelled.flash import (
     CUDNN_ON_HOPPER,
+    FLASH_1_IN_CUDA_ON_AMPERE,
     FLASH_1_ON_AMPERE,
     FLASH_1_ON_HOPPER,
     FLASH_2_ON_AMPERE,
@@ -43,6 +46,31 @@ _ADDING_BY_A_KERNEL = ("nanotron", "picotron")
 # FSDP's gradients on their way into a reduce-scatter. FSDP 1: joined into the flat gradient (2 + 2), copied to float32
 # (2 + 4), divided (4 + 4); in 16 bits joined and divided. FSDP 2: copied in, to float32 (2 + 4).
 _SCATTERED_IN_32_BITS, _SCATTERED_IN_16_BITS, _SCATTERED_BY_FSDP_2 = 18, 8, 6
+# Aleph Alpha's engine, by the names of its releases and of the paper that compares its layouts.
+_SCALING = ("aleph", "aa-scaling", "hagemann", "parallelization layouts", "parallelization-layouts", "2311.05610")
+# Once per step it joins gradients (2 + 2), divides (2 + 2), copies to float32 and back (6 + 6), apart (2 + 2), scales
+# them (2 + 2), and takes their norm (2).
+_SCALING_ONCE = 30
+# Of eager torch, per element of 16 bits, beside what one kernel reads and writes. A rotation: four products and sums of
+# halves, or copied to float32, multiplied, copied back (6 + 8 + 6), less 4. A gate: activation (4) and product (6)
+# beside 6; backward: two products (12) and one more (6) beside 10. A norm of llama's model code: copied to float32
+# (2 + 4), square (8), mean (4), product with the root (8), copied back (6), with the weight (4), less 4; its backward:
+# with the weight, forth and back (4 + 4 + 6), of the product (8 + 12), of the square and the mean (16), added (12),
+# copied back (6), less 6.
+_LLAMA_STEPS = Steps(norm=36, norm_backward=62, rotation=16, gate=4, gate_backward=8, kept_norm=6)
+_ONE_NORM_KERNEL = Steps(norm=0, norm_backward=0, rotation=16, gate=4, gate_backward=8, kept_norm=0)
+# Per score, beside a softmax: a copy (4) and a mask written over it (5); backward the same.
+_MASK_STEPS = (9, 9)
+# What else differs in Scaling; its launcher splits embedding, blocks, last norm and head as equal layers.
+_OF_SCALING: dict[str, Any] = {
+    **{"keeps_rotated": True, "keeps_gathered": True, "reduces_gate_apart": True, "whole_logits": True},
+    **{"reduces_whole": True, "once_item": _SCALING_ONCE},
+}
+# Words for kernels of attention and norms.
+_FLASH = re.compile(r"flash|sdpa|xformers|cudnn|triton|\bfa ?[123]\b")
+_FLASH_1 = re.compile(r"flash[ _-]?att(entio)?n?[ _-]?(v?1|v?0)|\bfa ?1\b")
+_IN_MEMORY = re.compile(r"\b(torch|unfused|core|math|naive|eager|megatron)\b|\bfused\b(?!.?att)")
+_NORM_KERNEL = re.compile(r"(?<!no )(?<!without )(rms\W?(norm)?\W?kernel|fused\W?(rms|norm))")
 # FSDP 2 copies gathered weights out of the buffer (2 + 2).
 _COPIED_OUT = 4
 _PRECISIONS = {
@@ -61,6 +89,7 @@ _PRECISIONS = {
 }
 _RECOMPUTED = {
     **{"none": "none", "no": "none", "false": "none", "off": "none", "0": "none", "op": "operators"},
+    **{"disabled": "none", "without": "none", "never": "none", "enabled": "full"},
     **{"selective": "selective", "core": "selective", "full": "full", "block": "full", "uniform": "full"},
     **{"yes": "full", "true": "full", "on": "full", "1": "full", "checkpoint": "full", "layer": "full"},
 }
@@ -71,6 +100,8 @@ _MEGATRON_LOSS = (4, 2, 2)
 _NANOTRON_LOSS = (4, 6, 2)
 # torch's cross entropy of logits.float(): the logits and their log-softmax; its input; two gradients in float32.
 _TORCH_LOSS = (6, 4, 8)
+# Scaling's pipeline keeps the logits of the micro-batch before, too, until the next ones overwrite them.
+_SCALING_LOSS = (8, 4, 8)
 # torchtitan's training loop deletes the logits before backward.
 _TITAN_LOSS = (4, 6, 8)
 # FlashAttention's fused loss, which llm-foundry's models default to: the logits, then their gradient, in 16 bits.
@@ -89,6 +120,7 @@ class EngineOfRow:
         in_units: each block is a chunk of its own, gathered for one use.
         num_buckets: of a chunk's gradients; 1 where nothing overlaps with their reduction.
         fuses: exchanges of tensor-parallel ranks overlap with their products.
+        num_ends: what a launcher counts as layers beside blocks: embedding, last norm, head; 0 if it counts none.
         words: the options, for the notes.
     """
 
@@ -99,6 +131,7 @@ class EngineOfRow:
     in_units: bool
     num_buckets: int
     fuses: bool
+    num_ends: int
     words: tuple[str, ...]
 
 
@@ -112,69 +145,44 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"precision must be fp16 or bf16: got {row.text('precision')}, whose kernels are not modelled")
     system, recompute = row.system(), recomputation_of(row)
-    in_units = sizes.zero == 3
-    is_deepspeed = "deepspeed" in system and not in_units
-    is_titan, is_mosaic = "torchtitan" in system, "mosaic" in system or "foundry" in system
-    # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).
-    is_pure = in_units and "pure" in row.columns.get("notes", "").lower()
-    adds = any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units
-    cuts = sizes.tp == 1 or row.flag("sequence_parallel", default=sizes.tp > 1 and (in_units or adds))
-    scores = not in_units and _keeps_scores(row, sizes, system)
-    is_gpt = row.mlp() == "gelu" and not in_units
-    is_one_by_one = sizes.pp > 1 and row.text("schedule") in ("", "1f1b") and sizes.chunks == 1
+    kind = _Kind.of(row, sizes)
+    cuts = sizes.tp == 1 or row.flag("sequence_parallel", default=sizes.tp > 1 and (kind.in_units or kind.adds))
+    scores = not kind.in_units and _keeps_scores(row, sizes, system)
+    is_one_by_one = sizes.pp > 1 and _is_one_by_one(schedule_words(row)) and sizes.chunks == 1
     is_compiled = _is_compiled(row)
-    is_eager = in_units and not is_compiled
+    is_eager = (kind.in_units and not is_compiled) or kind.is_scaling
     flash = None if scores else _flash(row, system)
     engine = Engine(
         cuts_rows=cuts,
         keeps_scores=scores,
-        computes_scores_again=recompute == "selective",
+        computes_scores_again=recompute == "selective" and not kind.is_scaling,
         computes_half_again=recompute == "operators",
         flash=flash,
-        joins_residuals=is_compiled,
+        joins_residuals=is_compiled and not kind.is_scaling,
         reads_norms_twice=is_eager,
-        splits_steps=is_eager and row.mlp() == "swiglu",
-        copies_heads=scores or is_eager,
-        drops=is_gpt and scores,
-        wide_loss=not is_mosaic and (is_titan or not is_compiled),
-        loss_bytes=(
-            _FUSED_LOSS
-            if is_mosaic
-            else _TITAN_LOSS
-            if is_titan
-            else _TORCH_LOSS
-            if in_units
-            else _NANOTRON_LOSS
-            if adds
-            else _MEGATRON_LOSS
-        ),
-        frees_reduced=in_units,
+        steps=_steps(row) if is_eager and row.mlp() == "swiglu" else None,
+        score_steps=_MASK_STEPS if scores and kind.is_scaling and "fused" not in _kernel_words(row) else (0, 0),
+        copies_heads=scores or (is_eager and not kind.is_scaling),
+        drops=row.mlp() == "gelu" and not kind.in_units and scores,
+        wide_loss=not kind.is_mosaic and (kind.is_titan or not is_compiled),
+        loss_bytes=kind.loss_bytes(),
+        frees_reduced=kind.in_units,
         waits_for_transfers=is_one_by_one,
-        scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts,
+        scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts and not kind.is_scaling,
         context_ranks=sizes.cp,
-        weight_item=4 if in_units else 2,
-        gradient_item=2 if is_deepspeed else 4,
+        weight_item=4 if kind.in_units else 2,
+        gradient_item=2 if kind.is_deepspeed or kind.is_scaling else 4,
         # Moments and a master copy; with units the weights are the masters.
-        optimizer_item=8 if in_units else 12,
-        added_item=_added_item(in_units, is_deepspeed, adds, is_titan, is_pure),
-        copied_item=_COPIED_OUT if in_units and is_titan else 0,
-        reduced_item=2 if is_deepspeed or is_pure else 4,
+        optimizer_item=8 if kind.in_units else 12,
+        added_item=kind.added_item(),
+        copied_item=_COPIED_OUT if kind.in_units and kind.is_titan else 0,
+        reduced_item=2 if kind.is_deepspeed or kind.is_pure else 4,
+        **_OF_SCALING if kind.is_scaling else {},
     )
-    overlaps = sizes.zero in (1, 2) or is_titan
+    overlaps = (sizes.zero in (1, 2) and not kind.is_scaling) or kind.is_titan
     fuses = bool(sizes.tp > 1 and cuts and _overlaps_exchanges(row, system))
-    name = "FSDP" if in_units else "Megatron-DeepSpeed" if is_deepspeed else "nanotron" if adds else "Megatron"
-    words = [name]
-    if sizes.tp > 1:
-        words.append("gather and scatter" if cuts else "all-reduce, no sequence parallelism")
-    if fuses:
-        words.append("exchanges overlap with products")
-    words.append("scores in memory" if scores else flash.name if flash else "flash attention")
-    if is_eager:
-        words.append("kernels of eager torch")
-    if recompute != "none":
-        again = {"full": "blocks", "selective": "scores", "operators": "every second product and all small operators"}
-        words.append(f"{again[recompute]} computed again")
-    if in_units:
+    words = [kind.name, *_words(engine, sizes, recompute, is_eager=is_eager, fuses=fuses)]
+    if kind.in_units:
         words.append("a unit is a block")
     elif sizes.dp * sizes.cp > 1:
         words.append("reductions overlap" if overlaps else "reductions after backward")
@@ -182,16 +190,109 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         words.append("transfers block")
     if sizes.cp > 1:
         words.append(f"ring attention over {sizes.cp} ranks")
-    num_buckets = 8 if overlaps else 1
-    return EngineOfRow(engine, name, dtype, recompute == "full", in_units, num_buckets, fuses, tuple(words))
+    return EngineOfRow(
+        engine=engine,
+        name=kind.name,
+        dtype=dtype,
+        recomputes=recompute == "full",
+        in_units=kind.in_units,
+        num_buckets=8 if overlaps else 1,
+        fuses=fuses,
+        num_ends=3 if kind.is_scaling else 0,
+        words=tuple(words),
+    )
 
 
-def _added_item(in_units: bool, is_deepspeed: bool, adds: bool, is_titan: bool, is_pure: bool) -> int:
-    """Return bytes per parameter that kernels read and write for a micro-batch's gradient, beside the products."""
-    if in_units:
-        return _SCATTERED_BY_FSDP_2 if is_titan else _SCATTERED_IN_16_BITS if is_pure else _SCATTERED_IN_32_BITS
-    # Both gradients read, the sum written.
-    return 6 if is_deepspeed else 10 if adds else 0
+def _is_one_by_one(schedule: str) -> bool:
+    is_named = any(word in schedule for word in ("1f1b", "pipedream", "dapple"))
+    return not schedule or (is_named and "interleav" not in schedule and "1f1b-i" not in schedule)
+
+
+def _words(engine: Engine, sizes: Sizes, recompute: str, *, is_eager: bool, fuses: bool) -> list[str]:
+    """Return what a rank computes and exchanges, for the notes."""
+    words = []
+    if sizes.tp > 1:
+        words.append("gather and scatter" if engine.cuts_rows else "all-reduce, no sequence parallelism")
+    if fuses:
+        words.append("exchanges overlap with products")
+    flash = engine.flash.name if engine.flash else "flash attention"
+    words.append("scores in memory" if engine.keeps_scores else flash)
+    if is_eager:
+        words.append("kernels of eager torch")
+    if engine.steps is not None and not engine.steps.norm:
+        words.append("norms in one kernel")
+    if recompute != "none":
+        again = {"full": "blocks", "selective": "scores", "operators": "every second product and all small operators"}
+        words.append(f"{again[recompute]} computed again")
+    return words
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a row's framework is, by its name and layout."""
+
+    in_units: bool
+    is_deepspeed: bool
+    is_titan: bool
+    is_mosaic: bool
+    is_scaling: bool
+    adds: bool
+    is_pure: bool
+
+    @classmethod
+    def of(cls, row: Row, sizes: Sizes) -> _Kind:
+        system, in_units = row.system(), sizes.zero == 3
+        return cls(
+            in_units=in_units,
+            is_deepspeed="deepspeed" in system and not in_units,
+            is_titan="torchtitan" in system,
+            is_mosaic="mosaic" in system or "foundry" in system,
+            is_scaling=not in_units and any(word in f"{system} {row.text('table')}" for word in _SCALING),
+            adds=any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units,
+            # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).
+            is_pure=in_units and "pure" in row.columns.get("notes", "").lower(),
+        )
+
+    @property
+    def name(self) -> str:
+        if self.in_units:
+            return "FSDP"
+        if self.is_scaling:
+            return "Scaling"
+        return "Megatron-DeepSpeed" if self.is_deepspeed else "nanotron" if self.adds else "Megatron"
+
+    def loss_bytes(self) -> tuple[int, int, int]:
+        """Return bytes per logit: kept; besides in forward; besides in backward."""
+        if self.is_mosaic:
+            return _FUSED_LOSS
+        if self.is_titan:
+            return _TITAN_LOSS
+        if self.in_units:
+            return _TORCH_LOSS
+        if self.is_scaling:
+            return _SCALING_LOSS
+        return _NANOTRON_LOSS if self.adds else _MEGATRON_LOSS
+
+    def added_item(self) -> int:
+        """Return bytes per parameter that kernels read and write for a micro-batch's gradient, beside the products."""
+        if self.in_units:
+            pure = _SCATTERED_IN_16_BITS if self.is_pure else _SCATTERED_IN_32_BITS
+            return _SCATTERED_BY_FSDP_2 if self.is_titan else pure
+        # Both gradients read, the sum written.
+        return 6 if self.is_deepspeed or self.is_scaling else 10 if self.adds else 0
+
+
+def _kernel_words(row: Row) -> str:
+    """Return what a row says of its attention's kernel."""
+    names = ("attn", "attention", "kernel", "kernels", "attention_kernel", "attn_impl", "attn_kernel")
+    return " ".join(row.text(name) for name in names)
+
+
+def _steps(row: Row) -> Steps:
+    """Return the kernels of eager torch; a norm may be one kernel where the row says so."""
+    if _NORM_KERNEL.search(f"{_kernel_words(row)} {row.columns.get('notes', '').lower()}"):
+        return _ONE_NORM_KERNEL
+    return _LLAMA_STEPS
 
 
 def recomputation_of(row: Row) -> str:
@@ -223,6 +324,11 @@ def _overlaps_exchanges(row: Row, system: str) -> bool:
 
 
 def _keeps_scores(row: Row, sizes: Sizes, system: str) -> bool:
+    said = _kernel_words(row)
+    if _FLASH.search(said):
+        return False
+    if _IN_MEMORY.search(said):
+        return True
     everything = f"{system} {row.text('attn')} {row.text('attention')} {row.text('caveat')}"
     gpu = row.text("gpu")
     if any(word in everything for word in _FRAMEWORKS_WITH_FLASH) or any(word in gpu for word in _HOPPER_AND_LATER):
@@ -236,6 +342,9 @@ def _flash(row: Row, system: str) -> FlashKernel | None:
     is_hopper = any(word in gpu for word in ("h100", "h200", "h800", "b200", "b300"))
     if not is_hopper and "a100" not in gpu and "a800" not in gpu:
         return None
+    said = _kernel_words(row)
+    if not is_hopper and _FLASH_1.search(said):
+        return FLASH_1_IN_CUDA_ON_AMPERE
     if "mosaic" in system:
         # llm-foundry's benchmarks ask for attn_impl triton (submit_benchmarks at b2a43a1, 5e85bd6).
         return FLASH_1_ON_HOPPER if is_hopper else FLASH_1_ON_AMPERE

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tpengine.advice.published.engines import EngineOfRow
 from tpengine.advice.published.row import Row
-from tpengine.advice.published.sizes import Sizes
+from tpengine.advice.published.sizes import Sizes, schedule_words
 from tpengine.advice.published.zb_2p import zb_2p
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.details import ModelDetails
@@ -48,6 +49,8 @@ _SCHEDULES = {
     "gpipe": "gpipe",
     "afab": "gpipe",
     "1f1b": "1f1b",
+    "pipedream": "1f1b",
+    "dapple": "1f1b",
 }
 
 
@@ -131,6 +134,8 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
     # One layer less on the first and the last chunk may leave none.
     counts_ends = len(ranks) == sizes.layers + 2
     layers = split_layers(sizes.layers + 2 * counts_ends, len(ranks))
+    if engine.num_ends and sizes.pp > 1:
+        layers = _split_with_ends(sizes.layers, engine.num_ends, len(ranks)) or layers
     if counts_ends:
         layers = tuple((max(0, first - 1), min(sizes.layers, end - 1)) for first, end in layers)
     model, tied = _model(row, sizes)
@@ -143,7 +148,9 @@ def lowering_of(row: Row, sizes: Sizes, engine: EngineOfRow) -> Lowering:
             schedule=schedule,
             chunks_per_rank=chunks_per_rank,
             recompute="block" if engine.recomputes else "none",
-            gathered="again" if sizes.tp > 1 and engine.engine.cuts_rows else "keep",
+            gathered="again"
+            if sizes.tp > 1 and engine.engine.cuts_rows and not engine.engine.keeps_gathered
+            else "keep",
             tp_comm="fused" if engine.fuses else "plain",
             zero=sizes.zero,  # type: ignore[arg-type]
         ),
@@ -178,6 +185,18 @@ def split_layers(num_layers: int, num_chunks: int) -> tuple[tuple[int, int], ...
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _split_with_ends(num_layers: int, num_ends: int, num_chunks: int) -> tuple[tuple[int, int], ...] | None:
+    """Split blocks and ends as equal layers, the first chunks longer; None if a chunk would have no block.
+
+    One end is before the first block, the others are behind the last.
+    """
+    each, left = divmod(num_layers + num_ends, num_chunks)
+    starts = [chunk * each + min(chunk, left) for chunk in range(num_chunks + 1)]
+    blocks = [min(num_layers, max(0, start - 1)) for start in starts]
+    layers = tuple(pairwise(blocks))
+    return layers if all(first < end for first, end in layers) else None
+
+
 def make_or_loop(schedule: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     """Return the rank of each chunk."""
     if schedule == "zb-2p":
@@ -186,7 +205,7 @@ def make_or_loop(schedule: str, num_ranks: int, num_chunks: int) -> tuple[int, .
 
 
 def _schedule_name(row: Row, sizes: Sizes) -> tuple[str, bool]:
-    text = row.text("schedule")
+    text = schedule_words(row)
     found = next((name for word, name in _SCHEDULES.items() if word in text), "")
     if text and not found:
         raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}: got {text!r}: use the nearest")

@@ -68,6 +68,8 @@ def network_bits_per_s(text: str, ranks_per_node: int) -> float:
     `8x200Gb/s` are a node's cards; `1600Gb/s` and whatever is said to be `per node` is a node's; less is one card's, of
     which there is one for each GPU.
     """
+    # Links within a node are the sheet's.
+    text = re.sub(r"nvlink[^,;+|]*", "", text)
     cards = _CARDS.search(text)
     if cards:
         return int(cards[1]) * int(cards[2]) * 1e9 / ranks_per_node

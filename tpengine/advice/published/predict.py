@@ -14,6 +14,7 @@ from tpengine.advice.published.lowering import Lowering, lowering_of
 from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.row import Row
 from tpengine.advice.published.sizes import Sizes
+from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
@@ -21,10 +22,8 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
 
-# Data sheets count memory in binary units. The context, the libraries' buffers and the communicators hold some; a round
-# number is assumed.
+# Data sheets count memory in binary units.
 _BINARY_PER_DECIMAL = 2**30 / 1e9
-_HELD_BY_LIBRARIES = 2 * 2**30
 # Rows of one table often differ by the batch alone: what has been simulated is kept, up to so many steps.
 _MOST_KNOWN = 256
 _known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
@@ -150,8 +149,8 @@ def _micro_batches(row: Row) -> Iterator[Row]:
 
 
 def usable_bytes(machine: Machine) -> float:
-    """Return the bytes of a device that a run's tensors can take."""
-    return machine.memory_bytes * _BINARY_PER_DECIMAL - _HELD_BY_LIBRARIES
+    """Return the bytes of a device that a run's tensors can take: what advise leaves them, too."""
+    return machine.memory_bytes * _BINARY_PER_DECIMAL * (1 - ALLOCATOR_SHARE)
 
 
 def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:

@@ -12,14 +12,37 @@ from dataclasses import dataclass, field, replace
 # Measured, or made from what was measured: never read.
 _MEASURED = ("step_s", "step_src", "hfu_pct", "model_tf", "model_tf_uniform", "total_tokens_s", "mfu_pct")
 _YES, _NO = ("yes", "true", "1", "on", "y", "sp", "enabled"), ("no", "false", "0", "off", "n", "none", "disabled")
+# Cells that say that nothing is said.
+_BLANK = ("", "-", "--", "n/a", "na", "n.a.", "nan", "null", "?", "unknown", "unspecified", "not stated", "not given")
+# Units that may follow a number, by column; a batch in tokens is none in sequences.
+_UNITS = {
+    **{"seq_len": r"tokens?|tok", "gpus": r"gpus?|cards?|devices?", "layers": r"layers?|blocks?", "heads": r"heads?"},
+    **{"global_batch": r"sequences?|seqs?|samples?", "micro_batch": r"sequences?|seqs?|samples?"},
+}
+# Where 0 means that there is no such axis.
+_NO_AXIS = ("vpp", "cp")
 # Shorter words count only where they stand alone: `no` is not in `layernorm`.
 _SHORTEST_PART = 4
 _MLPS = {
-    **{"swiglu": "swiglu", "geglu": "swiglu", "silu": "swiglu", "swish": "swiglu", "gated": "swiglu"},
-    **{"gelu": "gelu", "relu": "relu"},
+    **{
+        "swiglu": "swiglu",
+        "geglu": "swiglu",
+        "reglu": "swiglu",
+        "glu": "swiglu",
+        "silu": "swiglu",
+        "swish": "swiglu",
+        "gated": "swiglu",
+    },
+    **{"gelu": "gelu", "relu": "relu", "4h": "gelu"},
 }
 # Of models without a word for their network: what their papers describe.
 _PLAIN_MODELS = ("gpt", "opt", "bloom", "mpt", "megatron", "turing", "mt-nlg", "neox", "pythia", "falcon")
+
+
+def _unless_blank(text: str) -> str:
+    """Return a cell's text, or nothing where it says that nothing is said."""
+    text = text.strip()
+    return "" if text.lower() in _BLANK else text
 
 
 @dataclass
@@ -40,12 +63,12 @@ class Row:
     def of(cls, columns: Mapping[str, str | None]) -> Row:
         """Return a row of a file's columns by name."""
         texts = {
-            str(name).strip().lower(): (value or "").strip()
+            str(name).strip().lower(): _unless_blank(value or "")
             for name, value in columns.items()
             if isinstance(value, str | None)
         }
         pairs = [part.partition("=") for part in re.split(r"[;\n]", texts.get("notes", ""))]
-        notes = {key.strip().lower(): value.strip() for key, _, value in pairs if key.strip()}
+        notes = {key.strip().lower(): _unless_blank(value) for key, _, value in pairs if key.strip()}
         return cls(texts, {key: value for key, value in notes.items() if key not in _MEASURED})
 
     def filled(self, **columns: str) -> Row:
@@ -74,6 +97,8 @@ class Row:
     def number(self, name: str, default: int | None = None) -> int:
         """Return a whole number of at least 1; thousands may be cut by commas or blanks, or be a `k` of 1,024.
 
+        A unit or a remark in brackets may follow, as in `64 GPUs` and `512 (sequences)`.
+
         Args:
             name: of the column, or of a note.
             default: where it is empty; None if the row is of no use then.
@@ -81,8 +106,10 @@ class Row:
         Raises:
             ValueError: empty without a default, a word, or below 1.
         """
-        text = re.sub(r"[,_ ]", "", self.columns.get(name) or self.notes.get(name, ""))
-        if not text or text.lower() in ("-", "n/a", "na", "none", "?"):
+        text = re.sub(r"\(.*\)$", "", (self.columns.get(name) or self.notes.get(name, "")).lower())
+        text = re.sub(r"[_ ]|,(?=\d{3}(?!\d))", "", text).removeprefix("~")
+        text = re.sub(rf"(?<=[\dk])({_UNITS.get(name, 'x')})$", "", text)
+        if text in ("", "none") or (name in _NO_AXIS and text == "0"):
             if default is None:
                 raise ValueError(f"{name} must be a number: got none: add it")
             self.assumed.append(f"{name} {default}")
@@ -99,7 +126,10 @@ class Row:
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a yes or no; the default where the row does not say."""
         text = self.text(name)
-        return True if text in _YES else False if text in _NO else default
+        for word in (text, text.split(" ")[0].rstrip(",;:")):
+            if word in _YES + _NO:
+                return word in _YES
+        return default
 
     def choice(self, name: str, known: Mapping[str, str], default: str) -> str:
         """Return what a column's word means: that of the first word of `known` that the text holds.
@@ -111,6 +141,8 @@ class Row:
         if not text:
             self.assumed.append(f"{name} {default}")
             return default
+        # A remark says what it is not: `bf16 (no fp8)`.
+        text = re.sub(r"\((no|not|without)\b[^)]*\)", "", text)
         alone = re.split(r"[^a-z0-9]+", text)
         for word, meaning in known.items():
             if word in alone or (len(word) >= _SHORTEST_PART and word in text):

@@ -6,6 +6,7 @@ What is not said is assumed where one value is usual: for micro-batches, recompu
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from tpengine.advice.published.row import Row
@@ -73,6 +74,11 @@ class Sizes:
             )
         if batch % (dp * micro):
             row.assumed.append("the last micro-batch as long as the others")
+        kv_heads, head_size = row.number("kv_heads", heads), _head_size(row, hidden, heads)
+        if heads < tp or heads % kv_heads:
+            raise ValueError(
+                f"heads must be at least tp and a multiple of kv_heads: got {heads}, {tp}, {kv_heads}: correct one"
+            )
         layers = row.number("layers")
         if layers > _MOST_LAYERS:
             raise ValueError(f"layers must be at most {_MOST_LAYERS}: got {layers}: correct it")
@@ -80,15 +86,15 @@ class Sizes:
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=row.number("kv_heads", heads),
-            head_size=_head_size(row, hidden, heads),
+            kv_heads=kv_heads,
+            head_size=head_size,
             ffn=ffn,
             vocab=row.number("vocab", _VOCABULARY),
             seq=seq,
             gpus=gpus,
             tp=tp,
             pp=pp,
-            chunks=row.number("vpp", 2 if "interleav" in row.text("schedule") else 1) if pp > 1 else 1,
+            chunks=row.number("vpp", 2 if "interleav" in schedule_words(row) else 1) if pp > 1 else 1,
             dp=dp,
             cp=cp,
             micro_batch=micro,
@@ -115,6 +121,12 @@ def _axes(row: Row, zero: int) -> tuple[int, int, int, int, int]:
     if dp * tp * pp * cp != gpus:
         raise ValueError(f"tp * pp * dp * cp must be gpus: got {tp} * {pp} * {dp} * {cp} for {gpus}: correct one")
     return tp, pp, dp, cp, gpus
+
+
+def schedule_words(row: Row) -> str:
+    """Return what a row says of its schedule, without what it says that it is not; empty for none."""
+    text = re.sub(r"(non|not|no|without)[ -]*interleav\w*", "", row.text("schedule")).strip()
+    return "" if text in ("none", "no", "default", "()") else text
 
 
 def _zero(row: Row) -> int:

@@ -50,7 +50,8 @@ def model_costs(
     """
     per_rank = bytes_per_rank(config, layout) if engine.is_ours else _engine_bytes(config, layout, engine)
     numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
-    item, world = dtype_bytes(config.train.dtype), layout.pp * layout.dp * layout.tp
+    dtype = config.train.dtype
+    item, world = dtype_bytes(dtype), layout.pp * layout.dp * layout.tp
     seconds = action_seconds(config, layout.tp, plan, machine, engine, packed)
     reduced = engine.reduced_item or wide
     sizes = {
@@ -68,7 +69,8 @@ def model_costs(
         latency=neighbours.latency_s,
         bytes_per_time=neighbours.bytes_per_s,
         reductions={
-            bucket.index: _reduction(config, layout, bucket.index, machine, reduced) for bucket in plan.buckets
+            bucket.index: _reduction(config, layout, bucket.index, machine, reduced, is_whole=engine.reduces_whole)
+            for bucket in plan.buckets
         },
         gathers={
             bucket.index: replicas.gather_seconds(sizes[bucket.index] * item, layout.dp)
@@ -87,6 +89,7 @@ def model_costs(
         * (
             machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype, "adamw")
             + _once_per_step(config, numel, wide, item, machine)
+            + (machine.other_seconds(Work(memory_bytes=numel * engine.once_item), dtype) if engine.once_item else 0.0)
         ),
         activations=(
             activation_bytes(config, layout.tp, plan)
@@ -164,10 +167,12 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
 
 
-def _reduction(config: Config, layout: Layout, index: int, machine: Machine, item: int) -> float:
+def _reduction(
+    config: Config, layout: Layout, index: int, machine: Machine, item: int, *, is_whole: bool = False
+) -> float:
     bucket = layout.buckets[index].layout
     num_bytes = bucket.numel * item
-    if layout.zero:
+    if layout.zero and not is_whole:
         return machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
     num_ranks = num_summed(layout, bucket, config.model)
     # Ranks that hold the same weight whole are next to each other.

@@ -12,6 +12,25 @@ from tpengine.simulate.modelled.flash import FlashKernel
 
 
 @dataclass(frozen=True)
+class Steps:
+    """Kernels of single steps, as eager torch has them: bytes per element beside what one kernel reads and writes.
+
+    Attributes:
+        norm, norm_backward: of a norm's input.
+        rotation: of queries and keys, in either direction.
+        gate, gate_backward: of a gated activation's output.
+        kept_norm: what autograd keeps of a norm besides its input and output.
+    """
+
+    norm: int
+    norm_backward: int
+    rotation: int
+    gate: int
+    gate_backward: int
+    kept_norm: int
+
+
+@dataclass(frozen=True)
 class Engine:
     """Options of lowering and cost; each default is what ours does.
 
@@ -26,7 +45,15 @@ class Engine:
         flash: the kernel of attention that keeps no scores; None for the machine's curve.
         joins_residuals: a norm's kernel adds the residual; else that is a kernel before it.
         reads_norms_twice: backward of a norm is two kernels, one for its input and one for its weight.
-        splits_steps: each step of a norm in float32, of a rotation and of a gated activation is a kernel (eager torch).
+        steps: what kernels for single steps of norms, rotations and gates read, write and keep more; None where each of
+            these is one kernel.
+        score_steps: bytes per score, forward and backward, that kernels beside a softmax read and write (a mask).
+        keeps_rotated: queries and keys are kept beside the product that they were made of.
+        keeps_gathered: what was gathered before a product is kept, not gathered again.
+        reduces_gate_apart: gate and up are two products, whose inputs' gradients ranks sum one after the other.
+        whole_logits: each tp rank gathers all logits and computes the whole loss.
+        reduces_whole: with the optimizer's state cut too, replicas all-reduce whole gradients.
+        once_item: bytes per parameter that kernels read and write once per step, beside the optimizer's.
         copies_heads: queries, keys and values are copied apart, and heads side by side again.
         drops: dropout of 0.1 behind attention, its scores and the feed-forward network.
         wide_loss: logits are copied to float32, and each step of the loss is a kernel of its own.
@@ -52,7 +79,14 @@ class Engine:
     flash: FlashKernel | None = None
     joins_residuals: bool = True
     reads_norms_twice: bool = False
-    splits_steps: bool = False
+    steps: Steps | None = None
+    score_steps: tuple[int, int] = (0, 0)
+    keeps_rotated: bool = False
+    keeps_gathered: bool = False
+    reduces_gate_apart: bool = False
+    whole_logits: bool = False
+    reduces_whole: bool = False
+    once_item: int = 0
     copies_heads: bool = False
     drops: bool = False
     wide_loss: bool = False

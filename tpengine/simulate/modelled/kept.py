@@ -16,7 +16,7 @@ from tpengine.plan import Kind, Plan, Recompute
 from tpengine.simulate.costs import ChunkBytes
 from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.engine import Engine
-from tpengine.simulate.modelled.operators import sizes_for
+from tpengine.simulate.modelled.operators import num_logits, sizes_for
 
 # Statistics of attention are float32.
 _WIDE = 4
@@ -61,7 +61,7 @@ def engine_activations(config: Config, tp: int, plan: Plan, engine: Engine) -> d
         gradients = 2 * size.middle * size.num_gated * size.item + block.x
         working = gradients + block.core + block.whole - each
         _, in_forward, in_backward = _loss_bytes(engine, size.item) if index == last else (0, 0, 0)
-        logits = size.tokens * size.vocab
+        logits = num_logits(size, engine)
         forward = max(block.whole - each, 2 * size.middle * size.item) + in_forward * logits
         found[index] = ChunkBytes(
             saved=saved,
@@ -90,13 +90,16 @@ def _kept(size: BlockBytes, config: Config, engine: Engine) -> _Kept:
     mixed = size.queries * item
     qkv = (size.queries + 2 * size.keys) * item
     # Both norms' inputs and outputs; the products' inputs; what the activation needs and gives.
-    inputs = 2 * x + mixed + size.middle * item
+    normed = size.tokens * size.hidden * item if engine.keeps_gathered else x
+    inputs = 2 * normed + mixed + size.middle * item
     whole = 2 * x + inputs + qkv + core + size.num_gated * size.middle * item + masks
     if engine.joins_residuals and not engine.keeps_scores:
         whole += size.tokens * size.heads * _WIDE
-    if engine.splits_steps:
-        # Both norms' inputs in float32 and before their weights; the activation of the gate.
-        whole += 2 * (_WIDE + item) * rows * size.hidden + (size.num_gated > 1) * size.middle * item
+    if engine.keeps_rotated:
+        whole += (size.queries + size.keys) * item
+    if engine.steps is not None:
+        # What both norms keep besides; the activation of the gate.
+        whole += 2 * engine.steps.kept_norm * rows * size.hidden + (size.num_gated > 1) * size.middle * item
     gradients = qkv + 2 * x + size.num_gated * size.middle * item
     return _Kept(x, whole, scores * 2 * item if engine.keeps_scores else 0, inputs + gradients)
 
@@ -112,7 +115,7 @@ def _half(size: BlockBytes, block: _Kept) -> int:
 
 def _head(size: BlockBytes, block: _Kept, engine: Engine) -> int:
     """Bytes of the last norm's input and output, and what the loss keeps."""
-    return 2 * block.x + _loss_bytes(engine, size.item)[0] * size.tokens * size.vocab
+    return 2 * block.x + _loss_bytes(engine, size.item)[0] * num_logits(size, engine)
 
 
 def _loss_bytes(engine: Engine, item: int) -> tuple[int, int, int]:

@@ -40,14 +40,6 @@ from tpengine.simulate.modelled.prepared import prepares
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
 _WIDE_LOSS_BYTES, _WIDE_LOSS_GRADIENT_BYTES = 36, 10
 
-# Of eager torch, per element of 16 bits, beside what one kernel reads and writes. A norm: copied to float32 (2 + 4),
-# square (8), mean (4), product with the root (8), copied back (6), with the weight (4), less 4; its backward: with the
-# weight, forth and back (4 + 4 + 6), of the product (8 + 12), of the square and the mean (16), added (12), copied back
-# (6), less 6. A rotation: copied to float32, multiplied, copied back (6 + 8 + 6), less 4. A gate: activation (4) and
-# product (6) beside 6; backward: two products (12) and one more (6) beside 10.
-_NORM_STEPS, _NORM_BACKWARD_STEPS, _ROTATION_STEPS = 36, 62, 16
-_GATE_STEPS, _GATE_BACKWARD_STEPS = 4, 8
-
 
 @dataclass(frozen=True)
 class ActionSeconds:
@@ -179,6 +171,12 @@ def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
     if ranks == 1:
         return size
     return replace(size, tokens=size.tokens // ranks, own_tokens=max(1, size.own_tokens // ranks))
+
+
+def num_logits(size: BlockBytes, engine: Engine) -> int:
+    """Return the logits that a tp rank computes the loss of."""
+    num_ranks = size.tokens // max(1, size.own_tokens) if engine.whole_logits else 1
+    return size.tokens * size.vocab * num_ranks
 
 
 class _ChunkOperators:
@@ -379,8 +377,17 @@ class _ChunkOperators:
         return self._others(work, work) if self.engine.reads_norms_twice else _Sum()
 
     def _wide_loss(self, bytes_per_logit: int) -> tuple[Work, ...]:
-        logits = self.size.tokens * self.size.vocab
+        logits = num_logits(self.size, self.engine)
         return (Work(logits, logits * bytes_per_logit),) if self.engine.wide_loss else ()
+
+    def _gathered_logits(self) -> _Sum:
+        """Return the exchange of logits among ranks that each compute the whole loss."""
+        logits = num_logits(self.size, self.engine)
+        if not self.engine.whole_logits or self.tp == 1:
+            return _Sum()
+        gathered = self.machine.link(self.tp, 1).gather_seconds(logits * self.size.item, self.tp)
+        # Copied apart, and joined along the vocabulary.
+        return _Sum(exchanges=gathered) + self._others(Work(0, 4 * self.size.item * logits))
 
     def _attend_in_memory(self, *, backward: bool) -> _Sum:
         """Return attention of the whole square, each step a kernel: scores, softmax, dropout, values.
@@ -392,7 +399,9 @@ class _ChunkOperators:
         product = self.machine.product_seconds(length, size.seq, size.head_size, size.item, self.dtype, batch=num)
         scores = num * length * size.seq
         # Read and written: scores into probabilities; a gradient is made of two. A mask is 1 byte.
-        softmax = Work(5 * scores, (3 if backward else 2) * scores * size.item)
+        softmax = Work(
+            5 * scores, (3 if backward else 2) * scores * size.item + self.engine.score_steps[backward] * scores
+        )
         dropout = Work(scores, scores * (2 * size.item + 1))
         return _Sum(products * product, 0.0, products) + self._others(softmax, *[dropout] * self.engine.drops)
 
@@ -420,15 +429,17 @@ class _ChunkOperators:
 
     def _steps(self, *, norms: int, backward: bool) -> _Sum:
         """Return what kernels for single steps read and write more: of norms, a rotation and a gate."""
-        if not self.engine.splits_steps:
+        size, works, steps = self.size, [], self.engine.steps
+        if steps is None:
             return _Sum()
-        size, works = self.size, []
         num_rows = self.rows * size.hidden
-        works += [Work(0, num_rows * (_NORM_BACKWARD_STEPS if backward else _NORM_STEPS))] * norms
+        of_norm = steps.norm_backward if backward else steps.norm
+        if of_norm:
+            works += [Work(0, num_rows * of_norm)] * norms
         if self.rotates:
-            works.append(Work(0, (size.queries + size.keys) * _ROTATION_STEPS))
+            works.append(Work(0, (size.queries + size.keys) * steps.rotation))
         if size.num_gated > 1:
-            works.append(Work(0, size.middle * (_GATE_BACKWARD_STEPS if backward else _GATE_STEPS)))
+            works.append(Work(0, size.middle * (steps.gate_backward if backward else steps.gate)))
         return self._others(*works)
 
     def _half_again(self) -> _Sum:
@@ -496,6 +507,10 @@ class _ChunkOperators:
             + self._norms_again()
             + self._steps(norms=2, backward=True)
         )
+        if self.engine.reduces_gate_apart and size.num_gated > 1:
+            # A second sum of ranks, as two exchanges, and the sum of both gradients.
+            added = Work(0, 3 * size.tokens * size.hidden * size.item)
+            total += _Sum(exchanges=2 * self.exchange_seconds * (not self.engine.cuts_rows)) + self._others(added)
         return _total([total, *self._products(1, "input_gradient"), self._tree() * 2])
 
     def _weight_half(self, rows_again: int) -> _Sum:
@@ -531,7 +546,7 @@ class _ChunkOperators:
             total += self._by_columns(size.vocab, 1)
             total += self._others(norm_work(self.rows, size.hidden, size.item), name="norm")
             total += self._others(cross_entropy_work(size.tokens, size.vocab, size.item), name="cross_entropy")
-            total += self._others(*self._wide_loss(_WIDE_LOSS_BYTES))
+            total += self._gathered_logits() + self._others(*self._wide_loss(_WIDE_LOSS_BYTES))
         return total
 
     def _input_half_of_ends(self) -> _Sum:

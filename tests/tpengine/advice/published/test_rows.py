@@ -29,6 +29,7 @@ MEGATRON = TITAN | {
     **{"seq_len": "4096", "tp": "2", "dp": "4", "zero_stage": "1", "sequence_parallel": "yes", "micro_batch": "1"},
     **{"recompute": "none", "notes": "mlp=swiglu; precision=bf16"},
 }
+PIPELINE = MEGATRON | {"pp": "2", "dp": "2", "zero_stage": "0"}
 
 
 def costs_of(columns: Mapping[str, str], **changes: str) -> tuple[Sizes, Costs]:
@@ -51,6 +52,13 @@ WRITTEN = [
     (MEGATRON, {"zero_stage": "ZeRO-1", "dp": "", "cp": "", "vpp": "-"}),
     (MEGATRON, {"recompute": "No", "notes": "mlp=swiglu; precision=bfloat16 mixed"}),
     (MEGATRON, {"notes": ""}),
+    (MEGATRON, {"gpus": "8 GPUs", "seq_len": "4096 tokens", "global_batch": "16 (sequences)", "micro_batch": "~1"}),
+    (MEGATRON, {"recompute": "disabled", "sequence_parallel": "yes (Megatron)", "vpp": "0", "cp": "0"}),
+    (MEGATRON, {"recompute": "-", "tp": "2.0", "vpp": "n/a", "kv_heads": "unknown", "heads": "32 heads"}),
+    (MEGATRON, {"notes": "mlp=swiglu; precision=bf16 (no fp8); schedule=-; net=NVLink 600 GB/s"}),
+    (PIPELINE, {"notes": "mlp=swiglu; precision=bf16; schedule=1F1B (non-interleaved)"}),
+    (PIPELINE, {"notes": "mlp=swiglu; precision=bf16; schedule=PipeDream-Flush"}),
+    (PIPELINE, {"schedule": "none", "recompute": "no", "zero_stage": "-"}),
 ]
 
 
@@ -85,6 +93,11 @@ REFUSED = [
     ({"global_batch": "4M tokens"}, "global_batch must be a whole number"),
     ({"layers": "thirty-two"}, "layers must be a whole number"),
     ({"micro_batch": "two"}, "micro_batch must be a whole number"),
+    ({"global_batch": "1,5"}, "global_batch must be a whole number"),
+    ({"tp": "1/2"}, "tp must be a whole number"),
+    ({"tp": "64", "dp": "1", "gpus": "64"}, "heads must be at least tp"),
+    ({"kv_heads": "6"}, "heads must be at least tp and a multiple of kv_heads"),
+    ({"notes": "precision=tf32"}, "precision must contain one of"),
 ]
 
 
