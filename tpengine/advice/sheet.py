@@ -35,13 +35,20 @@ class Sheet:
     timeline: Timeline
 
     @classmethod
-    def of(cls, config: Config, machine: Machine, builds: Callable[[Config, Layout], Plan] = training_plan) -> Sheet:
+    def of(
+        cls,
+        config: Config,
+        machine: Machine,
+        builds: Callable[[Config, Layout], Plan] = training_plan,
+        balanced_for: int = 0,
+    ) -> Sheet:
         """Build and simulate the plan that a run of this configuration executes.
 
         Args:
             config: with tp, pp and dp.
             machine: its rates.
             builds: what builds the plan, by default verified.
+            balanced_for: as layout_of.
 
         Raises:
             ValueError: the configuration is not legal; the rule, the values and the nearest choice.
@@ -49,7 +56,7 @@ class Sheet:
         parallel = config.parallel
         config = validate(config, (parallel.tp or 1) * (parallel.pp or 1) * (parallel.dp or 1))
         residency = None if config.parallel.residency == "auto" else Residency(config.parallel.residency)
-        layout = layout_of(config, residency)
+        layout = layout_of(config, residency, balanced_for)
         plan = builds(config, layout)
         return cls(config, machine, layout, plan, simulate(plan, model_costs(config, layout, plan, machine)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpengine.config import Config, Phases, num_shards_of
+from tpengine.config import Config, Phase, Phases, num_shards_of
 from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.plan import Residency
 
@@ -13,12 +13,17 @@ def phase_layouts(phases: Phases, residency: Residency | None = None) -> tuple[L
     Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. In exact
     mode phases whose models are cut into other numbers of shards have other buckets.
     """
-    longest = max(phases, key=lambda phase: (phase.end_step - phase.first_step) * phase.tokens_per_step)
+    longest = longest_of(phases)
     found: dict[int, Layout] = {}
     for phase in (longest, *phases):
         if cut_of(phase.config) not in found:
             found[cut_of(phase.config)] = layout_of(phase.config, residency, longest.config.train.seq_len)
     return tuple(found[cut_of(phase.config)] for phase in phases)
+
+
+def longest_of(phases: Phases) -> Phase:
+    """Return the phase with the most tokens: layers are split for its sequences."""
+    return max(phases, key=lambda phase: (phase.end_step - phase.first_step) * phase.tokens_per_step)
 
 
 def cut_of(config: Config) -> int:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data.packing", dest="packing", choices=("cut", "documents"), default="cut", help="as in training"
     )
+    parser.add_argument("--phases", default="", metavar="FILE.toml", help="each phase by itself, with --steps of each")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
     parser.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")
@@ -62,6 +63,7 @@ def run_certify(args: argparse.Namespace) -> int:
         data_path=args.data_path,
         mixture=args.mixture,
         packing=args.packing,
+        phases=args.phases,
     )
     with stoppable():
         return certify(options)

@@ -20,7 +20,7 @@ from rich.table import Table
 from tpengine.architectures.model_path import model_at
 from tpengine.commands.certify.distance import FACTOR, Distance, Distances, ReplicasDiffer, Tensors, assembled
 from tpengine.commands.certify.evidence import Difference, Evidence
-from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, shards_said, validate
+from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, shards_said, validate, validate_run
 from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.presets import PRESETS
 from tpengine.data import open_corpora
@@ -77,6 +77,7 @@ class Options:
     data_path: str | None = None
     mixture: str = ""
     packing: Literal["cut", "documents"] = "cut"
+    phases: str = ""
 
 
 def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
@@ -91,7 +92,18 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
         RanksFailed: a rank raised or died.
     """
     _check(options)
-    return _compare_fast(options, gradients) if options.fast else _compare_bits(options, witness)
+    if options.fast:
+        return _compare_fast(options, gradients)
+    layouts = (options.layout, options.against or Layout())
+    # Every phase is legal in both layouts before the first is trained.
+    left, right = (_phases(options, layout) for layout in layouts)
+    for number, configs in enumerate(zip(left, right, strict=True), 1):
+        if options.phases:
+            print(f"phase {number} of {len(left)}, from drawn weights:")
+        if code := _compare_bits(options, layouts, configs, witness):
+            return code
+    print("certified: identical")
+    return 0
 
 
 def parse_layout(text: str) -> Layout:
@@ -140,6 +152,8 @@ def _check(options: Options) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2**63: got {options.seed}: use 0")
     if options.fast:
+        if options.phases:
+            raise ValueError(f"--fast compares one phase: got --phases {options.phases}: leave it out")
         if options.against is not None:
             raise ValueError(
                 f"--fast compares with exact mode in one process: got --against {options.against}: leave it out"
@@ -220,9 +234,16 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
         yield lambda what: progress.update(task, advance=1, description=what)
 
 
-def _compare_bits(options: Options, witness: str) -> int:
-    layouts = (options.layout, options.against or Layout())
-    configs = [config_of(options, layout) for layout in layouts]
+def _phases(options: Options, layout: Layout) -> list[Config]:
+    """Return what a layout trains: the configuration, or that of each phase, by itself."""
+    config = config_of(options, layout)
+    if not options.phases:
+        return [config]
+    phases = phases_of(validate_run(replace(config, phases=options.phases), layout.num_ranks))
+    return [replace(phase.config, phases="") for phase in phases]
+
+
+def _compare_bits(options: Options, layouts: tuple[Layout, Layout], configs: tuple[Config, ...], witness: str) -> int:
     # A text that cannot be read is one line, before ranks meet it.
     open_corpora(phases_of(replace(configs[0], train=replace(configs[0].train, steps=options.steps))))
     _say(options, configs[0], f"{layouts[0]} against {layouts[1]}, exact mode")
@@ -240,7 +261,6 @@ def _compare_bits(options: Options, witness: str) -> int:
             if found := verdict(left, right, *layouts):
                 print(f"not identical: {found}")
                 return 1
-    print("certified: identical")
     return 0
 
 

@@ -112,6 +112,11 @@ def advise(args: argparse.Namespace) -> None:
         lines.append(f"wrote {path}: the first {len(pictures)} of the rows")
     if args.json:
         lines.append(f"wrote {args.json}")
+    if question.base.phases:
+        lines.append(
+            f"{question.base.phases} has phases: this is advice for the settings that they begin with; tpengine plan "
+            "with the first row's layout works out each"
+        )
     print("\n".join(lines))
     if args.explain:
         _explain(args.explain, found, question)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tpengine.advice.candidates import Candidate
@@ -14,6 +15,7 @@ from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
+from tpengine.commands.planning.phase_asked import add_phase_arguments, all_phases
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
@@ -22,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine plan` understands."""
     add_question_arguments(parser)
     parser.add_argument("--explain-memory", action="store_true", help="print formulas of memory, numbers put in")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE, of phases a list of them")
+    add_phase_arguments(parser, number=False)
     plan_table.add_arguments(parser)
 
 
@@ -40,13 +43,22 @@ def print_plan(args: argparse.Namespace) -> None:
         args.ranks = args.tp[0] * args.pp[0] * args.dp[0]
     question, name = question_asked(args)
     layout = _layout(question)
-    sheet = Sheet.of(layout.config(question), question.machine)
-    lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}", *sheet_lines(sheet, question)]
-    if args.explain_memory:
-        lines += memory_lines(sheet)
-    lines.append(f"run it: {run_command(args, question)} {layout.flags()}")
+    config = layout.config(question)
+    if args.phases is not None:
+        config = replace(config, phases=args.phases)
+    lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}"]
+    sheets = []
+    for phase in all_phases(config):
+        sheet = Sheet.of(phase.config, question.machine, balanced_for=phase.balanced_for)
+        lines += [*filter(None, [phase.words]), *sheet_lines(sheet, question)]
+        if args.explain_memory:
+            lines += memory_lines(sheet)
+        sheets.append(sheet_json(sheet))
+    phases = f" --phases {args.phases}" if args.phases is not None else ""
+    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{phases}")
     if args.json:
-        write_beside(args.json, (json.dumps(sheet_json(sheet), indent=2) + "\n").encode())
+        found = {"phases": sheets} if len(sheets) > 1 else sheets[0]
+        write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
         lines.append(f"wrote {args.json}")
     print("\n".join(lines))
 

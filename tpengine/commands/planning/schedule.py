@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.phase_asked import AskedPhase, phase_asked
 from tpengine.commands.planning.schedule_model import (
     Modelled,
     add_model_arguments,
@@ -118,12 +119,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def print_schedule(args: argparse.Namespace) -> None:
     """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
     _check_one_source(args)
-    config = config_asked_for(args)
+    asked = config_asked_for(args)
+    phase = phase_asked(asked, args.phase) if asked else None
+    config = phase.config if phase else None
     args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)
     _check_files(args)
     profile = read_profile(args.profile) if args.profile else None
-    config = validated(config) if config else None
+    if config and phase:
+        config = validated(config)
+        phase = phase._replace(config=config)
     schedule = make_schedule(args.schedule, args.pp, args.micro_batches, num_chunks)
     in_seconds = bool(profile or config)
     communicates = in_seconds or args.link > 0.0 or args.latency > 0.0 or args.reduce > 0.0
@@ -136,7 +141,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         check_num_boxes(sum(map(len, schedule.compute)))
     if profile:
         _check_layers(args.schedule, schedule, profile)
-    plan, costs, said = _plan_and_costs(schedule, args, profile, config)
+    plan, costs, said = _plan_and_costs(schedule, args, profile, phase)
     timeline = simulate(plan, costs)
     # Files are written before anything is printed: errors come in one line, and `| head` cannot stop the drawing.
     sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
@@ -155,8 +160,12 @@ def print_schedule(args: argparse.Namespace) -> None:
         print(f"exposed communication {figures.exposed:.3f}; {figures.sentence()}")
     if args.bytes or config:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
-    if config:
-        for line in (*said, *memory_in_words(config, plan, args.machine)):
+    if config and phase:
+        for line in (
+            *filter(None, [phase.words]),
+            *said,
+            *memory_in_words(config, plan, args.machine, phase.balanced_for),
+        ):
             print(line)
         print(provenance(config, args.machine))
     for path in written:
@@ -297,11 +306,12 @@ def _durations(schedule: Schedule, times: Mapping[str, float]) -> dict[tuple[Kin
 
 
 def _plan_and_costs(
-    schedule: Schedule, args: argparse.Namespace, profile: CostProfile | None, config: Config | None
+    schedule: Schedule, args: argparse.Namespace, profile: CostProfile | None, phase: AskedPhase | None
 ) -> Modelled:
     """Return a verified plan and its costs: modelled, measured, or nominal."""
-    if config:
-        return modelled(config, args.machine, packs=args.data_path is not None)
+    if phase:
+        packs = args.data_path is not None
+        return modelled(phase.config, args.machine, packs=packs, balanced_for=phase.balanced_for)
     plan = plan_for(profile, schedule) if profile else _nominal_plan(schedule, args)
     verify(plan)
     return Modelled(plan, costs_for(profile, plan) if profile else _costs(schedule, args), [])

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from tpengine.architectures.model_path import model_at
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.phase_asked import add_phase_arguments
 from tpengine.config import Config, validate
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.toml import load_toml
@@ -27,7 +28,7 @@ from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
 _T = TypeVar("_T")
 
-_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path")
+_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path", "phases", "phase")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the text whose documents are packed (--data.packing documents): attention costs what their lengths say",
     )
+    add_phase_arguments(model)
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
     model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
     model.add_argument(
@@ -107,6 +109,8 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
     )
     if args.data_path is not None:
         base = replace(base, data=replace(base.data, path=args.data_path, packing="documents"))
+    if args.phases is not None:
+        base = replace(base, phases=args.phases)
     num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
     return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
 
@@ -131,14 +135,15 @@ class Modelled(NamedTuple):
     said: list[str]
 
 
-def modelled(config: Config, machine: str | None, packs: bool = False) -> Modelled:
+def modelled(config: Config, machine: str | None, packs: bool = False, balanced_for: int = 0) -> Modelled:
     """Return the plan and the costs of a validated configuration's step.
 
     Args:
         packs: whether its text is looked at, for the lengths of documents.
+        balanced_for: as layout_of.
     """
     rates = machine_named(machine or "cpu")
-    layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates))
+    layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates), balanced_for)
     plan = training_plan(config, layout)
     if not packs:
         return Modelled(plan, model_costs(config, layout, plan, rates), [])
@@ -150,11 +155,12 @@ def modelled(config: Config, machine: str | None, packs: bool = False) -> Modell
     return Modelled(plan, costs, packing_in_words(packed, config, layout, plan, rates))
 
 
-def memory_in_words(config: Config, plan: Plan, machine: str | None) -> list[str]:
-    """Return a line per pipeline rank: the bytes that it holds, by kind."""
+def memory_in_words(config: Config, plan: Plan, machine: str | None, balanced_for: int = 0) -> list[str]:
+    """Return a line per pipeline rank: the bytes that it holds, by kind. Args: balanced_for: as layout_of."""
+    layout = layout_of(config, balanced_for=balanced_for)
     return [
         f"bytes of rank {rank}: {', '.join(f'{kind} {num:,}' for kind, num in memory.kinds().items())}"
-        for rank, memory in enumerate(memory_of(config, layout_of(config), plan, machine_named(machine or "cpu")))
+        for rank, memory in enumerate(memory_of(config, layout, plan, machine_named(machine or "cpu")))
     ]
 
 

@@ -1,0 +1,102 @@
+"""Rung: pure; processes when slow. `tpengine schedule`, `plan` and `certify` know the plan of each phase of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tpengine.cli import main
+from tpengine.commands.certify import command
+from tpengine.commands.certify.command import Layout, Options
+from tpengine.config import ParallelConfig, phases_of, validate_run
+from tpengine.config.presets import preset_config
+from tpengine.layout.phase_layouts import phase_layouts
+from tpengine.layout.step_plan import training_plan
+
+PHASES = """
+[[phase]]
+until = 4
+micro_batches = 8
+
+[[phase]]
+until = 6
+micro_batches = 2
+train.seq_len = 64
+"""
+
+
+@pytest.fixture
+def phases(tmp_path: Path) -> Path:
+    path = tmp_path / "phases.toml"
+    path.write_text(PHASES)
+    return path
+
+
+def test_a_schedule_is_that_of_the_phase_asked_for(
+    tmp_path: Path, phases: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = replace(preset_config("tiny"), phases=str(phases), parallel=ParallelConfig(1, 2, 2))
+    all_of_run = phases_of(validate_run(base, 4))
+    for number, (phase, layout) in enumerate(zip(all_of_run, phase_layouts(all_of_run), strict=True), 1):
+        text = tmp_path / f"{number}.plan"
+        argv = ["schedule", "--preset", "tiny", "--pp", "2", "--dp", "2", "--phases", str(phases)]
+        assert main([*argv, "--phase", str(number), "--plan-text", str(text)]) == 0
+        assert text.read_text() == training_plan(phase.config, layout).text()
+        train = phase.config.train
+        assert (
+            f"phase {number} of 2, steps {phase.first_step + 1} to {phase.end_step}: {train.num_micro_batches} "
+            f"micro-batches of {train.micro_batch_size} x {train.seq_len} tokens per replica\n"
+        ) in capsys.readouterr().out
+
+
+def test_a_sheet_is_worked_out_for_every_phase(
+    tmp_path: Path, phases: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sheet.json"
+    argv = ["plan", "--model", "tiny", "--machine", "h200", "--tp", "1", "--pp", "2", "--dp", "2", "--json", str(out)]
+    assert main([*argv, "--phases", str(phases)]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^phase (\d) of 2", shown, re.MULTILINE) == ["1", "2"] and shown.count("\nstep ") == 2
+    assert f" --phases {phases}\n" in shown
+    first, second = json.loads(out.read_text())["phases"]
+    assert first["step_seconds"] > second["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["schedule", "--preset", "tiny", "--phase", "2"], "--phase must be one of 1 to 1: got 2, a run without"),
+        (["schedule", "--preset", "tiny", "--phases", "FILE", "--phase", "3"], "--phase must be one of 1 to 2: got 3"),
+        (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
+        (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
+        (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),
+        (["certify", "--tp", "2", "--fast", "--phases", "FILE"], "--fast compares one phase: got --phases"),
+        (["certify", "--tp", "2", "--phases", "nowhere.toml"], "nowhere.toml"),
+        (["certify", "--dp", "4", "--phases", "FILE"], "phase 2"),
+    ],
+)
+def test_what_no_phase_can_be_is_one_line(
+    phases: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
+    assert main([str(phases) if word == "FILE" else word for word in argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error in line
+
+
+def test_certify_trains_each_phase_by_itself(phases: Path) -> None:
+    options = Options(Layout(dp=2), None, "certify", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(phases))
+    for layout in (options.layout, Layout()):
+        configs = command._phases(options, layout)
+        assert [config.train.num_micro_batches * layout.dp for config in configs] == [8, 2]
+        assert [config.train.seq_len for config in configs][1] == 64 and {config.phases for config in configs} == {""}
+
+
+@pytest.mark.slow
+def test_phases_are_certified(phases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--dp", "2", "--steps", "1", "--phases", str(phases)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("of 2, from drawn weights:\n") == 2 and shown.endswith("certified: identical\n")
