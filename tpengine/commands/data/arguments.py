@@ -9,9 +9,9 @@ from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
 
 DESCRIPTION = (
-    "Write token files from text files, each one document, .jsonl files, each line one document, and .parquet files, "
-    "each row one document; or check token files. A command that was killed goes on where it stopped when it is given "
-    "again."
+    "Write token files from text files, each one document, .jsonl files (.gz, .zst too), each line one document, and "
+    ".parquet files, each row one document; or check token files. A command that was killed goes on where it stopped "
+    "when it is given again."
 )
 
 

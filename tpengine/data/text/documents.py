@@ -1,4 +1,4 @@
-"""Documents: a text file is one; of a .jsonl file each line is one, of a .parquet file each row.
+"""Documents: a text file is one; of a .jsonl file, compressed or not, each line is one, of a .parquet file each row.
 
 A document comes in pieces of bytes, so that a text of many gigabytes is never in memory; a line or a row is one piece.
 What the bytes become, tokens of a tokenizer or tokens themselves, is decided in encode.py.
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tpengine.data.text import parquet
+from tpengine.data.text import compressed, parquet
 
 PIPE = Path("-")
 _READ_BYTES = 1 << 20
-_JSONL, _PARQUET = ".jsonl", ".parquet"
+_PARQUET = ".parquet"
 
 
 class Place(NamedTuple):
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     Attributes:
         file: number of the file.
-        offset: in the file: bytes, rows of a parquet file.
+        offset: in the file: bytes, unpacked if they are compressed; rows of a parquet file.
         line: lines of the file until here.
         num_documents, num_empty: documents until here; of those, empty ones are counted apart.
         check: CRC-32 of the file's bytes until here; 0 of a parquet file.
@@ -65,8 +65,8 @@ class Documents:
     """The documents of files, in order; iterate once.
 
     Args:
-        paths: text files; files of JSON lines, whose names end in .jsonl, and of rows, in .parquet; or PIPE alone, JSON
-            lines from the standard input.
+        paths: text files; files of JSON lines, whose names end in .jsonl, .jsonl.gz or .jsonl.zst, and of rows, in
+            .parquet; or PIPE alone, JSON lines from the standard input.
         field: of a JSON line or a row, has the text.
         start: where to begin; what is counted counts from the beginning all the same.
 
@@ -97,9 +97,9 @@ class Documents:
                 yield from self._lines(sys.stdin.buffer, number, start)
             elif path.suffix == _PARQUET:
                 yield from self._rows(number, start.offset)
-            elif path.suffix == _JSONL:
-                with path.open("rb") as file:
-                    yield from self._lines(file, number, start)
+            elif compressed.is_of_lines(path):
+                with path.open("rb") as raw, compressed.opened(raw, path) as file:
+                    yield from self._lines(file, number, start, raw if compressed.is_compressed(path) else None)
             else:
                 yield from self._whole(number)
 
@@ -116,14 +116,19 @@ class Documents:
                 yield Piece(content, offset == 0, not following, path, offset, self._place(number + 1, 0))
                 offset, content = offset + len(content), following
 
-    def _lines(self, file: BinaryIO, number: int, start: Place) -> Iterator[Piece]:
-        """The documents of JSON lines; blank lines are none."""
+    def _lines(
+        self, file: BinaryIO, number: int, start: Place, compressed_file: BinaryIO | None = None
+    ) -> Iterator[Piece]:
+        """The documents of JSON lines; blank lines are none. Of a compressed file its own bytes count as read."""
         path, offset, line_number = self.paths[number], start.offset, start.line
         check = _skipped(file, path, start)
+        before = self.num_read_bytes
         self.num_read_bytes += offset
         for line in file:
             line_number += 1
             self.num_read_bytes += len(line)
+            if compressed_file is not None:
+                self.num_read_bytes = before + compressed_file.tell()
             offset += len(line)
             check = zlib.crc32(line, check)
             if line.isspace():

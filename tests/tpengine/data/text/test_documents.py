@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ def whole(pieces: list[Piece]) -> list[bytes]:
         assert piece.content and piece.begins != is_open
         if piece.begins:
             found.append(b"")
-        assert piece.path.suffix == ".jsonl" or piece.offset == len(found[-1])
+        assert ".jsonl" in piece.path.suffixes or piece.offset == len(found[-1])
         found[-1] += piece.content
         is_open = not piece.ends
     assert not is_open
@@ -49,6 +51,45 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     assert whole(list(documents)) == [text.encode() for text in texts if text]
     assert (documents.num_documents, documents.num_empty) == (3, 1)
     assert documents.num_read_bytes == documents.num_bytes
+
+
+def squeezed(path: Path, content: bytes) -> Path:
+    """Write a file as its name says, in two parts that are unpacked as one."""
+    middle = len(content) // 2
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content[:middle]) + gzip.compress(content[middle:]))
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        path.write_bytes(zstandard.compress(content[:middle]) + zstandard.compress(content[middle:]))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_are_those_of_the_file(tmp_path: Path, suffix: str) -> None:
+    """Also where reading goes on behind a document; damage is one line."""
+    content = b"".join(json.dumps({"text": f"{number} " * 99}).encode() + b"\n" for number in range(300))
+    plain = tmp_path / "a.jsonl"
+    plain.write_bytes(content)
+    path = squeezed(tmp_path / f"a.jsonl{suffix}", content)
+    documents = Documents([path])
+    found = list(documents)
+    assert whole(found) == whole(list(Documents([plain]))) and documents.num_documents == 300
+    assert documents.num_read_bytes == documents.num_bytes == path.stat().st_size
+    again = Documents([path], start=found[100].after)
+    assert whole(list(again)) == whole(found[101:]) and again.num_documents == 300
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a compressed file must be whole: .*copy it again"):
+        list(Documents([path]))
+    path.write_bytes(b"no such thing at all")
+    with pytest.raises(ValueError, match=r"a compressed file must be whole: .*copy it again"):
+        list(Documents([path]))
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"needs the library of that name: .*a\.jsonl\.zst: pip install 'tpengine"):
+        list(Documents([tmp_path / "a.jsonl.zst"]))
 
 
 @pytest.mark.parametrize(
