@@ -11,13 +11,40 @@ import pytest
 from support.mixtures import APART, mixed_config, write_mixture
 
 from tpengine.config import Config, phases_of, validate_run
-from tpengine.data import Position, change_of, open_corpora, open_corpus, write_tokens
+from tpengine.data import Position, ReadAhead, change_of, open_corpora, open_corpus, write_tokens
 from tpengine.data.corpora.mixture_corpus import MixtureCorpus
 from tpengine.data.files.one_file import About
 from tpengine.data.mixtures.samples import evenly
 
 # 100 and 40 tokens; held out are the last documents: 20 and 10 tokens.
 DOCUMENTS = [[10] * 10, [10] * 4]
+
+
+@pytest.mark.parametrize("packing", ["cut", "documents"])
+def test_a_mixture_read_ahead_has_the_samples_of_one_that_is_not(tmp_path: Path, packing: str) -> None:
+    """The same where a run is resumed, with steps of another size, and where samples are left out."""
+    path = write_mixture(tmp_path, [[3, 9, 14] * 40, [5, 30] * 20], [0.7, 0.3])
+    config = mixed_config(path, 2, seq_len=8, packing=packing)
+    position = Position()
+    for begins_with, size, left_out in ((0, 6, ()), (5, 3, ()), (12, 6, ((80, 90), (95, 96)))):
+        # A resumed run opens its text anew, and knows nothing but how many samples were read.
+        samples = open_corpus(config).train
+        ahead = ReadAhead(open_corpus(config).train, needs_tokens=True)
+        position = replace(position, consumed=6 * begins_with, left_out=left_out)
+        for step in range(6):
+            for coming in range(step + ahead.num_asked, step + 3):
+                ahead.ask(position.samples(size * coming, size))
+            numbers = position.samples(size * step, size)
+            found = ahead.take(numbers)
+            tokens, labels, starts = samples.read_with_starts(numbers)
+            np.testing.assert_array_equal(found.tokens, tokens)
+            np.testing.assert_array_equal(found.labels, labels)
+            assert [of.tolist() for of in found.starts] == [of.tolist() for of in starts]
+            assert bool(starts) == (packing == "documents")
+        # Reading ahead has gone farther than the run, and moves nothing.
+        end = position.after(6 * size)
+        assert samples.progress(end) == open_corpus(config).train.progress(end)
+        ahead.close()
 
 
 def mixture_of(tmp_path: Path, weights: list[float], epochs: tuple[float, ...] = (), **data: object) -> Config:

@@ -83,6 +83,31 @@ def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path)
         assert abs(cut.of_all - found.of_all) > 1e-4
 
 
+def test_padding_changes_neither_loss_nor_update(ranks: RankPool, tmp_path: Path) -> None:
+    """Loss is divided by known targets: padded to three times their length, the same samples train alike everywhere.
+
+    Samples have 1 to 7 known targets, so that a mean over micro-batches, or over ranks, is another number.
+    """
+    generator, padding, number = np.random.default_rng(8), 0, 80
+    samples = np.full((number, 24), padding)
+    for row, known in zip(samples, generator.integers(1, 8, number), strict=True):
+        row[1 : 1 + known] = generator.integers(1, VOCAB, known)
+    configs = []
+    for length, (dp, tp, pp) in ((8, (1, 1, 1)), (24, (1, 1, 1)), (24, (2, 1, 2)), (24, (1, 2, 2))):
+        path = tmp_path / f"{length}"
+        write_tokens(path, np.append(samples[:, :length], padding), VOCAB)
+        config = parity.config_of(dp, tp, pp, tied=True, kv_heads=2, num_layers=2)
+        train = replace(config.train, seq_len=length, eval_micro_batches=0, sample_tokens=0)
+        data = replace(config.data, path=str(path), ignore_token=padding, held_out_fraction=0.0)
+        configs.append(validate(replace(config, train=train, data=data), dp * tp * pp))
+    labels = [open_corpus(config).train.batch(0, 16)[1] for config in configs[:2]]
+    known = [(of != IGNORED_LABEL).reshape(4, -1).sum(1).tolist() for of in labels]
+    assert known[0] == known[1] and len(set(known[0])) > 1
+    (reference,) = ranks.run(parity.train, 1, configs[0])
+    for config, num_ranks in zip(configs[1:], (1, 4, 4), strict=True):
+        parity.compare(ranks.run(parity.train, num_ranks, config), reference)
+
+
 def test_a_step_of_ignored_labels_alone_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     write_tokens(path, np.arange(1200) % VOCAB, VOCAB, lengths=lambda: [1] * 1200)
