@@ -109,7 +109,7 @@ class Tokenizing:
     def ours(self) -> tuple[int, float]:
         """Return the number of tokens of the file, read and tokenized as `tpengine data` does, and the seconds."""
         begin = time.perf_counter()
-        number = sum(len(ids) for ids in tokens_of(Documents([self._text]), self._tokenizer))
+        number = sum(len(chunk.ids) for chunk in tokens_of(Documents([self._text]), self._tokenizer))
         return number, time.perf_counter() - begin
 
     def library(self) -> tuple[int, float]:
