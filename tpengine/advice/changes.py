@@ -9,6 +9,7 @@ from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
 from tpengine.advice.search import search
 from tpengine.advice.search.bounds import Bounds
+from tpengine.plan import verify
 from tpengine.simulate.machine import Link, Machine
 
 # Of the memory that a rank has; of an H200 about 24 GB.
@@ -58,6 +59,9 @@ def changes(question: Question, best: Candidate, limit_seconds: float, known: Bo
         rows = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False).rows
         layout = rows[0].layout if rows else None
         if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
+            # What is told has a plan that is right.
+            if rows:
+                verify(rows[0].sheet.plan)
             found.append(Change(words, layout))
     return found
 
@@ -77,6 +81,7 @@ def what_fits(question: Question, limit_seconds: float) -> Iterator[Fits]:
     for words, other in (*tried, *more):
         rows = search(other, num_rows=1, limit_seconds=limit_seconds, tells_all=False).rows
         if rows:
+            verify(rows[0].sheet.plan)
             yield Fits(words, rows[0].layout)
         if rows and other.num_ranks > question.num_ranks:
             return

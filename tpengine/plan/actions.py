@@ -124,7 +124,9 @@ class Action:
         """Return the asynchronous actions that this action starts, in order: itself, or its gathers and reductions."""
         if self.kind in AWAITABLE:
             return (self,)
-        return tuple(sub for sub in self.subs if sub.kind in AWAITABLE) if self.kind in COMPUTE else ()
+        if not self.subs or self.kind not in COMPUTE:
+            return ()
+        return tuple(sub for sub in self.subs if sub.kind in AWAITABLE)
 
     @property
     def gathers(self) -> tuple[Action, ...]:
@@ -144,7 +146,9 @@ class Action:
     def _started(self, kind: Kind) -> tuple[Action, ...]:
         if self.kind is kind:
             return (self,)
-        return tuple(sub for sub in self.subs if sub.kind is kind) if self.kind in COMPUTE else ()
+        if not self.subs or self.kind not in COMPUTE:
+            return ()
+        return tuple(sub for sub in self.subs if sub.kind is kind)
 
 
 def peer_chunk(transfer: Action) -> int:

@@ -72,7 +72,7 @@ class Bounds:
 
     Args:
         question: whose layouts.
-        known: bounds of a question of the same model, whose times are taken over where the machine is as fast.
+        known: bounds of a question of the same model, from which is taken over what does not differ.
     """
 
     def __init__(self, question: Question, known: Bounds | None = None) -> None:
@@ -81,20 +81,29 @@ class Bounds:
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
         self.layer_weights = num_parameters(replace(model, num_layers=2)) - num_parameters(replace(model, num_layers=1))
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
-        is_as_fast = known is not None and known.question.machine == replace(
-            question.machine, memory_bytes=known.question.machine.memory_bytes
-        )
-        self._chunks: dict[tuple[Any, ...], Mapping[Kind, ActionSeconds]] = (
-            known._chunks if known and is_as_fast else {}
-        )
-        self._sums: dict[Key, Sums] = {}
-        self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
+        # By what each depends on: nothing of a question but its model; machine and dtype; the batch too.
         self._saved: dict[tuple[int, int, str, str], int] = {}
         self._state: dict[tuple[Any, ...], float] = {}
-        self._played: dict[tuple[Any, ...], Played] = {}
         self._bytes: dict[tuple[Any, ...], tuple[ChunkBytes, ...]] = {}
         self._walked: dict[Key, dict[object, ChunkBytes]] = {}
         self._numel: dict[tuple[Any, ...], int] = {}
+        self._chunks: dict[tuple[Any, ...], Mapping[Kind, ActionSeconds]] = {}
+        self._sums: dict[Key, Sums] = {}
+        self._played: dict[tuple[Any, ...], Played] = {}
+        self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
+        if known is not None and known.question.base == question.base:
+            self._take_over(known)
+
+    def _take_over(self, known: Bounds) -> None:
+        """Share what does not differ between two questions of one model."""
+        shared = ["_saved", "_state", "_bytes", "_walked", "_numel"]
+        mine, other = self.question, known.question
+        if other.machine == replace(mine.machine, memory_bytes=other.machine.memory_bytes):
+            shared += ["_chunks", "_sums", "_played"]
+            if other.global_batch == mine.global_batch:
+                shared.append("_pipelines")
+        for name in shared:
+            setattr(self, name, getattr(known, name))
 
     def least_seconds(self, tp: int, pp: int, dp: int, micro_batch_size: int) -> float:
         """Return a bound for all layouts of these sizes: nothing is computed again, and no rank waits."""

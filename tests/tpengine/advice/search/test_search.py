@@ -189,7 +189,8 @@ def test_properties_of_drawn_layouts(numbers: range) -> None:
         key = tp, size, layout.recompute, layout.gathered, layout.tp_comm
         assert bounds.group_seconds(pp, dp, key) <= seconds * (1 + 1e-9), (number, layout)
         assert sheet.parts.step == pytest.approx(seconds, rel=1e-6)
-        assert 0.0 < sheet.share_of_peak() <= 1.0
+        # A recorded run may have been faster than the machine says.
+        assert 0.0 < sheet.share_of_peak() <= 1.0 or question.machine.recorded
         assert relabelled(sheet, rng) == pytest.approx(seconds, rel=1e-12), (number, layout)
         what, machine = rng.choice(list(better_machines(question.machine).items()))
         faster = simulate(sheet.plan, model_costs(sheet.config, sheet.layout, sheet.plan, machine))
