@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
-from tpkernels.work import attention_work
+from tpkernels.work import attention_work, visible_pairs
 
 from tpengine.config import Config
 from tpengine.layout.parameters import layer_specs, num_matmul_parameters
@@ -18,25 +19,21 @@ def step_flops(config: Config, *, causal_half: bool, counts_again: bool = False)
 
     Args:
         config: sizes, micro-batches, replicas.
-        causal_half: count the half of the scores that a causal kernel computes; else the full square, as the PaLM paper
-            does (arXiv 2204.02311, appendix B).
+        causal_half: count the half of the scores that a causal kernel computes, and of a layer with a window those
+            inside it; else the full square, as the PaLM paper does (arXiv 2204.02311, appendix B).
         counts_again: add what backward computes again: hardware flops, as Megatron-LM reports them (arXiv 2205.05198,
             section 6.3); else model flops, which do not depend on recomputation.
     """
     model, train = config.model, config.train
     sequences = train.micro_batch_size * train.num_micro_batches * (config.parallel.dp or 1)
     tokens = sequences * train.seq_len
-    attention = model.num_layers * (
-        attention_work(
-            sequences,
-            train.seq_len,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_size,
-            1,
-            causal_half=causal_half,
-        ).flops
-    )
+    heads = model.num_heads, model.num_kv_heads, model.head_size
+    attention = 0
+    for window, number in Counter(model.details.windows or (0,) * model.num_layers).items():
+        is_narrow = causal_half and 0 < window < train.seq_len
+        pairs = sequences * visible_pairs([train.seq_len], window) if is_narrow else None
+        work = attention_work(sequences, train.seq_len, *heads, 1, causal_half=causal_half, pairs=pairs)
+        attention += number * work.flops
     matmuls = 2 * num_matmul_parameters(model) * tokens
     forward = matmuls + attention
     if not counts_again:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -55,6 +57,17 @@ def test_model_flops_are_palms() -> None:
     config = gpt(96, 12288, 96, 2048, 2)
     per_token = 6 * num_parameters(config.model) + 12 * 96 * 96 * 128 * 2048
     assert step_flops(config, causal_half=False) / (2 * 2048) == pytest.approx(per_token, rel=0.01)
+
+
+def test_scores_outside_of_a_window_are_not_counted() -> None:
+    """Of 4 layers 3 have a window of 16 tokens: the flops that are missing are those of the pairs outside of it."""
+    whole = gpt(4, 256, 4, 128, 2, 1000)
+    details = replace(whole.model.details, windows=(16, 16, 0, 16))
+    narrow = replace(whole, model=replace(whole.model, details=details))
+    inside = sum(min(query + 1, 16) for query in range(128))
+    missing = 3 * 3 * 4 * 256 * 2 * (128 * 128 // 2 - inside)
+    assert step_flops(whole, causal_half=True) - step_flops(narrow, causal_half=True) == missing
+    assert step_flops(whole, causal_half=False) == step_flops(narrow, causal_half=False)
 
 
 def test_what_is_computed_again_is_counted_once_more() -> None:

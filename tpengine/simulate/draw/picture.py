@@ -73,15 +73,20 @@ class Picture:
     def time_text(self, time: float, with_unit: bool = True) -> str:
         """Return a time in the picture's unit; a rounding error, relative to the makespan, is shown as 0."""
         factor, unit = self.time_scale
-        number = f"{0.0 if abs(time) < 1e-9 * self.timeline.makespan else time * factor:.5g}"
+        number = f"{0.0 if abs(time) < 1e-9 * self.makespan else time * factor:.5g}"
         return f"{number} {unit}" if with_unit else number
+
+    @cached_property
+    def makespan(self) -> float:
+        """Return the timeline's makespan, which each text of a time needs."""
+        return self.timeline.makespan
 
     @cached_property
     def time_scale(self) -> tuple[float, str]:
         """Return the factor from a time to the shown number, and the unit shown."""
         if self.unit == _SECONDS:
             for below, unit, factor in _SMALLER_SECONDS:
-                if max(self.timeline.makespan, self.longest) < below:
+                if max(self.makespan, self.longest) < below:
                     return factor, unit
         return 1.0, self.unit
 
