@@ -122,7 +122,8 @@ def _slow_stage(share: float, config: Config) -> Callable[[float], Fault]:
 
 
 def _read(share: float) -> Callable[[float], Fault]:
-    return lambda step: Fault(read=_grown(share) * step)
+    """A thread reads while a step computes, so that a step waits for what reading takes longer than it."""
+    return lambda step: Fault(read=(1.0 + _grown(share)) * step)
 
 
 def _reduction(share: float, inside: bool, backward: float) -> Callable[[float], Fault]:

@@ -46,7 +46,7 @@ class Fault:
 
     Args:
         slow_stage: what its first stage sleeps longer in each action, as a share of it.
-        read: seconds that its first stage's text takes to be read.
+        read: seconds that a step's text takes to be read on its first stage; a thread reads beside the step before.
         reduce: seconds that all reductions of a step take.
         inside: whether they end before backward goes on.
         exchange: seconds of a step that tensor-parallel ranks' memory is seen late by their peers.

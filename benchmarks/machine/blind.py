@@ -5,7 +5,9 @@
 2. Then the layouts run, in rounds, in processes that stay up. Each visit is in DIR/journal.jsonl at once, under the
    predictions' hash: the same command goes on where it was interrupted.
 3. What each rank holds at most is counted in a step of its own, which nobody times.
-4. The table: predicted / measured, the layout's own spread; median and worst error; regret.
+4. The table: predicted / measured, the layout's own spread; median and worst error; regret. A machine that others
+   share is not always as fast as when its file was measured: each visit also times one product of the file, and beside
+   each ratio stands the one that remains when steps are scaled by what that product takes at their visit.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +28,7 @@ from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
 from benchmarks.harness.timing import rotation
 from benchmarks.machine.predictions import Prediction, drawn_model, predicted, written
+from benchmarks.machine.products import REFERENCE_ROWS, REFERENCE_WIDTH
 from benchmarks.machine.verdict import machine_varied, row_of, table, verdict
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
@@ -85,11 +89,12 @@ def main(options: Options) -> int:
     digest = written(options.dir / _PREDICTIONS, predictions, seed)
     print(f"{len(predictions)} layouts predicted: {options.dir / _PREDICTIONS}, SHA-256 {digest}", flush=True)
     visits = _measured(options, predictions, digest)
-    samples: dict[str, list[float]] = {}
+    timed: dict[str, list[Mapping[str, Any]]] = {}
     for row in visits:
-        samples.setdefault(row["layout"], []).extend(row.get("seconds", []))
+        if "seconds" in row:
+            timed.setdefault(row["layout"], []).append(row)
     counted = {row["layout"]: row["peak_bytes"] for row in visits if "peak_bytes" in row}
-    references = [row["reference_seconds"] for row in visits if "reference_seconds" in row]
+    reference = machine.product_seconds(REFERENCE_ROWS, REFERENCE_WIDTH, REFERENCE_WIDTH, 4, "float32", kind="forward")
     said = {
         "machine_file": Path(options.machine).name,
         "device": options.device,
@@ -98,14 +103,14 @@ def main(options: Options) -> int:
         "predictions_sha256": digest,
     }
     rows = [
-        row_of(of, samples[of.name], counted.get(of.name), said)
+        row_of(of, timed[of.name], reference, counted.get(of.name), said)
         for of in predictions
-        if len(samples.get(of.name, [])) >= 2
+        if sum(len(visit["seconds"]) for visit in timed.get(of.name, [])) >= 2
     ]
     Console(width=140).print(table(rows))
     for line in verdict(rows):
         print(line)
-    print(machine_varied(references))
+    print(machine_varied([at for row in visits for at in row.get("reference_seconds", [])], reference))
     return stored(rows, options.out)
 
 
@@ -156,9 +161,10 @@ def _measured(options: Options, predictions: Sequence[Prediction], digest: str) 
 def _visit(ranks: Ranks, config: Config, options: Options, round_: int) -> dict[str, Any]:
     """Return what a visit of a layout has found."""
     if round_ != _COUNTED:
+        before = statistics.mean(ranks.call("reference", config.device))
         answers = ranks.call("steps", config, options.steps)
-        reference = max(ranks.call("reference", config.device))
-        return {"seconds": [max(of) for of in zip(*answers, strict=True)], "reference_seconds": reference}
+        after = statistics.mean(ranks.call("reference", config.device))
+        return {"seconds": [max(of) for of in zip(*answers, strict=True)], "reference_seconds": [before, after]}
     held: dict[int, int] = {}
     for rank, num_bytes in ranks.call("peak", config):
         held[rank] = max(held.get(rank, 0), num_bytes)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from tpkernels.ops.matmul.host import product
 
 from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
+from benchmarks.machine.clock import Clock
+from benchmarks.machine.products import reference_seconds
+from benchmarks.machine.sizes import Sizes
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer
-
-# The product that tells how fast the machine is at a visit: of a size that steps have, and so many times.
-_ROWS, _WIDTH, _CALLS = 512, 1024, 9
 
 
 class Member:
@@ -49,17 +47,8 @@ class Member:
         return trainer.mesh.at.pp, counted.peak_bytes()
 
     def reference(self, device: str) -> float:
-        """Return the seconds of one product, the same at every visit: all ranks multiply at the same time."""
-        x, y = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
-        taken = []
-        dist.barrier()
-        for _ in range(_CALLS):
-            begin = time.perf_counter()
-            product(x, y)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken)
+        """Return the seconds of the reference product, which all ranks multiply at the same time."""
+        return reference_seconds(Clock(torch.device(device), Sizes.seconds, Sizes.evicting_bytes))
 
     def _seconds(self, device: torch.device) -> float:
         """Return the time of a step that begins on all ranks together."""

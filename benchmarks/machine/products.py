@@ -13,6 +13,8 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 from benchmarks.machine.clock import Clock
 
 Rates = dict[str, dict[int, list[tuple[float, float]]]]
+# The product that tells how fast a machine is at the moment: its size is one that machine files have measured.
+REFERENCE_ROWS, REFERENCE_WIDTH = 512, 768
 
 
 def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> Rates:
@@ -45,6 +47,13 @@ def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrice
                 points = found.setdefault(kind, {}).setdefault(num_rows, [])
                 points.append((float(columns * inner), flops / clock.of_call([call], hot=[hot])))
     return found
+
+
+def reference_seconds(clock: Clock) -> float:
+    """Return the time of one product, timed as a machine's file has timed it: what that has varied by meanwhile."""
+    weight = torch.randn(REFERENCE_WIDTH, REFERENCE_WIDTH, device=clock.device)
+    x = torch.randn(REFERENCE_ROWS, REFERENCE_WIDTH, device=clock.device)
+    return clock.of_call([functools.partial(product, x, weight.T)], hot=[x])
 
 
 def prepare_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:

@@ -22,17 +22,24 @@ LEAST_BYTES, MOST_BYTES = 0.98, 1.05
 
 
 def row_of(
-    of: Prediction, seconds: Sequence[float], counted: Sequence[int] | None, said: Mapping[str, Any]
+    of: Prediction,
+    visits: Sequence[Mapping[str, Any]],
+    reference: float,
+    counted: Sequence[int] | None,
+    said: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a layout's row.
 
     Args:
         of: the prediction.
-        seconds: of its steps.
+        visits: with the seconds of their steps, and of the reference product before and after them.
+        reference: seconds of that product by the machine's file.
         counted: bytes that each pipeline rank held at most; None if that was not counted.
         said: what is the same for all layouts.
     """
-    spread = Spread.of(seconds)
+    spread = Spread.of([seconds for visit in visits for seconds in visit["seconds"]])
+    speeds = [reference / statistics.mean(visit["reference_seconds"]) for visit in visits]
+    as_fast = Spread.of([s * speed for visit, speed in zip(visits, speeds, strict=True) for s in visit["seconds"]])
     fields: dict[str, Any] = {
         "check": PASSED,
         "model": of.model,
@@ -44,6 +51,10 @@ def row_of(
         "num_samples": spread.num_samples,
         "predicted_over_measured_ratio": of.seconds / spread.median,
         "spread_ratio": (spread.p80 - spread.p20) / spread.median,
+        # As fast as when the file was measured: 1; steps of a visit times its speed.
+        "machine_speed_ratio": statistics.median(speeds),
+        "predicted_over_scaled_ratio": of.seconds / as_fast.median,
+        "scaled_spread_ratio": (as_fast.p80 - as_fast.p20) / as_fast.median,
     }
     if counted is not None:
         fields |= {"predicted_peak_bytes": list(of.peak_bytes), "counted_peak_bytes": list(counted)}
@@ -56,7 +67,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table, one line per layout."""
     shown = Table(title="steps predicted before they ran", box=box.SIMPLE)
     for i, column in enumerate(
-        ("model", "layout", "predicted ms", "measured ms", "p20 to p80", "ratio", "spread", "peak")
+        ("model", "layout", "predicted ms", "measured ms", "p20 to p80", "ratio", "spread", "speed", "scaled", "peak")
     ):
         shown.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     for row in rows:
@@ -68,13 +79,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{1e3 * row['measured_p20_seconds']:.1f} to {1e3 * row['measured_p80_seconds']:.1f}",
             f"{row['predicted_over_measured_ratio']:.3f}",
             f"{row['spread_ratio']:.1%}",
+            f"{row['machine_speed_ratio']:.2f}",
+            f"{row['predicted_over_scaled_ratio']:.3f}",
             f"{row['largest_peak_ratio']:.3f}" if "largest_peak_ratio" in row else "",
         )
     return shown
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return for each model: median and worst error, how many are outside their bar, regret, whether 3 rows suffice."""
+    """Return for each model: median and worst error, how many are outside their bar, regret, whether 3 rows suffice.
+
+    The bars count for what was measured; errors of steps scaled by the machine's speed stand beside them.
+    """
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         of = [row for row in rows if row["model"] == model]
@@ -86,26 +102,33 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         least = fastest["measured_median_seconds"]
         regret = advised[0]["measured_median_seconds"] / least - 1
         suffices = any(row["measured_p20_seconds"] <= fastest["measured_p80_seconds"] for row in advised[:3])
+        scaled = [abs(row["predicted_over_scaled_ratio"] - 1) for row in of]
         met = statistics.median(errors) <= MEDIAN and not outside and regret <= REGRET and suffices
         ratios = [(row["least_peak_ratio"], row["largest_peak_ratio"]) for row in of if "least_peak_ratio" in row]
         met = met and all(least >= LEAST_BYTES and most <= MOST_BYTES for least, most in ratios)
         lines.append(
             f"{model}: {len(of)} layouts, error {statistics.median(errors):.1%} median, {max(errors):.1%} worst, "
-            f"{outside} outside {WORST:.0%} and twice their spread; regret of the first row {regret:.1%}; the first 3 "
-            f"{'contain' if suffices else 'do not contain'} the fastest; {_peaks(ratios)}: {'met' if met else 'short'}"
+            f"{outside} outside {WORST:.0%} and twice their spread (scaled by the machine's speed "
+            f"{statistics.median(scaled):.1%} and {max(scaled):.1%}); regret of the first row {regret:.1%}; "
+            f"the first 3 {'contain' if suffices else 'do not contain'} the fastest; "
+            f"{_peaks(ratios)}: {'met' if met else 'short'}"
         )
     return lines
 
 
-def machine_varied(reference_seconds: Sequence[float]) -> str:
-    """Return how much the machine's own speed varied between visits: what no prediction can know."""
+def machine_varied(reference_seconds: Sequence[float], reference: float) -> str:
+    """Return how the machine's own speed varied between visits: what no prediction can know.
+
+    Args:
+        reference_seconds: of the reference product, before and after each visit.
+        reference: by the machine's file.
+    """
     if not reference_seconds:
         return "the machine's own speed was not measured"
-    middle = statistics.median(reference_seconds)
-    least, most = min(reference_seconds) / middle, max(reference_seconds) / middle
+    least, middle, most = (of(reference_seconds) / reference for of in (min, statistics.median, max))
     return (
-        f"meanwhile one product, the same at each of {len(reference_seconds)} visits, took {least:.2f} to {most:.2f} "
-        f"of its median of {1e3 * middle:.1f} ms"
+        f"meanwhile one product, the same before and after each visit, took {least:.2f} to {most:.2f}, at the median "
+        f"{middle:.2f} of the {1e3 * reference:.2f} ms by the machine's file"
     )
 
 

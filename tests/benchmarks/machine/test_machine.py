@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine.predictions import chosen, drawn_model, predicted
-from benchmarks.machine.verdict import verdict
+from benchmarks.machine.predictions import Prediction, chosen, drawn_model, predicted
+from benchmarks.machine.verdict import machine_varied, row_of, verdict
 from benchmarks.run import main
 from tpengine.advice.question import Question
 from tpengine.config.presets import preset_config
@@ -82,6 +82,7 @@ def test_the_verdict_knows_error_spread_and_regret() -> None:
             "measured_p80_seconds": measured * (1 + spread / 2),
             "predicted_over_measured_ratio": predicted / measured,
             "spread_ratio": spread,
+            "predicted_over_scaled_ratio": 1.0,
         }
 
     good = [row("a", 1.0, 1.0, 0.01), row("b", 1.1, 1.05, 0.01), row("c", 1.6, 1.3, 0.2)]
@@ -95,3 +96,17 @@ def test_the_verdict_knows_error_spread_and_regret() -> None:
     assert verdict([good[0] | held | {"least_peak_ratio": 0.97}])[0].endswith("short")
     assert verdict([good[0] | held | {"largest_peak_ratio": 1.06}])[0].endswith("short")
     assert "regret of the first row 25.0%" in verdict([row("a", 1.0, 1.25, 0.01), row("b", 1.1, 1.0, 0.01)])[0]
+
+
+def test_steps_are_also_compared_at_the_speed_that_the_machines_file_has() -> None:
+    """A machine that is half as fast at one visit: steps are told as they were, and as they would have been."""
+    of = Prediction("tiny", preset_config("tiny"), "tp 1", 1.0, (1.0,))
+    visits = [
+        {"seconds": [1.0, 1.0], "reference_seconds": [0.02, 0.02]},
+        {"seconds": [2.0, 2.2], "reference_seconds": [0.03, 0.05]},
+    ]
+    row = row_of(of, visits, 0.02, None, {})
+    assert row["num_samples"] == 4 and row["measured_median_seconds"] == 1.5 and row["machine_speed_ratio"] == 0.75
+    assert row["predicted_over_measured_ratio"] == 1 / 1.5 and row["predicted_over_scaled_ratio"] == 1.0
+    assert 0.0 < row["scaled_spread_ratio"] < 0.1 < row["spread_ratio"]
+    assert "took 1.00 to 2.50, at the median 1.25" in machine_varied([0.02, 0.02, 0.03, 0.05], 0.02)
