@@ -107,7 +107,7 @@ def main(options: Options) -> int:
         for of in predictions
         if sum(len(visit["seconds"]) for visit in timed.get(of.name, [])) >= 2
     ]
-    Console(width=140).print(table(rows))
+    Console(width=170).print(table(rows))
     for line in verdict(rows):
         print(line)
     print(machine_varied([at for row in visits for at in row.get("reference_seconds", [])], reference))
