@@ -6,8 +6,8 @@
    predictions' hash: the same command goes on where it was interrupted.
 3. What each rank holds at most is counted in a step of its own, which nobody times.
 4. The table: predicted / measured, the layout's own spread; median and worst error; regret. A machine that others
-   share is not always as fast as when its file was measured: each visit also times one product of the file, and beside
-   each ratio stands the one that remains when steps are scaled by what that product takes at their visit.
+   share is not always as fast as when its file was measured: each visit also times three products of the file, and
+   beside each ratio stands the one that remains when steps are scaled by what those products take at their visit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
 from benchmarks.harness.timing import rotation
 from benchmarks.machine.predictions import Prediction, drawn_model, predicted, written
-from benchmarks.machine.products import REFERENCE_ROWS, REFERENCE_WIDTH
-from benchmarks.machine.verdict import machine_varied, row_of, table, verdict
+from benchmarks.machine.products import REFERENCES
+from benchmarks.machine.verdict import machine_speed, machine_varied, row_of, table, verdict
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.distributed.local_ranks import Ranks
@@ -94,7 +94,11 @@ def main(options: Options) -> int:
         if "seconds" in row:
             timed.setdefault(row["layout"], []).append(row)
     counted = {row["layout"]: row["peak_bytes"] for row in visits if "peak_bytes" in row}
-    reference = machine.product_seconds(REFERENCE_ROWS, REFERENCE_WIDTH, REFERENCE_WIDTH, 4, "float32", kind="forward")
+    file = [machine.product_seconds(*sizes, 4, "float32", kind="forward") for sizes in REFERENCES]
+    speeds = {
+        layout: [machine_speed(of["reference_seconds"], file) for of in visits_of]
+        for layout, visits_of in timed.items()
+    }
     said = {
         "machine_file": Path(options.machine).name,
         "device": options.device,
@@ -103,14 +107,14 @@ def main(options: Options) -> int:
         "predictions_sha256": digest,
     }
     rows = [
-        row_of(of, timed[of.name], reference, counted.get(of.name), said)
+        row_of(of, [visit["seconds"] for visit in timed[of.name]], speeds[of.name], counted.get(of.name), said)
         for of in predictions
         if sum(len(visit["seconds"]) for visit in timed.get(of.name, [])) >= 2
     ]
     Console(width=170).print(table(rows))
     for line in verdict(rows):
         print(line)
-    print(machine_varied([at for row in visits for at in row.get("reference_seconds", [])], reference))
+    print(machine_varied([speed for of_layout in speeds.values() for speed in of_layout]))
     return stored(rows, options.out)
 
 
@@ -161,11 +165,19 @@ def _measured(options: Options, predictions: Sequence[Prediction], digest: str) 
 def _visit(ranks: Ranks, config: Config, options: Options, round_: int) -> dict[str, Any]:
     """Return what a visit of a layout has found."""
     if round_ != _COUNTED:
-        before = statistics.mean(ranks.call("reference", config.device))
+        before = ranks.call("reference", config.device)
         answers = ranks.call("steps", config, options.steps)
-        after = statistics.mean(ranks.call("reference", config.device))
-        return {"seconds": [max(of) for of in zip(*answers, strict=True)], "reference_seconds": [before, after]}
+        after = ranks.call("reference", config.device)
+        return {
+            "seconds": [max(of) for of in zip(*answers, strict=True)],
+            "reference_seconds": [_means(before), _means(after)],
+        }
     held: dict[int, int] = {}
     for rank, num_bytes in ranks.call("peak", config):
         held[rank] = max(held.get(rank, 0), num_bytes)
     return {"peak_bytes": [held[rank] for rank in sorted(held)]}
+
+
+def _means(answers: Sequence[Sequence[float]]) -> list[float]:
+    """Return the means over ranks."""
+    return [statistics.mean(of) for of in zip(*answers, strict=True)]

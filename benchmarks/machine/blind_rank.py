@@ -46,8 +46,8 @@ class Member:
                 trainer.train_step(1)
         return trainer.mesh.at.pp, counted.peak_bytes()
 
-    def reference(self, device: str) -> float:
-        """Return the seconds of the reference product, which all ranks multiply at the same time."""
+    def reference(self, device: str) -> list[float]:
+        """Return the seconds of the products of reference, which all ranks multiply at the same time."""
         return reference_seconds(Clock(torch.device(device), Sizes.seconds, Sizes.evicting_bytes))
 
     def _seconds(self, device: torch.device) -> float:

@@ -13,8 +13,9 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 from benchmarks.machine.clock import Clock
 
 Rates = dict[str, dict[int, list[tuple[float, float]]]]
-# The product that tells how fast a machine is at the moment: its size is one that machine files have measured.
-REFERENCE_ROWS, REFERENCE_WIDTH = 512, 768
+# The products that tell how fast a machine is at the moment: rows, columns and inner size are some of those that
+# machine files have measured. Three, since one figure of a file may have been disturbed.
+REFERENCES = ((128, 768, 768), (512, 768, 768), (512, 1536, 1024))
 
 
 def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> Rates:
@@ -49,11 +50,13 @@ def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrice
     return found
 
 
-def reference_seconds(clock: Clock) -> float:
-    """Return the time of one product, timed as a machine's file has timed it: what that has varied by meanwhile."""
-    weight = torch.randn(REFERENCE_WIDTH, REFERENCE_WIDTH, device=clock.device)
-    x = torch.randn(REFERENCE_ROWS, REFERENCE_WIDTH, device=clock.device)
-    return clock.of_call([functools.partial(product, x, weight.T)], hot=[x])
+def reference_seconds(clock: Clock) -> list[float]:
+    """Return the times of the products REFERENCES, timed as a machine's file has timed them."""
+    found = []
+    for rows, columns, inner in REFERENCES:
+        weight, x = torch.randn(columns, inner, device=clock.device), torch.randn(rows, inner, device=clock.device)
+        found.append(clock.of_call([functools.partial(product, x, weight.T)], hot=[x]))
+    return found
 
 
 def prepare_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:

@@ -23,8 +23,8 @@ LEAST_BYTES, MOST_BYTES = 0.98, 1.05
 
 def row_of(
     of: Prediction,
-    visits: Sequence[Mapping[str, Any]],
-    reference: float,
+    visits: Sequence[Sequence[float]],
+    speeds: Sequence[float],
     counted: Sequence[int] | None,
     said: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -32,14 +32,13 @@ def row_of(
 
     Args:
         of: the prediction.
-        visits: with the seconds of their steps, and of the reference product before and after them.
-        reference: seconds of that product by the machine's file.
+        visits: the seconds of their steps.
+        speeds: how fast the machine was at each; see machine_speed.
         counted: bytes that each pipeline rank held at most; None if that was not counted.
         said: what is the same for all layouts.
     """
-    spread = Spread.of([seconds for visit in visits for seconds in visit["seconds"]])
-    speeds = [reference / statistics.mean(visit["reference_seconds"]) for visit in visits]
-    as_fast = Spread.of([s * speed for visit, speed in zip(visits, speeds, strict=True) for s in visit["seconds"]])
+    spread = Spread.of([seconds for visit in visits for seconds in visit])
+    as_fast = Spread.of([seconds * speed for visit, speed in zip(visits, speeds, strict=True) for seconds in visit])
     fields: dict[str, Any] = {
         "check": PASSED,
         "model": of.model,
@@ -116,19 +115,24 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def machine_varied(reference_seconds: Sequence[float], reference: float) -> str:
-    """Return how the machine's own speed varied between visits: what no prediction can know.
+def machine_speed(reference_seconds: Sequence[Sequence[float]], file: Sequence[float]) -> float:
+    """Return how fast the machine is at a visit: 1 as when its file was measured, 0.5 half as fast.
 
     Args:
-        reference_seconds: of the reference product, before and after each visit.
-        reference: by the machine's file.
+        reference_seconds: of the products of reference, before and after the steps.
+        file: what the machine's file says of them.
     """
-    if not reference_seconds:
+    before_and_after = zip(*reference_seconds, strict=True)
+    return statistics.median(said / statistics.mean(took) for said, took in zip(file, before_and_after, strict=True))
+
+
+def machine_varied(speeds: Sequence[float]) -> str:
+    """Return how much the machine's own speed varied between visits: what no prediction can know."""
+    if not speeds:
         return "the machine's own speed was not measured"
-    least, middle, most = (of(reference_seconds) / reference for of in (min, statistics.median, max))
     return (
-        f"meanwhile one product, the same before and after each visit, took {least:.2f} to {most:.2f}, at the median "
-        f"{middle:.2f} of the {1e3 * reference:.2f} ms by the machine's file"
+        f"the machine was {min(speeds):.2f} to {max(speeds):.2f}, at the median {statistics.median(speeds):.2f} "
+        f"times as fast at {len(speeds)} visits as when its file was measured, by products of the file"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine.predictions import Prediction, chosen, drawn_model, predicted
-from benchmarks.machine.verdict import machine_varied, row_of, verdict
+from benchmarks.machine.verdict import machine_speed, machine_varied, row_of, verdict
 from benchmarks.run import main
 from tpengine.advice.question import Question
 from tpengine.config.presets import preset_config
@@ -101,12 +101,16 @@ def test_the_verdict_knows_error_spread_and_regret() -> None:
 def test_steps_are_also_compared_at_the_speed_that_the_machines_file_has() -> None:
     """A machine that is half as fast at one visit: steps are told as they were, and as they would have been."""
     of = Prediction("tiny", preset_config("tiny"), "tp 1", 1.0, (1.0,))
-    visits = [
-        {"seconds": [1.0, 1.0], "reference_seconds": [0.02, 0.02]},
-        {"seconds": [2.0, 2.2], "reference_seconds": [0.03, 0.05]},
+    visits = [[1.0, 1.0], [2.0, 2.2]]
+    # Of three products the middle one counts: one figure of a file, or of a visit, may have been disturbed.
+    file = [0.01, 0.02, 0.04]
+    speeds = [
+        machine_speed([[0.01, 0.02, 0.05]] * 2, file),
+        machine_speed([[0.01, 0.05, 0.07], [0.03, 0.03, 0.09]], file),
     ]
-    row = row_of(of, visits, 0.02, None, {})
+    assert speeds == [1.0, 0.5]
+    row = row_of(of, visits, speeds, None, {})
     assert row["num_samples"] == 4 and row["measured_median_seconds"] == 1.5 and row["machine_speed_ratio"] == 0.75
     assert row["predicted_over_measured_ratio"] == 1 / 1.5 and row["predicted_over_scaled_ratio"] == 1.0
     assert 0.0 < row["scaled_spread_ratio"] < 0.1 < row["spread_ratio"]
-    assert "took 1.00 to 2.50, at the median 1.25" in machine_varied([0.02, 0.02, 0.03, 0.05], 0.02)
+    assert "was 0.50 to 1.00, at the median 0.75 times as fast at 2 visits" in machine_varied(speeds)
