@@ -102,13 +102,16 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         regret = advised[0]["measured_median_seconds"] / least - 1
         suffices = any(row["measured_p20_seconds"] <= fastest["measured_p80_seconds"] for row in advised[:3])
         scaled = [abs(row["predicted_over_scaled_ratio"] - 1) for row in of]
+        as_fast = {row["layout"]: row["predicted_seconds"] / row["predicted_over_scaled_ratio"] for row in of}
+        scaled_regret = as_fast[advised[0]["layout"]] / min(as_fast.values()) - 1
         met = statistics.median(errors) <= MEDIAN and not outside and regret <= REGRET and suffices
         ratios = [(row["least_peak_ratio"], row["largest_peak_ratio"]) for row in of if "least_peak_ratio" in row]
         met = met and all(least >= LEAST_BYTES and most <= MOST_BYTES for least, most in ratios)
         lines.append(
             f"{model}: {len(of)} layouts, error {statistics.median(errors):.1%} median, {max(errors):.1%} worst, "
             f"{outside} outside {WORST:.0%} and twice their spread (scaled by the machine's speed "
-            f"{statistics.median(scaled):.1%} and {max(scaled):.1%}); regret of the first row {regret:.1%}; "
+            f"{statistics.median(scaled):.1%} and {max(scaled):.1%}, regret {scaled_regret:.1%}); "
+            f"regret of the first row {regret:.1%}; "
             f"the first 3 {'contain' if suffices else 'do not contain'} the fastest; "
             f"{_peaks(ratios)}: {'met' if met else 'short'}"
         )
