@@ -221,10 +221,15 @@ def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
-    for zero in question.choices("zero", range(4) if dp > 1 else [0]):
-        residencies = [each.value for each in Residency] if zero == ZERO_OF_SLICED_WEIGHTS else ["step"]
-        for residency in question.choices("residency", residencies):
-            yield zero, residency
+    """Yield stages and residencies, those with fewer exchanges first; below stage 3 a residency says nothing."""
+    every = [each.value for each in Residency]
+    for zero in sorted(question.choices("zero", range(4) if dp > 1 else [0])):
+        if zero == ZERO_OF_SLICED_WEIGHTS:
+            yield from (
+                (zero, residency) for residency in sorted(question.choices("residency", every), key=every.index)
+            )
+        else:
+            yield zero, question.choices("residency", ["step"])[0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpengine.advice.candidates import Candidate
+from tpengine.advice.candidates import Candidate, shapes
 from tpengine.advice.question import Question
 from tpengine.advice.search import search
 from tpengine.advice.search.bounds import Bounds
 from tpengine.plan import verify
-from tpengine.simulate.machine import Link, Machine
+from tpengine.simulate.machine import Link
 
 # Of the memory that a rank has; of an H200 about 24 GB.
 _LESS_MEMORY = 1 / 6
@@ -56,8 +56,12 @@ def changes(question: Question, best: Candidate, limit_seconds: float, known: Bo
     """
     found = []
     for words, other in _others(question):
-        rows = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False).rows
+        answer = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False)
+        rows = answer.rows
         layout = rows[0].layout if rows else None
+        if answer.gap is not None and layout is None:
+            # Time was up: nothing is known.
+            continue
         if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
             # What is told has a plan that is right.
             if rows:
@@ -90,19 +94,25 @@ def what_fits(question: Question, limit_seconds: float) -> Iterator[Fits]:
 def _with_ranks(question: Question, times: int) -> Question:
     """Return the question of more ranks, on more nodes; a fixed axis of replicas grows too."""
     fixed = dict(question.fixed)
-    if isinstance(fixed.get("dp"), int):
-        fixed["dp"] *= times
+    if "dp" in fixed:
+        replicas = [times * dp for dp in question.choices("dp", ())]
+        fixed["dp"] = tuple(replicas) if len(replicas) > 1 else replicas[0]
     return replace(question, num_ranks=times * question.num_ranks, fixed=fixed)
 
 
 def _others(question: Question) -> Iterator[tuple[str, Question]]:
+    """Yield changed questions that have layouts at all, in words."""
+    yield from ((words, other) for words, other in _changed(question) if next(shapes(other), None) is not None)
+
+
+def _changed(question: Question) -> Iterator[tuple[str, Question]]:
     machine = question.machine
     if 0 < machine.ranks_per_node < question.num_ranks:
         faster = replace(machine, between=_twice(machine.between))
         yield "links between nodes 2x as fast", replace(question, machine=faster)
     if machine.memory_bytes:
         less = int(machine.memory_bytes * _LESS_MEMORY)
-        yield f"{less / 1e9:.0f} GB less memory", replace(question, machine=_with_memory(machine, -less))
+        yield f"{less / 1e9:.0f} GB less memory", _with_less_memory(question, less)
     if question.global_batch % _SMALLER_BATCH == 0:
         batch = question.global_batch // _SMALLER_BATCH
         yield f"batch {batch}", replace(question, global_batch=batch)
@@ -112,5 +122,10 @@ def _twice(link: Link) -> Link:
     return replace(link, bytes_per_s=2 * link.bytes_per_s, ring_bytes_per_s=2 * link.ring_bytes_per_s)
 
 
-def _with_memory(machine: Machine, difference: int) -> Machine:
-    return replace(machine, memory_bytes=machine.memory_bytes + difference)
+def _with_less_memory(question: Question, num_bytes: int) -> Question:
+    """Return the question of ranks that may hold less; a limit that was asked for shrinks too."""
+    machine, parallel = question.machine, question.base.parallel
+    if parallel.memory_limit:
+        parallel = replace(parallel, memory_limit=max(1, parallel.memory_limit - num_bytes))
+    machine = replace(machine, memory_bytes=machine.memory_bytes - num_bytes)
+    return replace(question, machine=machine, base=replace(question.base, parallel=parallel))

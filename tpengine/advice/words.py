@@ -214,7 +214,7 @@ def _basis(question: Question, config: Config) -> Iterator[str]:
             "shards take longer is a part."
         )
     slack = ""
-    if machine.memory_bytes:
+    if machine.memory_bytes and not question.base.parallel.memory_limit:
         slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."
     measured = "" if machine.recorded else "; nothing was measured"
     yield (

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from tpengine.advice.question import Question
+from tpengine.advice.search import search
 from tpengine.cli import main
 from tpengine.commands.arguments import parse_config
+from tpengine.commands.planning.advise import _nothing_fits
+from tpengine.config.presets import preset_config
+from tpengine.simulate.machine import MACHINES
 
 QUESTION = ["advise", "--model", "llama_1b", "--machine", "h200:4x2", "--global-batch", "64", "--seconds", "1000"]
 FEWER = ["--micro-batch", "4", "--schedule", "1f1b", "--zero", "1"]
@@ -98,6 +103,8 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
             ["--model", "llama_1b", "--machine", "h200:1", "--memory-limit", "1000000"],
             ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "it fits with", "--memory-limit"],
         ),
+        (["--model", "tiny", "--ranks", "2", "--tp", "9..1000"], ["tp 9,10,11,12,13,14,15,16,... (992 values)"]),
+        (["--model", "tiny", "--ranks", "2", "--draw", __file__], ["--draw must be a directory", "name another"]),
         (["--model", "tiny", "--ranks", "2", "--schedule", "fast"], ["schedule must be one of"]),
         (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9 of 5", "--top 9"]),
     ],
@@ -109,6 +116,22 @@ def test_a_mistake_is_one_line(argv: list[str], parts: list[str], capsys: pytest
     assert error.count("\n") == 1
     for part in parts:
         assert part in error
+
+
+def test_a_search_without_time_says_how_to_give_it_more() -> None:
+    machine = MACHINES["h200"]
+    question = Question(preset_config("llama_1b"), machine, 4, 16)
+    found = search(question, limit_seconds=-1.0)
+    assert not found.rows and found.gap is not None
+    line = _nothing_fits(question, found, 1.0)
+    assert "no layout was found in" in line and "use --seconds" in line
+
+
+def test_a_limit_that_was_asked_for_has_no_slack(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["advise", "--model", "tiny", "--machine", "h200:1", "--micro-batch", "1", "--recompute", "none"]
+    assert main(asked) == 0 and "left to the allocator" in capsys.readouterr().out
+    assert main([*asked, "--memory-limit", "90000000000"]) == 0
+    assert "left to the allocator" not in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ class Bounds:
         Looked at are the ranks that hold most, but for layers that do not divide: the first two, and the last.
         """
         ranks, layers = self._cut(layout)
-        # Fewer micro-batches never hold more; twice as many as ranks fill every schedule but gpipe.
+        # Twice as many as ranks fill every schedule but gpipe: more of them hold the same.
         number = layout.num_micro_batches
         number = number if layout.schedule == "gpipe" else min(number, 2 * layout.pp)
         lists = held_of(layout.schedule, layout.pp, number, layout.chunks_per_rank)
@@ -162,18 +162,18 @@ class Bounds:
 
     def state_bytes(self, layout: Candidate) -> float:
         """Return weights, gradients, masters and moments of an equal share, with what is gathered."""
-        is_full = _fills_all_chunks(layout)
-        of = layout.tp * layout.pp, layout.dp, layout.zero, layout.residency, layout.chunks_per_rank, is_full
+        is_full, is_named = _fills_all_chunks(layout), layout.schedule in SCHEDULES
+        of = layout.tp * layout.pp, layout.dp, layout.zero, layout.residency, layout.chunks_per_rank, is_full, is_named
         if of not in self._state:
             numel, more = self.num_weights // of[0], 0.0
             held = even_state_bytes(numel, layout.zero, layout.dp, self.question.base.train.dtype)
             # What is gathered, and what is not summed yet: of a chunk at least. A chunk's buffer is given back right
-            # before its next backward.
-            if layout.zero >= ZERO_OF_SLICED_GRADIENTS:
+            # before its next backward. How many chunks a file's schedule has is not known here.
+            if layout.zero >= ZERO_OF_SLICED_GRADIENTS and is_named:
                 more += self.wide / (
                     1 if is_full and self.question.base.train.reduction == "fast" else layout.chunks_per_rank
                 )
-            if layout.zero >= ZERO_OF_SLICED_WEIGHTS:
+            if layout.zero >= ZERO_OF_SLICED_WEIGHTS and is_named:
                 more += self.narrow / (layout.chunks_per_rank if layout.residency == "use" else 1)
             self._state[of] = held + more * numel
         return self._state[of]

@@ -77,7 +77,7 @@ def _explained(question: Question, bounds: Bounds, layout: Candidate, sheet: She
 def _remedy(question: Question, bounds: Bounds, layout: Candidate, sheet: Sheet) -> tuple[str, float] | None:
     """Return the one change after which the layout fits that costs least time, by bounds, and what it costs."""
     tried = []
-    for words, other in _smaller(question, layout):
+    for words, other in smaller(question, layout):
         if layout.schedule not in SCHEDULES:
             tried.append((bounds.seconds(other), words, other))
         elif bounds.held_bytes(other) <= question.memory_limit:
@@ -89,16 +89,21 @@ def _remedy(question: Question, bounds: Bounds, layout: Candidate, sheet: Sheet)
     return None
 
 
-def _smaller(question: Question, layout: Candidate) -> Iterator[tuple[str, Candidate]]:
+def smaller(question: Question, layout: Candidate) -> Iterator[tuple[str, Candidate]]:
     """Yield layouts that hold less and differ in one setting, which the question leaves open, in words."""
     if question.allows("gathered", Gathered.AGAIN.value) and layout.tp > 1 and layout.gathered == Gathered.KEEP.value:
         yield "gathered again", replace(layout, gathered=Gathered.AGAIN.value)
-    for recompute in Recompute if layout.recompute == Recompute.NONE.value else ():
-        if question.allows("recompute", recompute.value) and recompute is not Recompute.NONE:
+    every = list(Recompute)
+    for recompute in every[every.index(Recompute(layout.recompute)) + 1 :]:
+        if question.allows("recompute", recompute.value):
             yield f"recompute {recompute.value}", replace(layout, recompute=recompute.value)
+    step, use = Residency.STEP.value, Residency.USE.value
     for zero in range(layout.zero + 1, ZERO_OF_SLICED_WEIGHTS + 1) if layout.dp > 1 else ():
-        residencies = [each.value for each in Residency] if zero == ZERO_OF_SLICED_WEIGHTS else ["step"]
-        for residency in residencies:
-            if question.allows("zero", zero) and question.allows("residency", residency):
-                use = " use" if residency == Residency.USE.value else ""
-                yield f"zero {zero}{use}", replace(layout, zero=zero, residency=residency)
+        # Below stage 3 a residency says nothing.
+        says = zero < ZERO_OF_SLICED_WEIGHTS or question.allows("residency", step)
+        if question.allows("zero", zero) and says:
+            yield f"zero {zero}", replace(layout, zero=zero, residency=step)
+    holds_more = layout.zero < ZERO_OF_SLICED_WEIGHTS or layout.residency == step
+    allowed = question.allows("zero", ZERO_OF_SLICED_WEIGHTS) and question.allows("residency", use)
+    if layout.dp > 1 and holds_more and allowed:
+        yield f"zero {ZERO_OF_SLICED_WEIGHTS} use", replace(layout, zero=ZERO_OF_SLICED_WEIGHTS, residency=use)

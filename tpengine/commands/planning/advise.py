@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from tpengine.advice.words import answer_json, answer_lines, differences, sheet_
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.commands.parsing import count
-from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
+from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings, listed
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
@@ -39,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=count, default=5, metavar="N", help="rows of the answer (default 5)")
     parser.add_argument("--explain", type=count, metavar="N", help="print the whole sheet of row N, too")
     parser.add_argument(
-        "--seconds", type=count, default=10, metavar="S", help="how long to search, at most (default 10)"
+        "--seconds",
+        type=count,
+        default=10,
+        metavar="S",
+        help="how long to look for rows (default 10); three times that where none fits; what would change the answer, "
+        "or fit, takes a while more",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the answer to FILE")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the first three rows to DIR/advice.svg")
@@ -92,6 +98,8 @@ def advise(args: argparse.Namespace) -> None:
         make_schedule(schedule, question.choices("pp", [1])[0], 1)
     if next(shapes(question), None) is None:
         raise ValueError(_nothing_divides(question))
+    if args.draw and args.draw.exists() and not args.draw.is_dir():
+        raise ValueError(f"--draw must be a directory: {args.draw} is a file: name another")
     found = search(question, args.top, args.seconds)
     if not found.rows:
         raise ValueError(_nothing_fits(question, found, max(1.0, args.seconds / 5)))
@@ -99,27 +107,26 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
     changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds)
     run = run_command(args, question)
-    lines = list(answer_lines(question, name, found, changed, asked_changes(question), run))
+    print("\n".join(answer_lines(question, name, found, changed, asked_changes(question), run)))
+    if question.base.phases:
+        print(
+            f"{question.base.phases} has phases: this is advice for the settings that they begin with; tpengine plan "
+            "with the first row's layout works out each"
+        )
+    if args.explain:
+        _explain(args.explain, found, question)
+    # The answer stands, even if a file cannot be written.
     if args.json:
         write_beside(
             args.json, (json.dumps(answer_json(question, name, found, changed, run), indent=2) + "\n").encode()
         )
+        print(f"wrote {args.json}")
     if args.draw:
         args.draw.mkdir(parents=True, exist_ok=True)
         path = args.draw / "advice.svg"
         pictures = _pictures(found.rows, question)
         write_beside(path, picture_bytes(path, pictures))
-        lines.append(f"wrote {path}: the first {len(pictures)} of the rows")
-    if args.json:
-        lines.append(f"wrote {args.json}")
-    if question.base.phases:
-        lines.append(
-            f"{question.base.phases} has phases: this is advice for the settings that they begin with; tpengine plan "
-            "with the first row's layout works out each"
-        )
-    print("\n".join(lines))
-    if args.explain:
-        _explain(args.explain, found, question)
+        print(f"wrote {path}: the first {len(pictures)} of the rows")
 
 
 def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
@@ -247,7 +254,7 @@ def _nothing_divides(question: Question) -> str:
             f"--global-batch {near}"
         )
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in fixed.items()}
-    given = " ".join(f"{name} {','.join(map(str, of))}" for name, of in values.items()) or "no setting fixed"
+    given = " ".join(f"{name} {listed(of)}" for name, of in values.items()) or "no setting fixed"
     return (
         f"no layout divides: {question.num_ranks} ranks, {question.global_batch} sequences, {model.num_heads} heads, "
         f"{model.num_kv_heads} KV heads, {model.num_layers} layers, {given}: fix less, or use another number of ranks"
@@ -255,10 +262,19 @@ def _nothing_divides(question: Question) -> str:
 
 
 def _nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
-    if found.too_large is None:
-        reason = found.refused[0] if found.refused else "none is legal"
-        return f"no layout can run: {reason}"
     limit = question.memory_limit / 1e9
+    if found.too_large is None:
+        if found.gap is not None:
+            more = 10 * max(1, math.ceil(found.seconds))
+            return (
+                f"no layout was found in {found.seconds:.0f} s, {found.num_simulated} simulated: use --seconds {more}"
+            )
+        if found.refused:
+            return f"no layout can run: {found.refused[0]}"
+        return (
+            f"no layout fits: a rank may hold {limit:.1f} GB, and all {found.num_layouts:,} layouts hold more: use "
+            "more ranks, a shorter sequence, or GPUs with more memory"
+        )
     seen = "no layout fits" if found.gap is None else f"no layout fits of {found.num_simulated} simulated in time"
     fits = [f"{change.words} (then {change.layout.words()})" for change in what_fits(question, limit_seconds)]
     needed = found.too_large.num_bytes if question.base.parallel.memory_limit else 0

@@ -13,6 +13,8 @@ from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # A range names at most so many values.
 _MOST = 100_000
+# A line tells at most so many.
+_TOLD = 8
 
 
 def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +67,14 @@ def refuse_several(fixed: dict[str, Any], command: str) -> None:
     for name, value in fixed.items():
         if isinstance(value, tuple):
             flag = "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(name, name)
-            given = f"{flag.replace('_', '-')} {','.join(map(str, value))}"
+            given = f"{flag.replace('_', '-')} {listed(value)}"
             raise ValueError(f"{command} works one layout out: got {given}: use one of them, or tpengine advise")
+
+
+def listed(values: Sequence[Any]) -> str:
+    """Return values for a line: many of them as the first, and how many there are."""
+    first = ",".join(map(str, values[:_TOLD]))
+    return first if len(values) <= _TOLD else f"{first},... ({len(values)} values)"
 
 
 def _numbers(least: int, most: int | None = None) -> Callable[[str], tuple[int, ...]]:

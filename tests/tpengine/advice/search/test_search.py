@@ -6,20 +6,24 @@ import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpengine.advice.candidates import Candidate, candidates, shapes
+from tpengine.advice.changes import asked_changes, changes
 from tpengine.advice.question import Question
 from tpengine.advice.search import CLOSE, Found, search
 from tpengine.advice.search.bounds import Bounds
+from tpengine.advice.search.nearest import smaller
 from tpengine.advice.sheet import Sheet
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.details import ModelDetails
 from tpengine.layout.step_plan import lowered
-from tpengine.plan import verify
+from tpengine.plan import make_schedule, verify
+from tpengine.plan.schedules.file import format_schedule
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES, Machine
 from tpengine.simulate.modelled.costs import model_costs
@@ -268,6 +272,52 @@ def test_several_values_of_a_setting_are_searched() -> None:
     found = {(layout.zero, layout.pp, layout.schedule) for layout in every(several)}
     assert {zero for zero, _, _ in found} == {1, 2} and {pp for _, pp, _ in found} == {1, 2}
     assert {schedule for _, pp, schedule in found if pp == 2} == {"1f1b", "zbv"}
+
+
+def test_values_of_a_setting_have_one_answer_in_any_order() -> None:
+    """A stage with more exchanges is looked at only where one with fewer does not fit, however they were named."""
+    for one, other in (
+        ({"zero": (3, 1)}, {"zero": (1, 3)}),
+        ({"zero": 3, "residency": ("use", "step")}, {"zero": 3, "residency": ("step", "use")}),
+    ):
+        first, second = (
+            search(question_of(4, 8, tp=1, pp=1, tp_comm="fused", micro_batch_size=1, **fixed), num_rows=1).rows[0]
+            for fixed in (one, other)
+        )
+        assert first == second
+
+
+def test_a_files_schedule_is_bounded_below_its_plan(tmp_path: Path) -> None:
+    """How many chunks a rank has in it is not known before it is read; each holds its gathered weights alone."""
+    path = tmp_path / "mine.txt"
+    path.write_text(format_schedule(make_schedule("interleaved", 2, 2, 2)))
+    asked = question_of(16, 16, pp=2, tp=1, schedule=str(path), zero=3, recompute="block", micro_batch_size=1)
+    # So short that states are most of what is held.
+    question = replace(asked, base=replace(asked.base, train=replace(asked.base.train, seq_len=64)))
+    bounds = Bounds(question)
+    for layout in every(question):
+        found = simulated(layout, question)
+        assert found is not None and bounds.num_bytes(layout) <= found[1] and bounds.seconds(layout) <= found[0]
+
+
+def test_changes_that_have_no_layout_are_not_tried() -> None:
+    """A quarter of the batch that no number of replicas divides; a limit of memory that was asked for shrinks too."""
+    assert not any(words.startswith("batch") for words in asked_changes(question_of(8, 16, tp=1, pp=1)))
+    assert any(words.startswith("batch") for words in asked_changes(question_of(8, 16, tp=1)))
+    open_question = question_of(2, 8, tp_comm="fused", micro_batch_size=1, gathered="keep")
+    best = search(open_question, num_rows=1).rows[0]
+    parallel = replace(open_question.base.parallel, memory_limit=int(best.sheet.peak_bytes) + 1)
+    limited = replace(open_question, base=replace(open_question.base, parallel=parallel))
+    (row,) = search(limited, num_rows=1).rows
+    assert any(change.words.endswith("less memory") for change in changes(limited, row.layout, 1e9))
+
+
+def test_a_remedy_may_be_any_setting_that_holds_less() -> None:
+    question = question_of(4, 8)
+    kept = Candidate(1, 1, 4, "1f1b", 1, 1, 2, 3, "step", "attention", "keep", "fused")
+    assert {words for words, _ in smaller(question, kept)} == {"recompute block", "recompute full", "zero 3 use"}
+    used = question_of(4, 8, residency="use")
+    assert {"zero 2", "zero 3 use"} <= {words for words, _ in smaller(used, replace(kept, zero=1))}
 
 
 def test_the_smallest_questions_have_answers() -> None:
