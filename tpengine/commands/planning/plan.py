@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpengine.advice.candidates import Candidate
@@ -15,7 +15,7 @@ from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
-from tpengine.commands.planning.phase_asked import add_phase_arguments, all_phases
+from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
@@ -43,24 +43,29 @@ def print_plan(args: argparse.Namespace) -> None:
         args.ranks = args.tp[0] * args.pp[0] * args.dp[0]
     question, name = question_asked(args)
     layout = _layout(question)
-    config = layout.config(question)
-    if args.phases is not None:
-        config = replace(config, phases=args.phases)
     lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}"]
     sheets = []
-    for phase in all_phases(config):
+    asked = all_phases(layout.config(question), args)
+    for phase in asked:
         sheet = Sheet.of(phase.config, question.machine, balanced_for=phase.balanced_for)
         lines += [*filter(None, [phase.words]), *sheet_lines(sheet, question)]
         if args.explain_memory:
             lines += memory_lines(sheet)
         sheets.append(sheet_json(sheet))
-    phases = f" --phases {args.phases}" if args.phases is not None else ""
-    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{phases}")
+    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{_phase_flags(args, asked)}")
     if args.json:
         found = {"phases": sheets} if len(sheets) > 1 else sheets[0]
         write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
         lines.append(f"wrote {args.json}")
     print("\n".join(lines))
+
+
+def _phase_flags(args: argparse.Namespace, asked: Sequence[AskedPhase]) -> str:
+    """Return the options that give a run its phases; N where the user must say how many steps it has."""
+    if args.phases is None:
+        return ""
+    steps = "N" if asked[-1].is_open else args.steps
+    return f" --phases {args.phases}" + (f" --train.steps {steps}" if steps else "")
 
 
 def _layout(question: Question) -> Candidate:

@@ -120,7 +120,7 @@ def print_schedule(args: argparse.Namespace) -> None:
     """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
     _check_one_source(args)
     asked = config_asked_for(args)
-    phase = phase_asked(asked, args.phase) if asked else None
+    phase = phase_asked(asked, args) if asked else None
     config = phase.config if phase else None
     args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)

@@ -28,7 +28,8 @@ from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
 _T = TypeVar("_T")
 
-_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path", "phases", "phase")
+_OF_PHASES = ("phases", "steps", "phase")
+_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path", *_OF_PHASES)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +110,6 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
     )
     if args.data_path is not None:
         base = replace(base, data=replace(base.data, path=args.data_path, packing="documents"))
-    if args.phases is not None:
-        base = replace(base, phases=args.phases)
     num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
     return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
 

@@ -53,6 +53,28 @@ def test_a_schedule_is_that_of_the_phase_asked_for(
         ) in capsys.readouterr().out
 
 
+def test_a_last_phase_without_until_is_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the preset's number of steps is; --steps says where it ends."""
+    plan = ["plan", "--model", "tiny", "--machine", "cpu", "--ranks", "2", "--pp", "2"]
+    schedule = ["schedule", "--preset", "tiny", "--pp", "2", "--phase", "2"]
+    guess = "; layers are split for phase 2, taken for the longest: --steps N says how long it is\n"
+    for until, seq_len in ((1000, 128), (100, 64)):
+        path = tmp_path / f"{until}.toml"
+        path.write_text(f"[[phase]]\nuntil = {until}\n[[phase]]\ntrain.seq_len = {seq_len}\n")
+        for argv in (plan, schedule):
+            assert main([*argv, "--phases", str(path)]) == 0
+            shown = capsys.readouterr().out
+            assert f"phase 2 of 2, steps {until + 1} on: " in shown
+            assert (guess in shown) == (seq_len == 64)
+            assert argv is schedule or shown.endswith(f" --phases {path} --train.steps N\n")
+            assert main([*argv, "--phases", str(path), "--steps", "1001"]) == 0
+            shown = capsys.readouterr().out
+            assert f"phase 2 of 2, steps {until + 1} to 1001: " in shown and guess not in shown
+            assert argv is schedule or shown.endswith(f" --phases {path} --train.steps 1001\n")
+        options = Options(Layout(dp=2), None, "tiny", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(path))
+        assert len(command._phases(options, options.layout)) == 2
+
+
 def test_a_sheet_is_worked_out_for_every_phase(
     tmp_path: Path, phases: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +93,8 @@ def test_a_sheet_is_worked_out_for_every_phase(
     [
         (["schedule", "--preset", "tiny", "--phase", "2"], "--phase must be one of 1 to 1: got 2, a run without"),
         (["schedule", "--preset", "tiny", "--phases", "FILE", "--phase", "3"], "--phase must be one of 1 to 2: got 3"),
+        (["schedule", "--preset", "tiny", "--phases", "FILE", "--steps", "5"], "--steps 5, FILE ends at step 6: leave"),
+        (["plan", "--model", "tiny", "--ranks", "1", "--steps", "5"], "--steps is for the phases of a run: got 5, no"),
         (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
         (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
         (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),
@@ -84,7 +108,7 @@ def test_what_no_phase_can_be_is_one_line(
 ) -> None:
     assert main([str(phases) if word == "FILE" else word for word in argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert error in line
+    assert error.replace("FILE", str(phases)) in line
 
 
 def test_certify_trains_each_phase_by_itself(phases: Path) -> None:
