@@ -52,7 +52,7 @@ def print_plan(args: argparse.Namespace) -> None:
         if args.explain_memory:
             lines += memory_lines(sheet)
         sheets.append(sheet_json(sheet))
-    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{_phase_flags(args, asked)}")
+    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{_phase_flags(args, question, asked)}")
     if args.json:
         found = {"phases": sheets} if len(sheets) > 1 else sheets[0]
         write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
@@ -60,12 +60,15 @@ def print_plan(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
-def _phase_flags(args: argparse.Namespace, asked: Sequence[AskedPhase]) -> str:
+def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[AskedPhase]) -> str:
     """Return the options that give a run its phases; N where the user must say how many steps it has."""
-    if args.phases is None:
+    if args.phases is not None:
+        steps = "N" if asked[-1].is_open else args.steps
+        return f" --phases {args.phases}" + (f" --train.steps {steps}" if steps else "")
+    # A run that goes on has its own; one with the model of another run takes neither phases nor steps from there.
+    if not question.base.phases or args.resume:
         return ""
-    steps = "N" if asked[-1].is_open else args.steps
-    return f" --phases {args.phases}" + (f" --train.steps {steps}" if steps else "")
+    return f" --phases {question.base.phases} --train.steps {asked[-1].config.train.steps}"
 
 
 def _layout(question: Question) -> Candidate:

@@ -122,6 +122,12 @@ def print_schedule(args: argparse.Namespace) -> None:
     asked = config_asked_for(args)
     phase = phase_asked(asked, args) if asked else None
     config = phase.config if phase else None
+    if asked and config and args.micro_batches not in (None, config.train.num_micro_batches):
+        raise ValueError(
+            f"a phase says how many micro-batches it has: {args.phases or asked.phases}, phase {args.phase or 1} has "
+            f"{config.train.num_micro_batches} per replica, got --micro-batches {args.micro_batches}: leave "
+            "--micro-batches out"
+        )
     args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)
     _check_files(args)

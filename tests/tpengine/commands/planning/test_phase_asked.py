@@ -14,6 +14,7 @@ from tpengine.commands.certify import command
 from tpengine.commands.certify.command import Layout, Options
 from tpengine.config import ParallelConfig, phases_of, validate_run
 from tpengine.config.presets import preset_config
+from tpengine.config.toml import dump_toml
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import training_plan
 
@@ -88,6 +89,19 @@ def test_a_sheet_is_worked_out_for_every_phase(
     assert first["step_seconds"] > second["step_seconds"]
 
 
+def test_a_run_like_another_is_started_with_its_phases(
+    tmp_path: Path, phases: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(preset_config("tiny"), phases=str(phases))
+    (tmp_path / "config.toml").write_text(dump_toml(validate_run(config, 1)))
+    argv = ["plan", "--machine", "cpu", "--ranks", "1"]
+    assert main([*argv, "--model", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(f" --phases {phases} --train.steps 6\n")
+    assert main([*argv, "--resume", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "phase 2 of 2" in shown and "--phases" not in shown
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
@@ -95,6 +109,10 @@ def test_a_sheet_is_worked_out_for_every_phase(
         (["schedule", "--preset", "tiny", "--phases", "FILE", "--phase", "3"], "--phase must be one of 1 to 2: got 3"),
         (["schedule", "--preset", "tiny", "--phases", "FILE", "--steps", "5"], "--steps 5, FILE ends at step 6: leave"),
         (["plan", "--model", "tiny", "--ranks", "1", "--steps", "5"], "--steps is for the phases of a run: got 5, no"),
+        (
+            ["schedule", "--preset", "tiny", "--phases", "FILE", "--micro-batches", "16"],
+            "FILE, phase 1 has 8 per replica, got --micro-batches 16: leave --micro-batches out",
+        ),
         (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
         (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
         (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),
