@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 _GZIP, _ZSTANDARD = ".gz", ".zst"
 _LINES = ".jsonl"
 _PACKED_BYTES = 1 << 16
+# Of zstd --long=31, the largest that there is; the library's own limit is 1 << 27.
+_MOST_WINDOW_BYTES = 1 << 31
 
 
 def is_of_lines(path: Path) -> bool:
@@ -44,8 +46,8 @@ def opened(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
             import zstandard
 
             unpacking = (EOFError, zstandard.ZstdError)
-            frames = _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj())
-            file = io.BufferedReader(frames, 1 << 20)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW_BYTES)
+            file = io.BufferedReader(_Frames(raw, decompressor.decompressobj), 1 << 20)
         with file:
             yield file
     except ImportError:

@@ -85,6 +85,16 @@ def test_compressed_lines_are_those_of_the_file(tmp_path: Path, suffix: str) -> 
         list(Documents([path]))
 
 
+def test_a_window_is_as_long_as_zstd_makes_it(tmp_path: Path) -> None:
+    """That of zstd --long=28, whose buffer is 256 MB: the library by itself takes half of it."""
+    pytest.importorskip("zstandard")
+    line = b'{"text": "far"}\n'
+    # The magic number, no checksum and no size, the window, one block that is stored as it is.
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([(28 - 10) << 3]) + (len(line) << 3 | 1).to_bytes(3, "little") + line
+    (tmp_path / "a.jsonl.zst").write_bytes(frame * 2)
+    assert whole(list(Documents([tmp_path / "a.jsonl.zst"]))) == [b"far", b"far"]
+
+
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
