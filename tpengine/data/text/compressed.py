@@ -23,6 +23,11 @@ def is_of_lines(path: Path) -> bool:
     return suffixes[-1:] == [_LINES] or (suffixes[-2:-1] == [_LINES] and suffixes[-1] in (_GZIP, _ZSTANDARD))
 
 
+def is_refused(path: Path) -> bool:
+    """Whether a file is compressed, by its name, but not said to be of JSON lines: its bytes are nobody's text."""
+    return path.suffix.lower() in (_GZIP, _ZSTANDARD) and not is_of_lines(path)
+
+
 def is_compressed(path: Path) -> bool:
     """Whether a file of JSON lines has to be unpacked."""
     return path.suffix != _LINES

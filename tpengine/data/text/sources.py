@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.data.text import compressed
+
 
 def stdlib_text() -> NDArray[np.uint8]:
     """Read the top-level *.py files of Python's standard library, sorted by name, as bytes (about 4.7 MB).
@@ -32,7 +34,8 @@ def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None 
         out: the file to be written. It is left out, and so is what a killed call has left beside it.
 
     Raises:
-        ValueError: no such source, a file that is named twice, a malformed pattern, nothing but empty files.
+        ValueError: no such source, a file that is named twice, or compressed and not of JSON lines, a malformed
+            pattern, nothing but empty files.
     """
     found: list[Path] = []
     for source in sources:
@@ -44,6 +47,11 @@ def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None 
             raise ValueError(f"--from must be directories or files: got {source}: check the path")
     paths = [path for path in found if out is None or not _belongs_to(path, out)]
     _check_once(paths)
+    for path in filter(compressed.is_refused, paths):
+        raise ValueError(
+            f"a compressed file must be of JSON lines: {path} is not by its name: unpack it, or name it "
+            f"{path.with_suffix('').stem}.jsonl{path.suffix.lower()} if it is, or leave it out with --pattern"
+        )
     if not any(path.stat().st_size for path in paths):
         where = ", ".join(map(str, sources[:3]))
         raise ValueError(

@@ -52,3 +52,19 @@ def test_a_file_that_comes_twice_is_refused(tmp_path: Path) -> None:
         find_files([tmp_path / "a", tmp_path / "b"])
     again, first = tmp_path / "b" / "link.txt", tmp_path / "a" / "one.txt"
     assert str(error.value) == f"--from must name a file once: {again} is {first} again: leave one out"
+
+
+@pytest.mark.parametrize("name", ["a.json.gz", "a.zst", "a.txt.gz", "a.tar.gz", "a.jsonl.GZ"])
+def test_a_compressed_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    written(tmp_path, "b.jsonl.gz", "b.jsonl.zst", "c.txt")
+    assert len(names(tmp_path)) == 3
+    written(tmp_path, name)
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError) as error:
+            find_files([source])
+        kind = Path(name).suffix.lower()
+        assert str(error.value) == (
+            f"a compressed file must be of JSON lines: {tmp_path / name} is not by its name: unpack it, or name it "
+            f"a.jsonl{kind} if it is, or leave it out with --pattern"
+        )
+    assert names(tmp_path, "b.*") == ["b.jsonl.gz", "b.jsonl.zst"]
