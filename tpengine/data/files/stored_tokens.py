@@ -157,12 +157,16 @@ def _used_now(descriptor: _Descriptor) -> None:
     _OPEN.move_to_end(id(descriptor))
     if len(_OPEN) <= _SOME_OPEN or len(_OPEN) <= _most_open():
         return
-    # Of a copy: whatever is dropped meanwhile takes itself out.
-    idle = next((key for key in list(_OPEN) if not _OPEN[key].users and _OPEN[key] is not descriptor), None)
-    if idle is not None:
-        surplus = _OPEN.pop(idle)
-        os.close(surplus.number)
-        surplus.number = -1
+    # Of a copy: a file that is dropped meanwhile takes itself out and closes itself, in any line of this thread.
+    for key in list(_OPEN):
+        surplus = _OPEN.get(key)
+        if surplus is None or surplus is descriptor or surplus.users:
+            continue
+        _OPEN.pop(key, None)
+        number, surplus.number = surplus.number, -1
+        if number >= 0:
+            os.close(number)
+        return
 
 
 def _close(descriptor: _Descriptor) -> None:
@@ -233,9 +237,14 @@ class StoredTokens:
                 "--resume"
             ) from None
         if len(content) < num_bytes:
+            try:
+                has = f"{self.file.identity().size}"
+            except OSError:
+                # It had to be opened again, and its name is that of another file or of none.
+                has = f"at most {offset + len(content)}"
             raise ValueError(
-                f"a token file must not be cut short while it is read: {self.file.path} has "
-                f"{self.file.identity().size} bytes now and needs {offset + num_bytes}: restore it and continue with "
-                "--resume; rename a new file over it instead of copying"
+                f"a token file must not be cut short while it is read: {self.file.path} has {has} "
+                f"bytes now and needs {offset + num_bytes}: restore it and continue with --resume; rename a new file "
+                "over it instead of copying"
             )
         return content

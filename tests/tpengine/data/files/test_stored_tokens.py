@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tpengine.data import Samples, StoredTokens, open_tokens, write_tokens
+from tpengine.data.files import stored_tokens as module
 
 TOKENS = np.arange(3000) * 7 % 1000
 
@@ -62,6 +66,20 @@ def test_a_file_cut_short_while_it_is_read_is_named(path: Path) -> None:
     )
 
 
+def test_a_file_cut_short_and_gone_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask for its size may fail, where the read has not."""
+
+    def gone(*_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    tokens = stored(path)
+    os.truncate(path, tokens.offset + 20)
+    monkeypatch.setattr(module.OpenFile, "identity", gone)
+    for begin, most in ((0, 20), (100, 200)):
+        with pytest.raises(ValueError, match=rf"some\.tokens has at most {tokens.offset + most} bytes now and needs"):
+            tokens[begin:300]
+
+
 def test_a_file_renamed_over_it_changes_nothing(path: Path) -> None:
     tokens = stored(path)
     write_tokens(path, TOKENS[::-1], 1000)
@@ -77,6 +95,25 @@ def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pread", fail)
     with pytest.raises(ValueError, match=r"must be readable: .*some\.tokens: Input/output error: correct that"):
         tokens[:1]
+
+
+def test_a_file_may_be_dropped_while_another_makes_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector of garbage may run between the list of what is open and the look at it."""
+
+    class Dropping(OrderedDict[int, Any]):
+        def __iter__(self) -> Iterator[int]:
+            yield from list(super().__iter__())
+            dropped.clear()
+
+    for name, value in (("_OPEN", Dropping()), ("_SOME_OPEN", 2), ("_most_open", lambda: 2)):
+        monkeypatch.setattr(module, name, value)
+    before = len(os.listdir("/proc/self/fd"))
+    dropped = [module.OpenFile(path)]
+    files = [module.OpenFile(path) for _ in range(3)]
+    assert not dropped and len(os.listdir("/proc/self/fd")) == before + 2
+    assert len({file.read(0, 100) for file in files}) == 1
+    del files[:]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_files_are_closed_and_not_sent_to_other_processes(path: Path) -> None:
