@@ -110,8 +110,8 @@ def advise(args: argparse.Namespace) -> None:
     print("\n".join(answer_lines(question, name, found, changed, asked_changes(question), run)))
     if question.base.phases:
         print(
-            f"{question.base.phases} has phases: this is advice for the settings that they begin with; tpengine plan "
-            "with the first row's layout works out each"
+            f"{question.base.phases} has phases: this is advice for the settings of config.toml, which every phase may "
+            "change, the first too; tpengine plan with the first row's layout works out each"
         )
     if args.explain:
         _explain(args.explain, found, question)

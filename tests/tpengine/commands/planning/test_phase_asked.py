@@ -100,6 +100,8 @@ def test_a_run_like_another_is_started_with_its_phases(
     assert main([*argv, "--resume", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "phase 2 of 2" in shown and "--phases" not in shown
+    assert main(["advise", *argv[1:], "--model", str(tmp_path), "--seconds", "1000", "--micro-batch", "1"]) == 0
+    assert f"{phases} has phases: this is advice for the settings of config.toml, which" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
