@@ -235,10 +235,10 @@ class SlowText:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
 
-    def read(self, samples: Any) -> Any:
-        """As Samples.read."""
+    def read_with_starts(self, samples: Any) -> Any:
+        """As Samples.read_with_starts, which every reader goes through."""
         time.sleep(self._seconds * len(samples))
-        return self._samples.read(samples)
+        return self._samples.read_with_starts(samples)
 
 
 class LateMemory:
