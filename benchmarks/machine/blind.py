@@ -28,12 +28,13 @@ from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
 from benchmarks.harness.timing import rotation
 from benchmarks.machine.predictions import Prediction, drawn_model, predicted, written
-from benchmarks.machine.products import REFERENCES
+from benchmarks.machine.sizes import sizes_of
 from benchmarks.machine.verdict import machine_speed, machine_varied, row_of, table, verdict
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.distributed.local_ranks import Ranks
-from tpengine.simulate.machine import machine_named
+from tpengine.layout.step_plan import dtype_bytes
+from tpengine.simulate.machine import Machine, machine_named
 
 _PREDICTIONS, _JOURNAL = "predictions.json", "journal.jsonl"
 # The round of a visit that counts bytes instead of seconds.
@@ -94,7 +95,7 @@ def main(options: Options) -> int:
         if "seconds" in row:
             timed.setdefault(row["layout"], []).append(row)
     counted = {row["layout"]: row["peak_bytes"] for row in visits if "peak_bytes" in row}
-    file = [machine.product_seconds(*sizes, 4, "float32", kind="forward") for sizes in REFERENCES]
+    file = reference_by_file(machine, options.device, preset_config(options.preset).train.dtype)
     speeds = {
         layout: [machine_speed(of["reference_seconds"], file) for of in visits_of]
         for layout, visits_of in timed.items()
@@ -165,9 +166,9 @@ def _measured(options: Options, predictions: Sequence[Prediction], digest: str) 
 def _visit(ranks: Ranks, config: Config, options: Options, round_: int) -> dict[str, Any]:
     """Return what a visit of a layout has found."""
     if round_ != _COUNTED:
-        before = ranks.call("reference", config.device)
+        before = ranks.call("reference", config.device, config.train.dtype)
         answers = ranks.call("steps", config, options.steps)
-        after = ranks.call("reference", config.device)
+        after = ranks.call("reference", config.device, config.train.dtype)
         return {
             "seconds": [max(of) for of in zip(*answers, strict=True)],
             "reference_seconds": [_means(before), _means(after)],
@@ -176,6 +177,12 @@ def _visit(ranks: Ranks, config: Config, options: Options, round_: int) -> dict[
     for rank, num_bytes in ranks.call("peak", config):
         held[rank] = max(held.get(rank, 0), num_bytes)
     return {"peak_bytes": [held[rank] for rank in sorted(held)]}
+
+
+def reference_by_file(machine: Machine, device: str, dtype: str) -> list[float]:
+    """Return the seconds of the products of reference as the machine's file says, in the dtype of the runs."""
+    references = sizes_of(device).references
+    return [machine.product_seconds(*sizes, dtype_bytes(dtype), dtype, kind="forward") for sizes in references]
 
 
 def _means(answers: Sequence[Sequence[float]]) -> list[float]:

@@ -12,7 +12,7 @@ from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
 from benchmarks.machine.clock import Clock
 from benchmarks.machine.products import reference_seconds
-from benchmarks.machine.sizes import Sizes
+from benchmarks.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer
@@ -46,9 +46,11 @@ class Member:
                 trainer.train_step(1)
         return trainer.mesh.at.pp, counted.peak_bytes()
 
-    def reference(self, device: str) -> list[float]:
+    def reference(self, device: str, dtype: str) -> list[float]:
         """Return the seconds of the products of reference, which all ranks multiply at the same time."""
-        return reference_seconds(Clock(torch.device(device), Sizes.seconds, Sizes.evicting_bytes))
+        sizes = sizes_of(device)
+        clock = Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
+        return reference_seconds(clock, getattr(torch, dtype), sizes.references)
 
     def _seconds(self, device: torch.device) -> float:
         """Return the time of a step that begins on all ranks together."""

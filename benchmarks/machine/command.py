@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.machine.sizes import GPU, TINY, Sizes
+from benchmarks.machine.sizes import TINY, sizes_of
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.files import write_beside
 from tpengine.simulate.machine import Curve, Link, Machine, Measured, machine_text
@@ -64,7 +64,7 @@ def measured_machine(options: Options) -> Machine:
     if unknown:
         raise ValueError(f"--dtypes must be of float32, float64, bfloat16, float16: got {min(unknown)}: use float32")
     is_gpu = options.device == "cuda"
-    sizes = TINY if options.tiny else GPU if is_gpu else Sizes()
+    sizes = TINY if options.tiny else sizes_of(options.device)
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
         found = _of_each([_measured(ranks, options.dtypes) for _ in range(options.passes)], statistics.median)

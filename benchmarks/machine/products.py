@@ -13,9 +13,6 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 from benchmarks.machine.clock import Clock
 
 Rates = dict[str, dict[int, list[tuple[float, float]]]]
-# The products that tell how fast a machine is at the moment: rows, columns and inner size are some of those that
-# machine files have measured. Three, since one figure of a file may have been disturbed.
-REFERENCES = ((128, 768, 768), (512, 768, 768), (512, 1536, 1024))
 
 
 def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> Rates:
@@ -50,11 +47,17 @@ def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrice
     return found
 
 
-def reference_seconds(clock: Clock) -> list[float]:
-    """Return the times of the products REFERENCES, timed as a machine's file has timed them."""
+def reference_seconds(clock: Clock, dtype: torch.dtype, references: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Return the times of products [rows, inner] @ [inner, columns], timed as a machine's file has timed them.
+
+    Args:
+        clock: times calls.
+        dtype: of the operands.
+        references: rows, columns and inner size of each.
+    """
     found = []
-    for rows, columns, inner in REFERENCES:
-        weight, x = torch.randn(columns, inner, device=clock.device), torch.randn(rows, inner, device=clock.device)
+    for rows, columns, inner in references:
+        weight, x = (torch.randn(number, inner, device=clock.device).to(dtype) for number in (columns, rows))
         found.append(clock.of_call([functools.partial(product, x, weight.T)], hot=[x]))
     return found
 

@@ -22,6 +22,15 @@ class Sizes:
     sum_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
     fused: tuple[tuple[int, int], ...] = ((64, 256), (128, 512), (512, 512), (1024, 768))
 
+    @property
+    def references(self) -> tuple[tuple[int, int, int], ...]:
+        """Rows, columns and inner size of products that tell how fast a machine is at the moment: three of the file's.
+
+        Three, since one figure of a file, or of a visit, may have been disturbed.
+        """
+        rows, (middle, large) = self.rows, self.matrices[2:4]
+        return ((rows[-3], *middle), (rows[-2], *middle), (rows[-2], *large))
+
 
 # Of a GPU: larger.
 GPU = Sizes(
@@ -33,6 +42,13 @@ GPU = Sizes(
     updated=(1_000_000, 100_000_000),
     copied_bytes=(1 << 20, 1 << 26, 1 << 29),
 )
+
+
+def sizes_of(device: str) -> Sizes:
+    """Return the sizes of cpu or cuda."""
+    return GPU if device == "cuda" else Sizes()
+
+
 # Of a test.
 TINY = Sizes(
     seconds=0.0,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine.blind import reference_by_file
 from benchmarks.machine.predictions import Prediction, chosen, drawn_model, predicted
+from benchmarks.machine.sizes import sizes_of
 from benchmarks.machine.verdict import machine_speed, machine_varied, row_of, verdict
 from benchmarks.run import main
 from tpengine.advice.question import Question
@@ -96,6 +98,17 @@ def test_the_verdict_knows_error_spread_and_regret() -> None:
     assert verdict([good[0] | held | {"least_peak_ratio": 0.97}])[0].endswith("short")
     assert verdict([good[0] | held | {"largest_peak_ratio": 1.06}])[0].endswith("short")
     assert "regret of the first row 25.0%" in verdict([row("a", 1.0, 1.25, 0.01), row("b", 1.1, 1.0, 0.01)])[0]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_products_of_reference_are_those_of_a_machines_file(device: str, dtype: str) -> None:
+    """A file of a GPU knows the dtype of its runs alone."""
+    sizes = sizes_of(device)
+    assert len(set(sizes.references)) == 3
+    for rows, columns, inner in sizes.references:
+        assert rows in sizes.rows and (columns, inner) in sizes.matrices
+    machine = replace(MACHINES["h200"], flops_per_s={dtype: 1e12})
+    assert all(seconds > 0.0 for seconds in reference_by_file(machine, device, dtype))
 
 
 def test_steps_are_also_compared_at_the_speed_that_the_machines_file_has() -> None:
