@@ -35,7 +35,7 @@ class Options:
     """Ask for advice on 8, 32 and 1,024 GPUs."""
 
     seconds: int = 10
-    """How long to search, at most."""
+    """As --seconds of tpengine advise."""
     out: Path | None = None
     """Append JSON lines to this file; results to keep go to benchmarks/results."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpengine.advice.question import Question
 from tpengine.config import Config
-from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
+from tpengine.config.rules import MOST_MICRO_BATCHES, ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # Where a schedule leaves the number of chunks open.
@@ -205,7 +205,8 @@ def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
     per_replica = question.global_batch // dp
     sizes = [1 << power for power in range(per_replica.bit_length())]
     for size in question.choices("micro_batch_size", sizes):
-        if per_replica % size == 0 and size * question.base.train.seq_len % tp == 0:
+        fits = per_replica % size == 0 and per_replica // size <= MOST_MICRO_BATCHES
+        if fits and size * question.base.train.seq_len % tp == 0:
             yield size
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tpengine.advice.candidates import Candidate, shapes
 from tpengine.advice.question import Question
-from tpengine.advice.search import search
+from tpengine.advice.search import Found, search
 from tpengine.advice.search.bounds import Bounds
 from tpengine.plan import verify
 from tpengine.simulate.machine import Link
@@ -26,27 +26,18 @@ class Change:
     Attributes:
         words: what was changed.
         layout: the first row then; None if nothing fits.
+        wins: whether that has other axes or another schedule than the first row without the change.
+        is_certain: whether the search ended by its bounds; else the layout is the best that was found in time.
     """
 
     words: str
     layout: Candidate | None
+    wins: bool
+    is_certain: bool
 
 
-@dataclass(frozen=True)
-class Fits:
-    """What to change so that a layout fits, and that layout."""
-
-    words: str
-    layout: Candidate
-
-
-def asked_changes(question: Question) -> list[str]:
-    """Return the changes that `changes` tries of a question, in words: those that apply to it."""
-    return [words for words, _ in _others(question)]
-
-
-def changes(question: Question, best: Candidate, limit_seconds: float, known: Bounds | None = None) -> list[Change]:
-    """Return the changes after which the first row has other axes or another schedule.
+def changes(question: Question, best: Candidate, limit_seconds: float, known: Bounds | None = None) -> Iterator[Change]:
+    """Yield changed questions that have layouts, with their answers; none whose time was up before a layout was found.
 
     Args:
         question: as it was asked.
@@ -54,23 +45,20 @@ def changes(question: Question, best: Candidate, limit_seconds: float, known: Bo
         limit_seconds: how long to look for each.
         known: bounds of the question, for what they share.
     """
-    found = []
-    for words, other in _others(question):
-        answer = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False)
-        rows = answer.rows
-        layout = rows[0].layout if rows else None
-        if answer.gap is not None and layout is None:
-            # Time was up: nothing is known.
+    for words, other in _changed(question):
+        if next(shapes(other), None) is None:
             continue
-        if layout is None or (layout.family, layout.schedule) != (best.family, best.schedule):
-            # What is told has a plan that is right.
-            if rows:
-                verify(rows[0].sheet.plan)
-            found.append(Change(words, layout))
-    return found
+        answer = search(other, num_rows=1, limit_seconds=limit_seconds, known=known, tells_all=False)
+        if not answer.rows and answer.gap is not None:
+            continue
+        layout = answer.rows[0].layout if answer.rows else None
+        wins = layout is None or (layout.family, layout.schedule) != (best.family, best.schedule)
+        if wins:
+            _verify(answer)
+        yield Change(words, layout, wins, answer.gap is None)
 
 
-def what_fits(question: Question, limit_seconds: float) -> Iterator[Fits]:
+def what_fits(question: Question, limit_seconds: float) -> Iterator[Change]:
     """Yield the changes after which a layout fits: a setting that is not fixed any more, or more ranks.
 
     Args:
@@ -83,12 +71,18 @@ def what_fits(question: Question, limit_seconds: float) -> Iterator[Fits]:
     ]
     more = [(f"{times * question.num_ranks} ranks", _with_ranks(question, times)) for times in _MORE]
     for words, other in (*tried, *more):
-        rows = search(other, num_rows=1, limit_seconds=limit_seconds, tells_all=False).rows
-        if rows:
-            verify(rows[0].sheet.plan)
-            yield Fits(words, rows[0].layout)
-        if rows and other.num_ranks > question.num_ranks:
-            return
+        answer = search(other, num_rows=1, limit_seconds=limit_seconds, tells_all=False)
+        if answer.rows:
+            _verify(answer)
+            yield Change(words, answer.rows[0].layout, wins=True, is_certain=answer.gap is None)
+            if other.num_ranks > question.num_ranks:
+                return
+
+
+def _verify(found: Found) -> None:
+    """Verify the plans of a search that looked for rows alone: what is told has a plan that is right."""
+    for row in found.rows:
+        verify(row.sheet.plan)
 
 
 def _with_ranks(question: Question, times: int) -> Question:
@@ -98,11 +92,6 @@ def _with_ranks(question: Question, times: int) -> Question:
         replicas = [times * dp for dp in question.choices("dp", ())]
         fixed["dp"] = tuple(replicas) if len(replicas) > 1 else replicas[0]
     return replace(question, num_ranks=times * question.num_ranks, fixed=fixed)
-
-
-def _others(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield changed questions that have layouts at all, in words."""
-    yield from ((words, other) for words, other in _changed(question) if next(shapes(other), None) is not None)
 
 
 def _changed(question: Question) -> Iterator[tuple[str, Question]]:

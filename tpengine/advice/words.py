@@ -31,17 +31,14 @@ _TOLD = 0.005
 _NOTHING = 1e-6
 
 
-def answer_lines(
-    question: Question, name: str, found: Found, changed: Sequence[Change], asked: Sequence[str], run: str
-) -> Iterator[str]:
+def answer_lines(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> Iterator[str]:
     """Yield the answer of `tpengine advise`.
 
     Args:
         question: as it was asked.
         name: of the model.
         found: what the search has found; at least one row.
-        changed: what would change the first row.
-        asked: in words, all changes that were tried.
+        changed: the answers to changed questions.
         run: the command before the layout's options.
     """
     machine = question.machine
@@ -66,9 +63,10 @@ def answer_lines(
         yield f"time was up: layouts that were not looked at take at least {seconds_text(found.gap)}"
     if found.too_large is not None:
         yield f"nearest that does not fit: {too_large_text(question, found.too_large)}"
-    told = "; ".join(f"{change.words} (then {_then(change)})" for change in changed)
-    if told or asked:
-        yield f"would change it: {told or 'none of: ' + ', '.join(asked)}"
+    told = "; ".join(change_text(change) for change in changed if change.wins)
+    others = ", ".join(change.words for change in changed if change.is_certain)
+    if told or others:
+        yield f"would change it: {told or 'none of: ' + others}"
     yield f"run it: {run} {found.rows[0].layout.flags()}"
     yield from _basis(question, found.rows[0].sheet.config)
 
@@ -145,8 +143,13 @@ def answer_json(question: Question, name: str, found: Found, changed: Sequence[C
             "step_seconds": found.too_large.seconds,
         },
         "changes": [
-            {"change": change.words, "layout": None if change.layout is None else asdict(change.layout)}
+            {
+                "change": change.words,
+                "layout": None if change.layout is None else asdict(change.layout),
+                "is_certain": change.is_certain,
+            }
             for change in changed
+            if change.wins
         ],
     }
 
@@ -192,8 +195,10 @@ def _percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def _then(change: Change) -> str:
-    return "nothing fits" if change.layout is None else change.layout.words()
+def change_text(change: Change) -> str:
+    """Return a changed question and its answer in words."""
+    then = "nothing fits" if change.layout is None else change.layout.words()
+    return f"{change.words} (then {then}{'' if change.is_certain else ', the best found in time'})"
 
 
 def _signed(seconds: float) -> str:

@@ -20,8 +20,10 @@ from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelCo
 from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
 
-# Of a model.
+# Of a model; of a run; of a step and replica.
 MOST_LAYERS = 2**14
+MOST_STEPS = 2**40
+MOST_MICRO_BATCHES = 2**14
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -252,8 +254,8 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "parallel.memory_limit": (0, None),
         "train.seq_len": (1, 2**24),
         "train.micro_batch_size": (1, 2**16),
-        "train.num_micro_batches": (1, 2**14),
-        "train.steps": (1, 2**40),
+        "train.num_micro_batches": (1, MOST_MICRO_BATCHES),
+        "train.steps": (1, MOST_STEPS),
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
         "train.sample_tokens": (0, 2**20),

@@ -104,6 +104,11 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
             ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "it fits with", "--memory-limit"],
         ),
         (["--model", "tiny", "--ranks", "2", "--tp", "9..1000"], ["tp 9,10,11,12,13,14,15,16,... (992 values)"]),
+        (
+            # Before a list of a million micro-batches is made, which no run accepts.
+            ["--model", "tiny", "--ranks", "2", "--global-batch", "1048576", "--micro-batch", "1"],
+            ["no layout divides", "at most 16,384 micro-batches", "micro_batch_size 1"],
+        ),
         (["--model", "tiny", "--ranks", "2", "--draw", __file__], ["--draw must be a directory", "name another"]),
         (["--model", "tiny", "--ranks", "2", "--schedule", "fast"], ["schedule must be one of"]),
         (["--model", "tiny", "--ranks", "1", "--explain", "9"], ["--explain must name a row", "got 9 of 5", "--top 9"]),

@@ -24,15 +24,8 @@ _NO_AXIS = ("vpp", "cp")
 # Shorter words count only where they stand alone: `no` is not in `layernorm`.
 _SHORTEST_PART = 4
 _MLPS = {
-    **{
-        "swiglu": "swiglu",
-        "geglu": "swiglu",
-        "reglu": "swiglu",
-        "glu": "swiglu",
-        "silu": "swiglu",
-        "swish": "swiglu",
-        "gated": "swiglu",
-    },
+    **{"swiglu": "swiglu", "geglu": "swiglu", "reglu": "swiglu", "glu": "swiglu"},
+    **{"silu": "swiglu", "swish": "swiglu", "gated": "swiglu"},
     **{"gelu": "gelu", "relu": "relu", "4h": "gelu"},
 }
 # Of models without a word for their network: what their papers describe.

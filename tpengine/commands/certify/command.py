@@ -23,13 +23,12 @@ from tpengine.commands.certify.evidence import Difference, Evidence
 from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, shards_said, validate, validate_run
 from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.presets import PRESETS
+from tpengine.config.rules import MOST_STEPS
 from tpengine.data import open_corpora
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
 from tpengine.plan import SCHEDULES, make_schedule
 
-# More than any run has.
-_MOST_STEPS = 2**40
 # More processes would not show more, and each takes about 0.3 GB.
 _MOST_PROCESSES = 64
 # Three runs in float64, and one more copy in transit: 4 GB.
@@ -243,7 +242,7 @@ def _phases(options: Options, layout: Layout) -> list[Config]:
         return [config]
     config = replace(config, phases=options.phases)
     # A last phase without `until` is as long as a run of the preset; --steps are those that are compared.
-    begins = phases_of(replace(config, train=replace(config.train, steps=_MOST_STEPS)))[-1].first_step
+    begins = phases_of(replace(config, train=replace(config.train, steps=MOST_STEPS)))[-1].first_step
     config = replace(config, train=replace(config.train, steps=begins + config.train.steps))
     phases = phases_of(validate_run(config, layout.num_ranks))
     return [replace(phase.config, phases="") for phase in phases]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.advice.candidates import shapes
-from tpengine.advice.changes import asked_changes, changes, what_fits
+from tpengine.advice.changes import changes, what_fits
 from tpengine.advice.question import Question
 from tpengine.advice.recorded import machine_as_recorded
 from tpengine.advice.search import Found, Row, search
-from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines, too_large_text
+from tpengine.advice.words import answer_json, answer_lines, change_text, differences, sheet_lines, too_large_text
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.commands.parsing import count
@@ -26,6 +26,7 @@ from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.rules import MOST_MICRO_BATCHES
 from tpengine.config.toml import load_toml
 from tpengine.plan import make_schedule
 from tpengine.simulate.draw import MAX_BOXES, Picture, picture_bytes, write_beside
@@ -105,9 +106,9 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(_nothing_fits(question, found, max(1.0, args.seconds / 5)))
     if args.explain and args.explain > len(found.rows):
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
-    changed = changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds)
+    changed = list(changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds))
     run = run_command(args, question)
-    print("\n".join(answer_lines(question, name, found, changed, asked_changes(question), run)))
+    print("\n".join(answer_lines(question, name, found, changed, run)))
     if question.base.phases:
         print(
             f"{question.base.phases} has phases: this is advice for the settings of config.toml, which every phase may "
@@ -256,8 +257,9 @@ def _nothing_divides(question: Question) -> str:
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in fixed.items()}
     given = " ".join(f"{name} {listed(of)}" for name, of in values.items()) or "no setting fixed"
     return (
-        f"no layout divides: {question.num_ranks} ranks, {question.global_batch} sequences, {model.num_heads} heads, "
-        f"{model.num_kv_heads} KV heads, {model.num_layers} layers, {given}: fix less, or use another number of ranks"
+        f"no layout divides: {question.num_ranks} ranks, {question.global_batch} sequences, at most "
+        f"{MOST_MICRO_BATCHES:,} micro-batches, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
+        f"{model.num_layers} layers, {given}: fix less, or use another number of ranks"
     )
 
 
@@ -276,7 +278,7 @@ def _nothing_fits(question: Question, found: Found, limit_seconds: float) -> str
             "more ranks, a shorter sequence, or GPUs with more memory"
         )
     seen = "no layout fits" if found.gap is None else f"no layout fits of {found.num_simulated} simulated in time"
-    fits = [f"{change.words} (then {change.layout.words()})" for change in what_fits(question, limit_seconds)]
+    fits = [change_text(change) for change in what_fits(question, limit_seconds)]
     needed = found.too_large.num_bytes if question.base.parallel.memory_limit else 0
     if needed:
         fits.append(f"--memory-limit {needed:.0f}")

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from tpengine.commands.parsing import count
 from tpengine.config import Config, Phase, phases_of, validate_run
+from tpengine.config.rules import MOST_STEPS
 from tpengine.layout.phase_layouts import longest_of
-
-# Of a run whose last phase is open: more than any run has, so that this phase has a step and is the longest.
-_NO_END = 2**40
 
 
 class AskedPhase(NamedTuple):
@@ -44,8 +42,8 @@ def add_phase_arguments(parser: argparse._ActionsContainer, number: bool = True)
 def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
     """Return all phases of a configuration whose layout is given; of one without phases itself.
 
-    A run says how many steps it has. Where phases are given without --steps, a last phase without `until` is open, and
-    is taken for the longest: the steps of a preset are those of another run.
+    A run says how many steps it has. Where phases are given without --steps, a last phase without `until` is open: it
+    has as many steps as a run may have, and is the longest. The steps of a preset are those of another run.
 
     Raises:
         ValueError: the file cannot be read, or a phase is not legal in this layout; --steps beside no open phase.
@@ -56,7 +54,7 @@ def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
         if args.steps is not None:
             raise ValueError(f"--steps is for the phases of a run: got {args.steps}, no --phases: leave --steps out")
         return [AskedPhase(config)]
-    steps = args.steps or (config.train.steps if args.phases is None else _NO_END)
+    steps = args.steps or (config.train.steps if args.phases is None else MOST_STEPS)
     parallel = config.parallel
     sizes = (parallel.tp or 1, parallel.pp or 1, parallel.dp or 1)
     phases = phases_of(validate_run(replace(config, train=replace(config.train, steps=steps)), math.prod(sizes)))
@@ -67,7 +65,7 @@ def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
             f"{last.end_step}: leave --steps out"
         )
     balanced_for = longest_of(phases).config.train.seq_len
-    is_open = last.end_step == _NO_END
+    is_open = last.end_step == MOST_STEPS
     # The split of layers depends on the sequences alone: where all are equal, it does not matter which is the longest.
     is_guessed = is_open and sizes[1] > 1 and any(phase.config.train.seq_len != balanced_for for phase in phases)
     guess = f"; layers are split for phase {len(phases)}, taken for the longest: --steps N says how long it is"
@@ -85,7 +83,7 @@ def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
 
 
 def _steps_in_words(phase: Phase) -> str:
-    return f"steps {phase.first_step + 1} {'on' if phase.end_step == _NO_END else f'to {phase.end_step}'}"
+    return f"steps {phase.first_step + 1} {'on' if phase.end_step == MOST_STEPS else f'to {phase.end_step}'}"
 
 
 def phase_asked(config: Config, args: argparse.Namespace) -> AskedPhase:

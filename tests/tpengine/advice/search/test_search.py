@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tpengine.advice.candidates import Candidate, candidates, shapes
-from tpengine.advice.changes import asked_changes, changes
+from tpengine.advice.changes import Change, changes
 from tpengine.advice.question import Question
 from tpengine.advice.search import CLOSE, Found, search
 from tpengine.advice.search.bounds import Bounds
@@ -300,16 +300,23 @@ def test_a_files_schedule_is_bounded_below_its_plan(tmp_path: Path) -> None:
         assert found is not None and bounds.num_bytes(layout) <= found[1] and bounds.seconds(layout) <= found[0]
 
 
-def test_changes_that_have_no_layout_are_not_tried() -> None:
+def test_changes_without_a_layout_or_without_time_are_not_told() -> None:
     """A quarter of the batch that no number of replicas divides; a limit of memory that was asked for shrinks too."""
-    assert not any(words.startswith("batch") for words in asked_changes(question_of(8, 16, tp=1, pp=1)))
-    assert any(words.startswith("batch") for words in asked_changes(question_of(8, 16, tp=1)))
+
+    def tried(question: Question, limit_seconds: float = 1e9) -> list[Change]:
+        return list(changes(question, search(question, num_rows=1).rows[0].layout, limit_seconds))
+
+    one = {"tp": 1, "micro_batch_size": 1, "recompute": "none", "zero": 1}
+    assert not any(change.words.startswith("batch") for change in tried(question_of(8, 16, pp=1, **one)))
+    changed = tried(question_of(8, 16, schedule="1f1b", **one))
+    assert any(change.words.startswith("batch") for change in changed) and all(change.is_certain for change in changed)
+    # Without time nothing is known, and nothing is said.
+    assert not tried(question_of(8, 16, schedule="1f1b", **one), limit_seconds=-1.0)
     open_question = question_of(2, 8, tp_comm="fused", micro_batch_size=1, gathered="keep")
     best = search(open_question, num_rows=1).rows[0]
     parallel = replace(open_question.base.parallel, memory_limit=int(best.sheet.peak_bytes) + 1)
     limited = replace(open_question, base=replace(open_question.base, parallel=parallel))
-    (row,) = search(limited, num_rows=1).rows
-    assert any(change.words.endswith("less memory") for change in changes(limited, row.layout, 1e9))
+    assert any(change.wins and change.words.endswith("less memory") for change in tried(limited))
 
 
 def test_a_remedy_may_be_any_setting_that_holds_less() -> None:
