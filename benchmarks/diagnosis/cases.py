@@ -13,8 +13,8 @@ from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, Tr
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
 from tpengine.simulate.machine import CPU_CORE
+from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.memory import memory_of
-from tpengine.simulate.modelled.operators import action_seconds
 
 SHARES = (0.1, 0.2, 0.4)
 # Of a stage that is paced: steps take seconds, and sleeping is most of them.

@@ -30,7 +30,7 @@ from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Chunk, Kind, Recompute
 from tpengine.plan.actions import COMPUTE
 from tpengine.simulate.machine import CPU_CORE
-from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.trainer import Trainer
 

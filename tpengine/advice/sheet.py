@@ -13,9 +13,9 @@ from tpengine.layout.step_plan import Layout, layout_of, training_plan
 from tpengine.plan import Plan, Residency, Timeline
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import Machine
+from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.memory import RankMemory, memory_of
-from tpengine.simulate.modelled.operators import action_seconds
 
 
 @dataclass(frozen=True)

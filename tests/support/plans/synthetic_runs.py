@@ -16,8 +16,8 @@ from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of
 from tpengine.plan import Kind, Plan, Residency, Weights
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import CPU_CORE
+from tpengine.simulate.modelled.actions import action_seconds, chunk_seconds
 from tpengine.simulate.modelled.memory import memory_of
-from tpengine.simulate.modelled.operators import action_seconds, chunk_seconds
 from tpengine.simulate.profiles.file import StageMemory
 
 OUTSIDE_SECONDS = 0.01

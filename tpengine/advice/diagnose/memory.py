@@ -12,7 +12,7 @@ from tpengine.advice.diagnose.changes import Change, best_of, evaluated
 from tpengine.advice.diagnose.finding import Fault, Finding
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import Kind, Recompute, Residency
-from tpengine.simulate.modelled.operators import action_seconds
+from tpengine.simulate.modelled.actions import action_seconds
 
 # Backward keeps a part of its time, whatever the model says of what it computes again.
 _MOST_AGAIN = 0.9

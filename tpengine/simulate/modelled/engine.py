@@ -6,8 +6,10 @@ be predicted by the same simulator. No option is a setting of a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tpengine.config import Config
+from tpengine.simulate.modelled.bytes import BlockBytes
 from tpengine.simulate.modelled.flash import FlashKernel
 
 
@@ -109,3 +111,17 @@ class Engine:
 
 
 OURS = Engine()
+
+
+def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
+    """Return the sizes of a block of which ranks of a context hold a share of the tokens each."""
+    size, ranks = BlockBytes.of(config, tp), engine.context_ranks
+    if ranks == 1:
+        return size
+    return replace(size, tokens=size.tokens // ranks, own_tokens=max(1, size.own_tokens // ranks))
+
+
+def num_logits(size: BlockBytes, engine: Engine) -> int:
+    """Return the logits that a tp rank computes the loss of."""
+    num_ranks = size.tokens // max(1, size.own_tokens) if engine.whole_logits else 1
+    return size.tokens * size.vocab * num_ranks

@@ -15,8 +15,7 @@ from tpengine.config import Config
 from tpengine.plan import Kind, Plan, Recompute
 from tpengine.simulate.costs import ChunkBytes
 from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.engine import Engine
-from tpengine.simulate.modelled.operators import num_logits, sizes_for
+from tpengine.simulate.modelled.engine import Engine, num_logits, sizes_for
 
 # Statistics of attention are float32.
 _WIDE = 4

@@ -1,4 +1,4 @@
-"""The operators of each action of a chunk, and what they take on a machine: computing, exchanging, starting. No torch.
+"""The operators of a chunk's actions, and what they take on a machine: computing, exchanging, starting. No torch.
 
 An exchange belongs to the operator that gathers its input or scatters its output. Where they are fused, both take the
 longer of their times; else their sum. So an action knows which part of it is an exposed exchange.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from tpkernels.work import (
     Work,
@@ -28,11 +28,10 @@ from tpkernels.work import (
 
 from tpengine.architectures.describe import Attention
 from tpengine.architectures.registry import architecture_of
-from tpengine.config import Config, num_shards_of
-from tpengine.plan import Chunk, Gathered, Kind, Plan, Recompute
+from tpengine.config import Config
+from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.engine import OURS, Engine
+from tpengine.simulate.modelled.engine import Engine, num_logits, sizes_for
 from tpengine.simulate.modelled.packed import Packed
 from tpengine.simulate.modelled.prepared import prepares
 
@@ -69,83 +68,6 @@ class ActionSeconds:
         return ActionSeconds(*(times * part for part in astuple(self)))
 
 
-def action_seconds(
-    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
-) -> dict[tuple[Kind, int], ActionSeconds]:
-    """Return what F, B, I and W of each chunk take on one tp rank.
-
-    Args:
-        config: validated; sizes, dtype, whether exchanges are fused.
-        tp: number of tensor-parallel ranks.
-        plan: its chunks, with what each recomputes and gathers again.
-        machine: its rates.
-        engine: what it does differently from ours.
-        packed: the documents of micro-batches, where attention does not cross them; the mean counts.
-    """
-    last = len(plan.chunks) - 1
-    known: dict[object, Mapping[Kind, ActionSeconds]] = {}
-    sums: Sums = {}
-    found: dict[tuple[Kind, int], ActionSeconds] = {}
-    for index, chunk in enumerate(plan.chunks):
-        # Chunks of equally many layers in the middle are alike, unless layers differ.
-        is_alike = 0 < index < last and not config.model.details.windows
-        alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
-        if alike not in known:
-            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, sums, packed)
-        found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
-    return found
-
-
-def chunk_seconds(
-    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool, known: Sums | None = None
-) -> Mapping[Kind, ActionSeconds]:
-    """Return what F, B, I and W of one chunk take.
-
-    Args:
-        config, tp, machine: as for `action_seconds`.
-        chunk: its layers.
-        is_first, is_last: which ends of the model it holds.
-        known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
-    """
-    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS, {} if known is None else known)
-
-
-def _of_chunk(
-    config: Config,
-    tp: int,
-    machine: Machine,
-    chunk: Chunk,
-    is_first: bool,
-    is_last: bool,
-    engine: Engine,
-    known: Sums,
-    packed: Packed | None = None,
-) -> Mapping[Kind, ActionSeconds]:
-    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, known, packed)
-    # A recorded run knows better what each kind of action takes.
-    return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
-
-
-def _modelled_chunk(
-    config: Config,
-    tp: int,
-    machine: Machine,
-    chunk: Chunk,
-    is_first: bool,
-    is_last: bool,
-    engine: Engine,
-    known: Sums,
-    packed: Packed | None,
-) -> Mapping[Kind, ActionSeconds]:
-    fast = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
-    # A tp that does not divide the shards is refused with the configuration; until then it has no price.
-    if config.train.reduction != "exact" or num_shards_of(config) % tp:
-        return fast
-    held = num_shards_of(config) // tp
-    exact = _ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
-    return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
-
-
 @dataclass(frozen=True)
 class _Sum:
     """Operators that run one after another: their seconds, those of exposed exchanges, and their number."""
@@ -165,22 +87,18 @@ class _Sum:
 Sums = dict[tuple[object, ...], _Sum]
 
 
-def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
-    """Return the sizes of a block of which ranks of a context hold a share of the tokens each."""
-    size, ranks = BlockBytes.of(config, tp), engine.context_ranks
-    if ranks == 1:
-        return size
-    return replace(size, tokens=size.tokens // ranks, own_tokens=max(1, size.own_tokens // ranks))
+class ChunkOperators:
+    """One chunk's actions on one tp rank.
 
-
-def num_logits(size: BlockBytes, engine: Engine) -> int:
-    """Return the logits that a tp rank computes the loss of."""
-    num_ranks = size.tokens // max(1, size.own_tokens) if engine.whole_logits else 1
-    return size.tokens * size.vocab * num_ranks
-
-
-class _ChunkOperators:
-    """One chunk's actions on one tp rank."""
+    Args:
+        config, tp, machine: sizes, the number of tensor-parallel ranks, rates.
+        chunk: its layers, with what it recomputes and gathers again.
+        is_first, is_last: which ends of the model it holds.
+        engine: what it does differently from ours.
+        known: what chunks of this configuration, tp, machine and engine have in common, kept from chunk to chunk.
+        shards: that the rank computes one after another, in exact mode; 0 in fast mode.
+        packed: the documents of micro-batches, where attention does not cross them.
+    """
 
     def __init__(
         self,

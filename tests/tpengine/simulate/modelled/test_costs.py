@@ -16,9 +16,9 @@ from tpengine.plan import Kind
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import ring_time
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
+from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
-from tpengine.simulate.modelled.operators import action_seconds
 from tpengine.simulate.modelled.packed import Packed
 from tpengine.training.update.optimizer import AdamW
 

@@ -1,0 +1,93 @@
+"""What each compute action of a plan takes: its chunk's operators (operators.py), exact mode's price, recorded runs.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tpengine.config import Config, num_shards_of
+from tpengine.plan import Chunk, Kind, Plan
+from tpengine.simulate.machine import Machine
+from tpengine.simulate.modelled.engine import OURS, Engine
+from tpengine.simulate.modelled.operators import ActionSeconds, ChunkOperators, Sums
+from tpengine.simulate.modelled.packed import Packed
+
+
+def action_seconds(
+    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
+) -> dict[tuple[Kind, int], ActionSeconds]:
+    """Return what F, B, I and W of each chunk take on one tp rank.
+
+    Args:
+        config: validated; sizes, dtype, whether exchanges are fused.
+        tp: number of tensor-parallel ranks.
+        plan: its chunks, with what each recomputes and gathers again.
+        machine: its rates.
+        engine: what it does differently from ours.
+        packed: the documents of micro-batches, where attention does not cross them; the mean counts.
+    """
+    last = len(plan.chunks) - 1
+    known: dict[object, Mapping[Kind, ActionSeconds]] = {}
+    sums: Sums = {}
+    found: dict[tuple[Kind, int], ActionSeconds] = {}
+    for index, chunk in enumerate(plan.chunks):
+        # Chunks of equally many layers in the middle are alike, unless layers differ.
+        is_alike = 0 < index < last and not config.model.details.windows
+        alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
+        if alike not in known:
+            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, sums, packed)
+        found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
+    return found
+
+
+def chunk_seconds(
+    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool, known: Sums | None = None
+) -> Mapping[Kind, ActionSeconds]:
+    """Return what F, B, I and W of one chunk take.
+
+    Args:
+        config, tp, machine: as for `action_seconds`.
+        chunk: its layers.
+        is_first, is_last: which ends of the model it holds.
+        known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
+    """
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS, {} if known is None else known)
+
+
+def _of_chunk(
+    config: Config,
+    tp: int,
+    machine: Machine,
+    chunk: Chunk,
+    is_first: bool,
+    is_last: bool,
+    engine: Engine,
+    known: Sums,
+    packed: Packed | None = None,
+) -> Mapping[Kind, ActionSeconds]:
+    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, known, packed)
+    # A recorded run knows better what each kind of action takes.
+    return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
+
+
+def _modelled_chunk(
+    config: Config,
+    tp: int,
+    machine: Machine,
+    chunk: Chunk,
+    is_first: bool,
+    is_last: bool,
+    engine: Engine,
+    known: Sums,
+    packed: Packed | None,
+) -> Mapping[Kind, ActionSeconds]:
+    fast = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
+    # A tp that does not divide the shards is refused with the configuration; until then it has no price.
+    if config.train.reduction != "exact" or num_shards_of(config) % tp:
+        return fast
+    held = num_shards_of(config) // tp
+    exact = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
+    return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
