@@ -1,4 +1,4 @@
-"""tpengine as a contestant: its trainer, built as in training/run.py, without checkpoints, metrics and watch."""
+"""tpengine as a contestant: its trainer, built as in training/run/loop.py, without checkpoints, metrics and watch."""
 
 from __future__ import annotations
 

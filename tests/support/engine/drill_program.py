@@ -31,7 +31,7 @@ from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.plan import Action, Kind
 from tpengine.train import main
-from tpengine.training import run
+from tpengine.training.run import loop as run
 from tpengine.training.trainer import Trainer
 
 

@@ -35,7 +35,7 @@ MODULES = (
     "pytest",
     "hypothesis",
     "tpkernels",
-    "tpengine.training.run",
+    "tpengine.training.run.loop",
     "tpengine.commands.arguments",
     "tpengine.checkpoint.run_directory",
     "tpengine.checkpoint.resume",

@@ -40,7 +40,7 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, phases_of
 from tpengine.data import open_corpus
 from tpengine.observe.activity import Activity
-from tpengine.training import run
+from tpengine.training.run import loop as run
 from tpengine.training.state import skipped_steps
 from tpengine.training.state.diagnosis import Finding
 from tpengine.training.state.skipped_steps import SkippedSteps

@@ -3,84 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from tpengine.checkpoint.resume import Checkpoint, changes_since
-from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
-from tpengine.config import Config, decay_steps_of
-from tpengine.config.amounts import amount_of
-from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks, Corpus
-from tpengine.distributed.launch import Launch
-from tpengine.distributed.meeting import Meeting
+from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
-from tpengine.files import write_beside
-from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.kept import hand_on, keep_source, kept_tokenizer
-from tpengine.last_words import RANK_FAILED, USER_ERROR, forget_last_words
+from tpengine.hugging_face.kept import kept_tokenizer
+from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
 from tpengine.observe.background import BackgroundWriter
-from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_phases, show_plan
-from tpengine.observe.metrics import MetricsWriter, left_out_record, peak_memory_bytes, step_record
+from tpengine.observe.console import ProgressLine, console_for, show_held_out
+from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
-from tpengine.observe.wandb_run import WandbRun
 from tpengine.observe.watch import Watch
-from tpengine.plan import Residency
-from tpengine.simulate.machine import machine_on
-from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.evaluation.pause import Pause
-from tpengine.training.phase_parts import PhasePart, enter_phase_of
+from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.profiler.waiting import awaited, explain, keep_last_words
-from tpengine.training.state.beginning import Beginning, begin_from
+from tpengine.training.run.job import Job
+from tpengine.training.run.opening import open_writer
+from tpengine.training.state.beginning import begin_from
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.spike_answers import SpikeAnswers
 from tpengine.training.trainer import RunError, Trainer
-from tpengine.training.update.picture import draw_learning_rate
 from tpengine.training.update.step_result import StepResult
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of one rank.
-
-    Attributes:
-        config: validated configuration.
-        corpora: the text of each phase.
-        launch, device: this rank, and the device where it computes.
-        shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
-        meeting: where the ranks have met.
-        run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
-            TensorBoard events, on rank 0; None elsewhere.
-        checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
-        beginning: the weights that step 0 starts from; None for drawn ones.
-    """
-
-    config: Config
-    corpora: tuple[Corpus, ...]
-    launch: Launch
-    device: torch.device
-    shared_cores: int
-    residency: Residency
-    meeting: Meeting
-    run_dir: Path | None
-    checkpoint: Checkpoint | None
-    beginning: Beginning | None = None
 
 
 def train(job: Job, watch: Watch) -> None:
@@ -246,27 +206,11 @@ def _loop(run: _Run) -> Uploads | None:
                 profiler.begin(step)
                 begin = time.perf_counter()
                 result = trainer.train_step(step, partial(_figures, begin, run))
-                seconds, memory, stop_signal, content_flag, is_writing, *waits = result.largest
+                seconds, _, stop_signal, content_flag, is_writing, *waits = result.largest
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 now = time.perf_counter()
                 seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
-                record = step_record(
-                    trainer.config,
-                    job.device,
-                    step=step,
-                    loss=result.loss,
-                    grad_norm=result.grad_norm,
-                    lr=result.lr,
-                    step_seconds=seconds,
-                    peak_memory_bytes=int(memory),
-                    skipped=result.skipped,
-                    skipped_steps=skipped.num_until(step) + result.is_not_finite,
-                    spiked=result.spiked,
-                    overflowed=result.overflowed,
-                    loss_scale=result.loss_scale,
-                    wall_seconds=wall_seconds,
-                    stage_waits=waits,
-                )
+                record = _record(run, step, result, seconds, wall_seconds, waits)
                 trainer.activity.begin("writing what it measured", timed=False)
                 if writer is not None:
                     record |= trainer.corpus.train.progress(trainer.position_after(step))
@@ -292,6 +236,29 @@ def _loop(run: _Run) -> Uploads | None:
         _end_steps(run, pause, held_out)
     _show_result(run, held_out)
     return checkpoints.uploads
+
+
+def _record(
+    run: _Run, step: int, result: StepResult, seconds: float, wall_seconds: float, waits: Sequence[float]
+) -> dict[str, Any]:
+    """Return a step's row of metrics."""
+    return step_record(
+        run.trainer.config,
+        run.job.device,
+        step=step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        step_seconds=seconds,
+        peak_memory_bytes=int(result.largest[1]),
+        skipped=result.skipped,
+        skipped_steps=run.skipped.num_until(step) + result.is_not_finite,
+        spiked=result.spiked,
+        overflowed=result.overflowed,
+        loss_scale=result.loss_scale,
+        wall_seconds=wall_seconds,
+        stage_waits=waits,
+    )
 
 
 def _answer_spike(run: _Run, pause: Pause, step: int, result: StepResult) -> int:
@@ -359,140 +326,6 @@ def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:
         console.print(f"the sample is shown as ids: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
     return None if tokenizer is None else tokenizer.decode
-
-
-@contextlib.contextmanager
-def open_writer(
-    trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
-) -> Iterator[BackgroundWriter | None]:
-    """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
-
-    Raises:
-        RunError: on all ranks alike: rank 0 cannot write into the run directory.
-    """
-    writer, problem = None, ""
-    if job.run_dir is not None:
-        _say_what_will_happen(trainer, job, job.run_dir, console, checkpoint)
-        first_step = checkpoint.index.step if checkpoint is not None else 0
-        try:
-            _write_config(trainer, job.run_dir)
-            _keep_beginning(job)
-            picture = draw_learning_rate(
-                trainer.rate, trainer.config.train.steps, [phase.first_step for phase in trainer.phases][1:]
-            )
-            write_beside(job.run_dir / "learning_rate.svg", picture.encode())
-            wandb = None
-            if trainer.config.train.wandb:
-                settings, continues = asdict(trainer.run_config), bool(first_step)
-                wandb = WandbRun(trainer.config.train.wandb, job.run_dir, settings, continues=continues)
-            writer = MetricsWriter(job.run_dir, first_step or None, wandb)
-        except OSError as error:
-            problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
-        except ValueError as error:
-            problem = str(error)
-    problem = broadcast_json(problem)
-    if problem:
-        raise RunError(problem)
-    behind = None
-    try:
-        if writer is not None:
-            _say_what_is_written(writer, console)
-        behind = None if writer is None else BackgroundWriter(writer)
-        yield behind
-    except BaseException as error:
-        if behind is not None:
-            behind.exit_code = USER_ERROR if isinstance(error, RunError) else RANK_FAILED
-        raise
-    finally:
-        if behind is not None:
-            behind.close()
-
-
-def _say_what_will_happen(
-    trainer: Trainer, job: Job, run_dir: Path, console: Console, checkpoint: Checkpoint | None
-) -> None:
-    config, device = trainer.config, trainer.device
-    exchange = trainer.comms.describe(trainer.mailbox)
-    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
-    show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])
-    if config.resume:
-        # What a checkpoint has are the settings of its last step's phase.
-        done = 0 if checkpoint is None else checkpoint.index.step
-        phase_config = trainer.phases.at(max(done - 1, 0)).config
-        used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
-        _say_what_is_resumed(console, used, checkpoint)
-    _say_where_learning_ends(console, trainer)
-
-
-def _peak(part: PhasePart, device: torch.device) -> int:
-    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
-
-
-def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
-    if writer.kept is not None:
-        with contextlib.suppress(OSError):  # stderr may be closed
-            print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
-    if not writer.tensorboard:
-        console.print(
-            "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
-            markup=False,
-            highlight=False,
-        )
-
-
-def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
-    """Say at which step the run continues, and which settings differ from those of the checkpoint."""
-    if checkpoint is None:
-        lines = ["no checkpoint yet: starting at step 1"]
-    else:
-        step = checkpoint.index.step
-        lines = [f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"]
-        changes = changes_since(checkpoint.index, config)
-        threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
-        if config.train.reduction == "fast" and saved_threads not in (None, threads):
-            changes.append(f"threads per rank from {saved_threads} to {threads}, which may change the last bits")
-        lines += [f"changed since the checkpoint: {change}" for change in changes]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _say_where_learning_ends(console: Console, trainer: Trainer) -> None:
-    """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
-    config = trainer.run_config
-    if trainer.phases[-1].schedule:
-        return  # a schedule of a later phase's own, which is as long as that
-    steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
-    amounts = (decay_steps_of(config), config.optim.warmup_steps)
-    end, warmup = (amount_of(amount, "a schedule") for amount in amounts)
-    last = max(end.number, warmup.number + 2)
-    if config.optim.schedule != "constant" and end.unit == warmup.unit == "steps" and last < steps:
-        line = (
-            f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
-            "stretch its schedule over the whole run"
-        )
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _write_config(trainer: Trainer, run_dir: Path) -> None:
-    """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
-    resolved = replace(
-        trainer.run_config,
-        run_dir=str(run_dir),
-        device="cuda" if trainer.device.type == "cuda" else "cpu",
-        resume=False,
-    )
-    write_config(resolved, run_dir, keeps_equal=trainer.run_config.resume)
-
-
-def _keep_beginning(job: Job) -> None:
-    """Keep, beside the run, what goes with the weights it begins with."""
-    if job.run_dir is None or job.checkpoint is not None or job.beginning is None:
-        return
-    if isinstance(job.beginning, ModelDirectory):
-        keep_source(job.beginning, job.run_dir)
-    else:
-        # A checkpoint lies two folders below its run.
-        hand_on(job.beginning[0].parent.parent, job.run_dir)
 
 
 def _figures(begin: float, run: _Run) -> list[float]:

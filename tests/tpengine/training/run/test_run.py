@@ -22,7 +22,7 @@ from tpengine import train
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.observe.console import console_for
-from tpengine.training import run
+from tpengine.training.run import loop as run
 from tpengine.training.trainer import RunError, Trainer
 
 SMALL = (

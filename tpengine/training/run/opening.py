@@ -1,0 +1,166 @@
+"""What a run says and writes before its first step: plan, phases, configuration, the writer of metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from tpengine.checkpoint.resume import Checkpoint, changes_since
+from tpengine.checkpoint.run_directory import write_config
+from tpengine.config import Config, decay_steps_of
+from tpengine.config.amounts import amount_of
+from tpengine.distributed.messages import broadcast_json
+from tpengine.files import write_beside
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.kept import hand_on, keep_source
+from tpengine.last_words import RANK_FAILED, USER_ERROR
+from tpengine.observe.background import BackgroundWriter
+from tpengine.observe.console import show_phases, show_plan
+from tpengine.observe.metrics import MetricsWriter
+from tpengine.observe.wandb_run import WandbRun
+from tpengine.simulate.machine import machine_on
+from tpengine.simulate.modelled.memory import memory_of
+from tpengine.training.phase_parts import PhasePart
+from tpengine.training.run.job import Job
+from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.update.picture import draw_learning_rate
+
+
+@contextlib.contextmanager
+def open_writer(
+    trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
+) -> Iterator[BackgroundWriter | None]:
+    """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
+
+    Raises:
+        RunError: on all ranks alike: rank 0 cannot write into the run directory.
+    """
+    writer, problem = None, ""
+    if job.run_dir is not None:
+        _say_what_will_happen(trainer, job, job.run_dir, console, checkpoint)
+        first_step = checkpoint.index.step if checkpoint is not None else 0
+        try:
+            _write_config(trainer, job.run_dir)
+            _keep_beginning(job)
+            picture = draw_learning_rate(
+                trainer.rate, trainer.config.train.steps, [phase.first_step for phase in trainer.phases][1:]
+            )
+            write_beside(job.run_dir / "learning_rate.svg", picture.encode())
+            wandb = None
+            if trainer.config.train.wandb:
+                settings, continues = asdict(trainer.run_config), bool(first_step)
+                wandb = WandbRun(trainer.config.train.wandb, job.run_dir, settings, continues=continues)
+            writer = MetricsWriter(job.run_dir, first_step or None, wandb)
+        except OSError as error:
+            problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
+        except ValueError as error:
+            problem = str(error)
+    problem = broadcast_json(problem)
+    if problem:
+        raise RunError(problem)
+    behind = None
+    try:
+        if writer is not None:
+            _say_what_is_written(writer, console)
+        behind = None if writer is None else BackgroundWriter(writer)
+        yield behind
+    except BaseException as error:
+        if behind is not None:
+            behind.exit_code = USER_ERROR if isinstance(error, RunError) else RANK_FAILED
+        raise
+    finally:
+        if behind is not None:
+            behind.close()
+
+
+def _say_what_will_happen(
+    trainer: Trainer, job: Job, run_dir: Path, console: Console, checkpoint: Checkpoint | None
+) -> None:
+    config, device = trainer.config, trainer.device
+    exchange = trainer.comms.describe(trainer.mailbox)
+    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])
+    if config.resume:
+        # What a checkpoint has are the settings of its last step's phase.
+        done = 0 if checkpoint is None else checkpoint.index.step
+        phase_config = trainer.phases.at(max(done - 1, 0)).config
+        used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
+        _say_what_is_resumed(console, used, checkpoint)
+    _say_where_learning_ends(console, trainer)
+
+
+def _peak(part: PhasePart, device: torch.device) -> int:
+    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
+
+
+def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
+    if writer.kept is not None:
+        with contextlib.suppress(OSError):  # stderr may be closed
+            print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
+    if not writer.tensorboard:
+        console.print(
+            "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
+    """Say at which step the run continues, and which settings differ from those of the checkpoint."""
+    if checkpoint is None:
+        lines = ["no checkpoint yet: starting at step 1"]
+    else:
+        step = checkpoint.index.step
+        lines = [f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"]
+        changes = changes_since(checkpoint.index, config)
+        threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
+        if config.train.reduction == "fast" and saved_threads not in (None, threads):
+            changes.append(f"threads per rank from {saved_threads} to {threads}, which may change the last bits")
+        lines += [f"changed since the checkpoint: {change}" for change in changes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_where_learning_ends(console: Console, trainer: Trainer) -> None:
+    """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
+    config = trainer.run_config
+    if trainer.phases[-1].schedule:
+        return  # a schedule of a later phase's own, which is as long as that
+    steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
+    amounts = (decay_steps_of(config), config.optim.warmup_steps)
+    end, warmup = (amount_of(amount, "a schedule") for amount in amounts)
+    last = max(end.number, warmup.number + 2)
+    if config.optim.schedule != "constant" and end.unit == warmup.unit == "steps" and last < steps:
+        line = (
+            f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
+            "stretch its schedule over the whole run"
+        )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_config(trainer: Trainer, run_dir: Path) -> None:
+    """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
+    resolved = replace(
+        trainer.run_config,
+        run_dir=str(run_dir),
+        device="cuda" if trainer.device.type == "cuda" else "cpu",
+        resume=False,
+    )
+    write_config(resolved, run_dir, keeps_equal=trainer.run_config.resume)
+
+
+def _keep_beginning(job: Job) -> None:
+    """Keep, beside the run, what goes with the weights it begins with."""
+    if job.run_dir is None or job.checkpoint is not None or job.beginning is None:
+        return
+    if isinstance(job.beginning, ModelDirectory):
+        keep_source(job.beginning, job.run_dir)
+    else:
+        # A checkpoint lies two folders below its run.
+        hand_on(job.beginning[0].parent.parent, job.run_dir)
