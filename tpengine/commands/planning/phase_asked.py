@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -80,6 +81,28 @@ def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
         )
         for phase in phases
     ]
+
+
+def refuse_other_sizes(
+    phase: AskedPhase, asked: Mapping[str, int | tuple[int, ...] | None], has: Mapping[str, int]
+) -> None:
+    """Raise for an option that a phase's file overrides.
+
+    Args:
+        phase: that is shown.
+        asked: values of options by their names, None for those that were not given.
+        has: what the phase has.
+
+    Raises:
+        ValueError: the first that differs, in one line.
+    """
+    for option, value in asked.items():
+        if value not in (None, has[option], (has[option],)):
+            said = value[0] if isinstance(value, tuple) else value
+            raise ValueError(
+                f"a phase says its own sizes: {phase.config.phases}, {phase.words}: got {option} {said}, it has "
+                f"{has[option]}: leave {option} out"
+            )
 
 
 def _steps_in_words(phase: Phase) -> str:

@@ -15,7 +15,7 @@ from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
-from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases
+from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
@@ -46,6 +46,7 @@ def print_plan(args: argparse.Namespace) -> None:
     lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}"]
     sheets = []
     asked = all_phases(layout.config(question), args)
+    _refuse_other_sizes(asked[0], args)
     for phase in asked:
         sheet = Sheet.of(phase.config, question.machine, balanced_for=phase.balanced_for)
         lines += [*filter(None, [phase.words]), *sheet_lines(sheet, question)]
@@ -58,6 +59,15 @@ def print_plan(args: argparse.Namespace) -> None:
         write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
         lines.append(f"wrote {args.json}")
     print("\n".join(lines))
+
+
+def _refuse_other_sizes(first: AskedPhase, args: argparse.Namespace) -> None:
+    """Raise for sizes that are not those of the first phase."""
+    train, dp = first.config.train, first.config.parallel.dp or 1
+    asked = {"--seq-len": args.seq_len, "--micro-batch": args.micro_batch_size, "--global-batch": args.global_batch}
+    batch = train.micro_batch_size * train.num_micro_batches * dp
+    sizes = {"--seq-len": train.seq_len, "--micro-batch": train.micro_batch_size, "--global-batch": batch}
+    refuse_other_sizes(first, asked, sizes)
 
 
 def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[AskedPhase]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tpengine.commands.parsing import count
-from tpengine.commands.planning.phase_asked import AskedPhase, phase_asked
+from tpengine.commands.planning.phase_asked import AskedPhase, phase_asked, refuse_other_sizes
 from tpengine.commands.planning.schedule_model import (
     Modelled,
     add_model_arguments,
@@ -122,12 +122,9 @@ def print_schedule(args: argparse.Namespace) -> None:
     asked = config_asked_for(args)
     phase = phase_asked(asked, args) if asked else None
     config = phase.config if phase else None
-    if asked and config and args.micro_batches not in (None, config.train.num_micro_batches):
-        raise ValueError(
-            f"a phase says how many micro-batches it has: {args.phases or asked.phases}, phase {args.phase or 1} has "
-            f"{config.train.num_micro_batches} per replica, got --micro-batches {args.micro_batches}: leave "
-            "--micro-batches out"
-        )
+    if phase and config:
+        option, has = "--micro-batches", config.train.num_micro_batches
+        refuse_other_sizes(phase, {option: args.micro_batches}, {option: has})
     args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)
     _check_files(args)

@@ -113,8 +113,9 @@ def test_a_run_like_another_is_started_with_its_phases(
         (["plan", "--model", "tiny", "--ranks", "1", "--steps", "5"], "--steps is for the phases of a run: got 5, no"),
         (
             ["schedule", "--preset", "tiny", "--phases", "FILE", "--micro-batches", "16"],
-            "FILE, phase 1 has 8 per replica, got --micro-batches 16: leave --micro-batches out",
+            "tokens per replica: got --micro-batches 16, it has 8: leave --micro-batches out",
         ),
+        (["plan", "--model", "tiny", "--ranks", "1", "--phases", "FILE", "--global-batch", "64"], "it has 8: leave"),
         (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
         (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
         (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),
