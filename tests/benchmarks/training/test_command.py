@@ -97,10 +97,10 @@ def test_a_revision_is_compared_with_its_own_sources(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for package in ("tpengine", "kernels/tpkernels", "benchmarks"):
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    optim = tree / "tpengine/training/update/optimizer.py"
-    text = optim.read_text()
-    assert text.count("return config.lr * (step + 1)") == 1
-    optim.write_text(text.replace("return config.lr * (step + 1)", "return 9 * config.lr * (step + 1)"))
+    source = tree / "tpengine/training/update/learning_rate.py"
+    text, rate = source.read_text(), "return rate_before + (config.lr - rate_before) * after / warmup.number"
+    assert text.count(rate) == 1
+    source.write_text(text.replace(rate, rate.replace("return ", "return 9 * (") + ")"))
     entries = train.entries_of(MINIATURE, "tp1", train.Options(against="HEAD"), tree)
     assert list(entries) == ["tpengine", "revision"]
     with Contestant(entries["tpengine"]) as ours, Contestant(entries["revision"]) as theirs:
