@@ -21,13 +21,13 @@ from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, change_text, differences, sheet_lines, too_large_text
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
+from tpengine.checkpoint.resume import saved_config
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings, listed
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.rules import MOST_MICRO_BATCHES
-from tpengine.config.toml import load_toml
 from tpengine.plan import make_schedule
 from tpengine.simulate.draw import MAX_BOXES, Picture, picture_bytes, write_beside
 from tpengine.simulate.machine import MACHINES, machine_named
@@ -107,7 +107,7 @@ def advise(args: argparse.Namespace) -> None:
     if args.explain and args.explain > len(found.rows):
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
     changed = list(changes(question, found.rows[0].layout, max(1.0, args.seconds / 5), found.bounds))
-    run = run_command(args, question)
+    run = run_command(args, question) + phases_of_model(args, question, question.base.train.steps)
     print("\n".join(answer_lines(question, name, found, changed, run)))
     if question.base.phases:
         print(
@@ -172,7 +172,7 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
         run = run_of(args.resume)
         if run is None:
             raise ValueError(f"--resume needs the directory of a run: {args.resume} has no config.toml: check the path")
-        config = load_toml(run[0] / "config.toml", Config())
+        config = saved_config(str(run[0]))
         _keeps_numbers(args, config)
         return config, run[0].name
     if args.model.replace("-", "_") in PRESETS:
@@ -186,7 +186,7 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
             "check the path"
         )
     if (run := run_of(str(path))) is not None:
-        return load_toml(run[0] / "config.toml", Config()), path.name
+        return saved_config(str(run[0])), path.name
     base = Config()
     base = replace(base, model=model_at(replace(base.model, path=str(path))))
     dtype = ConfigJson.read(path).dtype
@@ -220,6 +220,12 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
     train = question.base.train
     exact = " --train.reduction exact" if train.reduction == "exact" else ""
     return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}"
+
+
+def phases_of_model(args: argparse.Namespace, question: Question, steps: int) -> str:
+    """Return the options for the phases of the run that --model names; one that goes on has its own."""
+    phases = question.base.phases
+    return f" --phases {phases} --train.steps {steps}" if phases and not args.resume else ""
 
 
 def _pictures(rows: Sequence[Row], question: Question) -> list[Picture]:

@@ -13,7 +13,12 @@ from tpengine.advice.question import Question
 from tpengine.advice.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
-from tpengine.commands.planning.advise import add_question_arguments, question_asked, run_command
+from tpengine.commands.planning.advise import (
+    add_question_arguments,
+    phases_of_model,
+    question_asked,
+    run_command,
+)
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
 from tpengine.plan import SCHEDULES
@@ -75,10 +80,7 @@ def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[A
     if args.phases is not None:
         steps = "N" if asked[-1].is_open else args.steps
         return f" --phases {args.phases}" + (f" --train.steps {steps}" if steps else "")
-    # A run that goes on has its own; one with the model of another run takes neither phases nor steps from there.
-    if not question.base.phases or args.resume:
-        return ""
-    return f" --phases {question.base.phases} --train.steps {asked[-1].config.train.steps}"
+    return phases_of_model(args, question, asked[-1].config.train.steps)
 
 
 def _layout(question: Question) -> Candidate:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.cli import main
 from tpengine.commands.certify import command
 from tpengine.commands.certify.command import Layout, Options
 from tpengine.config import ParallelConfig, phases_of, validate_run
 from tpengine.config.presets import preset_config
-from tpengine.config.toml import dump_toml
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import training_plan
 
@@ -92,16 +92,26 @@ def test_a_sheet_is_worked_out_for_every_phase(
 def test_a_run_like_another_is_started_with_its_phases(
     tmp_path: Path, phases: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = replace(preset_config("tiny"), phases=str(phases))
-    (tmp_path / "config.toml").write_text(dump_toml(validate_run(config, 1)))
-    argv = ["plan", "--machine", "cpu", "--ranks", "1"]
-    assert main([*argv, "--model", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith(f" --phases {phases} --train.steps 6\n")
-    assert main([*argv, "--resume", str(tmp_path)]) == 0
+    """By the copy that it keeps, wherever it is now: the file that it was given may be gone."""
+    was, run = tmp_path / "was", tmp_path / "run"
+    was.mkdir()
+    config = replace(preset_config("tiny"), phases=str(phases), run_dir=str(was))
+    write_config(validate_run(config, 1), was, keeps_equal=False)
+    was.rename(run)
+    phases.unlink()
+    argv, kept = ["plan", "--machine", "cpu", "--ranks", "1"], run / "phases.toml"
+    assert main([*argv, "--model", str(run)]) == 0
+    assert capsys.readouterr().out.endswith(f" --phases {kept} --train.steps 6\n")
+    assert main([*argv, "--resume", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "phase 2 of 2" in shown and "--phases" not in shown
-    assert main(["advise", *argv[1:], "--model", str(tmp_path), "--seconds", "1000", "--micro-batch", "1"]) == 0
-    assert f"{phases} has phases: this is advice for the settings of config.toml, which" in capsys.readouterr().out
+    advise = ["advise", *argv[1:], "--seconds", "1000", "--micro-batch", "1"]
+    assert main([*advise, "--model", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{kept} has phases: this is advice for the settings of config.toml, which" in shown
+    assert re.search(rf"^run it: .* --phases {kept} --train.steps 6 ", shown, re.MULTILINE)
+    assert main([*advise, "--resume", str(run)]) == 0
+    assert "--phases" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
