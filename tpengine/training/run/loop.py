@@ -234,7 +234,8 @@ def _loop(run: _Run) -> Uploads | None:
                 step += 1
         profiler.finish()
         _end_steps(run, pause, held_out)
-    _show_result(run, held_out)
+        # Before the writer ends: it tells others how the run has ended.
+        _show_result(run, held_out)
     return checkpoints.uploads
 
 

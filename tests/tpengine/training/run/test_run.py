@@ -19,9 +19,11 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
 from tpengine import train
+from tpengine.checkpoint import storage
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.observe.console import console_for
+from tpengine.observe.metrics import MetricsWriter
 from tpengine.training.run import loop as run
 from tpengine.training.trainer import RunError, Trainer
 
@@ -50,6 +52,31 @@ def test_building_has_a_time_limit_and_a_disk_has_none(tmp_path: Path, monkeypat
     with pytest.raises(SystemExit):
         train.main()
     assert timed == {"building the model and its groups": True, "reading the checkpoint": False}
+
+
+def test_others_hear_that_the_last_checkpoint_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights & Biases showed a run as finished whose last state nobody has."""
+    codes: list[int] = []
+    close = MetricsWriter.close
+
+    def heard(writer: MetricsWriter, exit_code: int = 0) -> None:
+        codes.append(exit_code)
+        close(writer, exit_code)
+
+    def refused(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsWriter, "close", heard)
+    monkeypatch.setattr(storage, "save_file", refused)
+    arguments = ["--train.steps", "1", "--train.eval-micro-batches", "1", "--train.sample-tokens", "1"]
+    monkeypatch.setattr(sys, "argv", ["train", *SMALL, *arguments, "--run-dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert (end.value.code, codes) == (2, [2])
+    said, errors = capsys.readouterr()
+    assert "held-out loss" in said and "the last checkpoint must be written" in errors
 
 
 def begun(config: Config, run_dir: str) -> str:
