@@ -171,9 +171,10 @@ class DataConfig:
     """TOML file of a mixture, instead of one text: a table of sources, each with path, weight, and epochs at most."""
     held_out_fraction: float = 0.05
     """Share of the tokens, at the end of the text, that is never trained on; with a mixture, of each source."""
-    packing: Literal["cut", "documents"] = "cut"
+    packing: Literal["cut", "documents", "fit"] = "cut"
     """How documents lie in a sequence: cut, one behind the other as if they were one text; documents, the same, but
-    attention does not cross from one to the next, positions begin anew, and no token is predicted across a border."""
+    attention does not cross from one to the next, positions begin anew, and no token is predicted across a border; fit,
+    as documents, but none of at most seq_len tokens is cut, for some padding (first: `tpengine data --fit`)."""
     ignore_token: int | None = None
     """Targets equal to this token are not counted in the loss (padding, say)."""
 

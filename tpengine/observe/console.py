@@ -90,6 +90,14 @@ def show_phases(console: Console, phases: Phases, peaks: Sequence[int]) -> None:
             console.print(f"{f'phase {phase.number + 1}':10}{phase_words(phase, peak)}", markup=False, highlight=False)
 
 
+def show_padding(console: Console, padding: Mapping[str, float], seq_len: int) -> None:
+    """Print how much of fitted samples is padding, by source; nothing if no documents are fitted."""
+    if padding:
+        shares = ", ".join(f"{name} {share:.2%}".lstrip() for name, share in padding.items())
+        text = f"documents fitted into samples of {seq_len:,} tokens, padding {shares}"
+        console.print(f"{'packing':10}{text}", markup=False, highlight=False)
+
+
 def phase_words(phase: Phase, peak: int) -> str:
     """Return what a phase is: steps, tokens, batch, sequence length, memory."""
     train, num_steps = phase.config.train, phase.end_step - phase.first_step

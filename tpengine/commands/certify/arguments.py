@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data.path", dest="data_path", metavar="FILE", help="as in training (default stdlib)")
     parser.add_argument("--data.mixture", dest="mixture", default="", metavar="FILE", help="as in training")
     parser.add_argument(
-        "--data.packing", dest="packing", choices=("cut", "documents"), default="cut", help="as in training"
+        "--data.packing", dest="packing", choices=("cut", "documents", "fit"), default="cut", help="as in training"
     )
     parser.add_argument("--phases", default="", metavar="FILE.toml", help="each phase by itself, with --steps of each")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")

@@ -77,7 +77,7 @@ class Options:
     fast: bool
     data_path: str | None = None
     mixture: str = ""
-    packing: Literal["cut", "documents"] = "cut"
+    packing: Literal["cut", "documents", "fit"] = "cut"
     phases: str = ""
 
 

@@ -3,5 +3,6 @@
 arguments.py   what the command understands
 write.py       documents to tokens
 shards.py      tokens to files, and what a killed command has begun
+fit.py         documents to samples of one length
 check.py       whether files hold what they say
 """

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
+from tpengine.config import DataConfig
 
 DESCRIPTION = (
     "Write token files from text files, each one document, .jsonl files (.gz, .zst too), each line one document, and "
-    ".parquet files, each row one document; or check token files. A command that was killed goes on where it stopped "
-    "when it is given again."
+    ".parquet files, each row one document; or check token files, or fit their documents into samples. A command that "
+    "was killed goes on where it stopped when it is given again."
 )
 
 
@@ -30,6 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         metavar="PATH",
         help="check token files, named as --data.path names them: hashes, ids, documents and their marks",
+    )
+    what.add_argument(
+        "--fit",
+        nargs=2,
+        metavar=("S", "PATH"),
+        help="put the documents of token files, named as --data.path names them, into samples of S tokens, whole where "
+        "they fit, for --data.packing fit; the index is written beside the first file",
+    )
+    parser.add_argument(
+        "--held-out-fraction",
+        type=float,
+        metavar="X",
+        help=f"with --fit: data.held_out_fraction of the run (default {DataConfig().held_out_fraction})",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="token file to write, a new one; or a directory")
     parser.add_argument(
@@ -68,11 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_data(args: argparse.Namespace) -> None:
     """Turn text files into token files, or check token files."""
+    _check_together(args)
     if args.check is not None:
         from tpengine.commands.data.check import check_data
 
         with stoppable():
             check_data(args.check, args.tokenizer)
+        return
+    if args.fit is not None:
+        from tpengine.commands.data.fit import fit_data
+
+        with stoppable():
+            fit_data(args.fit[1], args.fit[0], args.held_out_fraction)
         return
     from tpengine.commands.data.write import Options, write_data
 
@@ -91,3 +112,16 @@ def run_data(args: argparse.Namespace) -> None:
             workers=args.workers,
         )
         write_data(asked)
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Raise ValueError if an option is given that the command would not use."""
+    if args.held_out_fraction is not None and args.fit is None:
+        raise ValueError("--held-out-fraction goes with --fit: use tpengine data --fit S PATH, or leave it out")
+    if args.sources is not None:
+        return
+    for name in ("out", "begin", "end", "shard_tokens", "workers"):
+        if getattr(args, name) is not None:
+            used = "--fit" if args.check is None else "--check"
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} goes with --from, not with {used}: leave it out")

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from tpengine.data import open_source
 from tpengine.data.files.one_file import SourceFile
+from tpengine.data.files.source import open_text
+from tpengine.data.fit.index import indices_of, open_index
 from tpengine.data.text.tokenizer import TextTokenizer
 
 _TOKENS_AT_ONCE = 1 << 20
@@ -59,6 +61,7 @@ def check_data(path: str, tokenizer: str = "bytes") -> None:
         for fault in of_file:
             console.print(f"{file.path}: {fault}")
         faults += [f"{file.path}: {fault}" for fault in of_file]
+    faults += _faults_of_indices(path, console)
     if faults:
         raise ValueError(f"token files must hold what they say: {faults[0]}: write or copy them again")
     documents = "" if source.num_documents is None else f" of {source.num_documents:,} documents"
@@ -99,6 +102,25 @@ def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: Console)
                 continue
             who = "the tokenizer declares" if name in declared else "its header says"
             console.print(f"warning: {file.path}: no document {name}s with {mark}, which {who} for that")
+    return faults
+
+
+def _faults_of_indices(path: str, console: Console) -> list[str]:
+    """Read the indices of fitted samples that lie beside a text; say what they are; return what is wrong."""
+    text, faults = open_text(path), []
+    for place, seq_len in indices_of(text):
+        try:
+            index = open_index(text, seq_len)
+        except ValueError as error:
+            # A run would refuse it with the same words; the tokens are what they say nevertheless.
+            console.print(f"warning: {error}")
+            continue
+        if index.content_sha256() != index.sha256:
+            faults.append(f"{place}: its content does not have the SHA-256 of its header")
+            console.print(faults[-1])
+            continue
+        samples = index.train.num_samples + index.held_out.num_samples
+        console.print(f"{place}: {samples:,} fitted samples of {seq_len:,} tokens, SHA-256 right")
     return faults
 
 

@@ -6,8 +6,13 @@ import numpy as np
 from tpkernels.work import visible_pairs
 
 from tpengine.config import Config
-from tpengine.data import open_source
-from tpengine.data.samples.windows import HasDocuments, Samples
+from tpengine.data.corpora.text_corpus import num_trained_on
+from tpengine.data.files.documents import DocumentTokens
+from tpengine.data.files.source import open_text
+from tpengine.data.files.source_tokens import DocumentSourceTokens
+from tpengine.data.fit.index import open_index
+from tpengine.data.samples.fitted import fitted
+from tpengine.data.samples.windows import Samples
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.simulate.machine import Machine
@@ -22,24 +27,28 @@ def packed_documents(config: Config) -> Packed:
     """Return the documents of the first micro-batches of a run's order.
 
     Args:
-        config: validated; data.path, train.seq_len, micro_batch_size and seed are used.
+        config: validated; data, train.seq_len, micro_batch_size and seed are used.
 
     Raises:
         ValueError: an unreadable text, one that does not say where documents begin, or too short a one.
 
     Cost: a search for each of at most 4,096 sequences; no scan.
     """
-    tokens, train = open_source(config.data.path).tokens, config.train
-    if not isinstance(tokens, HasDocuments):
+    text, train, data = open_text(config.data.path), config.train, config.data
+    if not isinstance(text.tokens, DocumentTokens | DocumentSourceTokens):
         raise ValueError(
-            f"the cost of packed documents needs to know where they begin: {config.data.path} does not say: write it "
+            f"the cost of packed documents needs to know where they begin: {data.path} does not say: write it "
             "again with tpengine data, or leave --data.path out"
         )
+    num_train = num_trained_on(text.tokens, data.held_out_fraction)
+    tokens = text.tokens.part(0, num_train)
     samples = Samples(tokens, train.seq_len, config.model.vocab_size, seed=train.seed, packs=True)
+    if data.packing == "fit":
+        samples = fitted(samples, open_index(text, train.seq_len, num_train, data.held_out_fraction).train)
     if samples.num_windows < train.micro_batch_size:
         raise ValueError(
-            f"a text must fill a micro-batch: {config.data.path} has {samples.num_windows} sequences of "
-            f"{train.seq_len} tokens, a micro-batch {train.micro_batch_size}: use more text or shorter sequences"
+            f"a text must fill a micro-batch: {data.path} has {samples.num_windows} sequences of {train.seq_len} "
+            f"tokens to train on, a micro-batch {train.micro_batch_size}: use more text or shorter sequences"
         )
     count = min(samples.num_windows, max(_MOST_SAMPLES, train.micro_batch_size))
     starts = samples.document_starts(np.arange(count, dtype=np.int64))

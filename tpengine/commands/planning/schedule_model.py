@@ -49,7 +49,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-path",
         dest="data_path",
         metavar="PATH",
-        help="the text whose documents are packed (--data.packing documents): attention costs what their lengths say",
+        help="the text whose documents are packed, as --data.packing documents does, or fit if --config says so: "
+        "attention costs what their lengths say",
     )
     add_phase_arguments(model)
     model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
@@ -109,7 +110,9 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
         gathered=_first(args.gathered, base.parallel.gathered),
     )
     if args.data_path is not None:
-        base = replace(base, data=replace(base.data, path=args.data_path, packing="documents"))
+        base = replace(base, data=replace(base.data, path=args.data_path))
+        if base.data.packing == "cut":
+            base = replace(base, data=replace(base.data, packing="documents"))
     num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
     return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,9 @@ class Corpus(Protocol):
 
     def fingerprint_of_ends(self) -> str:
         """Return what checkpoints identified a text by before its content was hashed; empty for a mixture."""
+
+    def padding(self) -> Mapping[str, float]:
+        """Return the share of padding in the training samples of each source, by name; empty if none are fitted."""
 
     def note_hash(self, run_dir: Path) -> None:
         """Write hashes to the run directory if no note can be written beside the texts."""

@@ -21,14 +21,17 @@ class Change(NamedTuple):
     now: str | None
 
 
-def of_files(lines: Mapping[str, str]) -> str:
+def of_files(lines: Mapping[str, str], fit: str = "") -> str:
     """Return the fingerprint of a text of several files.
 
-    Args: lines: what each is, by its path, in order. Their names do not count.
+    Args:
+        lines: what each is, by its path, in order. Their names do not count.
+        fit: what the index of their fitted samples is; empty for none.
     """
     return json.dumps(
         {
             **{f"file {number}": line for number, line in enumerate(lines.values(), 1)},
+            **({"fit index": fit} if fit else {}),
             _PATHS: {f"file {number}": path for number, path in enumerate(lines, 1)},
         }
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,6 +54,11 @@ class MixtureCorpus:
     def fingerprint_of_ends(self) -> str:
         """See Corpus."""
         return ""
+
+    def padding(self) -> Mapping[str, float]:
+        """See Corpus."""
+        pairs = zip(self.entries, self.sources, strict=True)
+        return {entry.name: source.fit.train.padding for entry, source in pairs if source.fit is not None}
 
     def note_hash(self, run_dir: Path) -> None:
         """See Corpus."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from tpengine.data.files.source import open_text
 from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
+from tpengine.data.fit.index import FitIndex, open_index
+from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import HasDocuments, Samples
 from tpengine.data.text.sources import stdlib_text
 
@@ -35,6 +37,7 @@ class TextCorpus:
         is_noted: whether the next run finds that hash without reading the text.
         reading_seconds: how much longer than this rank a rank of another host may take to open the text, since it may
             have to read all of it; 0 if the header has the hash.
+        fit: the index of samples whose documents are fitted; else None.
     """
 
     train: Samples
@@ -42,6 +45,7 @@ class TextCorpus:
     text: TokenFile
     is_noted: bool
     reading_seconds: float
+    fit: FitIndex | None = None
 
     @property
     def texts(self) -> tuple[TokenFile, ...]:
@@ -58,27 +62,30 @@ class TextCorpus:
 
     def viewed(self, config: Config, phase: int) -> TextCorpus:
         """See Corpus."""
-        seq_len, ignored = config.train.seq_len, config.data.ignore_token
-        corpus = replace(
-            self,
-            train=replace(self.train, seq_len=seq_len, ignore_token=ignored, phase=phase),
-            held_out=replace(self.held_out, seq_len=seq_len, ignore_token=ignored),
-        )
+        seq_len, ignored, fit = config.train.seq_len, config.data.ignore_token, self.fit
+        if fit is not None and fit.seq_len != seq_len:
+            fit = open_index(self.text, seq_len, len(self.train.tokens), config.data.held_out_fraction)
+        train = replace(self.train, seq_len=seq_len, ignore_token=ignored, phase=phase)
+        held_out = replace(self.held_out, seq_len=seq_len, ignore_token=ignored)
+        if fit is not None:
+            train, held_out = fitted(train, fit.train), fitted(held_out, fit.held_out)
+        corpus = replace(self, train=train, held_out=held_out, fit=fit)
         check_lengths(corpus.train, corpus.held_out, config)
         return corpus
 
     def fingerprint(self) -> str:
         """Return what identifies a text: number, dtype and vocabulary of the tokens, and their hash; or each file's."""
         tokens, vocab_size, sha256, about, _ = self.text
+        index = "" if self.fit is None else f"SHA-256 {self.fit.sha256[:_SHOWN_DIGITS]}"
         if isinstance(tokens, SourceTokens) and len(tokens.files) > 1:
-            return of_files(
-                {
-                    str(file.path): f"{len(file.tokens)} {file.tokens.dtype} tokens, SHA-256 "
-                    f"{file.fingerprint[:_SHOWN_DIGITS]}"
-                    for file in tokens.files
-                }
-            )
+            lines = {
+                str(file.path): f"{len(file.tokens)} {file.tokens.dtype} tokens, SHA-256 "
+                f"{file.fingerprint[:_SHOWN_DIGITS]}"
+                for file in tokens.files
+            }
+            return of_files(lines, index)
         documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
+        documents += f", fit index's {index}" if index else ""
         return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
 
     def fingerprint_of_ends(self) -> str:
@@ -89,6 +96,10 @@ class TextCorpus:
             digest.update(part[:_END_TOKENS].tobytes())
             digest.update(part[-_END_TOKENS:].tobytes())
         return digest.hexdigest()
+
+    def padding(self) -> Mapping[str, float]:
+        """See Corpus."""
+        return {} if self.fit is None else {"": self.fit.train.padding}
 
     def note_hash(self, run_dir: Path) -> None:
         """Write the hash to the run directory if no note can be written in the text's own directory."""
@@ -110,25 +121,35 @@ def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None
     """
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
     text = _open_text(config, say)
-    num_train = len(text.tokens) - int(len(text.tokens) * data.held_out_fraction)
-    if isinstance(text.tokens, DocumentTokens | DocumentSourceTokens):
-        num_train = _whole_documents(text.tokens, num_train)
+    num_train = num_trained_on(text.tokens, data.held_out_fraction)
     train_tokens, held_out_tokens = _cut(text.tokens, num_train)
-    packs = data.packing == "documents"
+    packs = data.packing != "cut"
     if packs and not isinstance(text.tokens, HasDocuments):
         where = data.path
         if isinstance(text.tokens, SourceTokens):
             where = str(next(file.path for file in text.tokens.files if file.starts is None))
         raise ValueError(
-            f"--data.packing documents needs to know where documents begin: {where} does not say: write it again "
+            f"--data.packing {data.packing} needs to know where documents begin: {where} does not say: write it again "
             "with tpengine data, or use --data.packing cut"
         )
     train_samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed, packs=packs)
     held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs)
+    fit = None
+    if data.packing == "fit":
+        fit = open_index(text, train.seq_len, num_train, data.held_out_fraction)
+        train_samples, held_out_samples = fitted(train_samples, fit.train), fitted(held_out_samples, fit.held_out)
     check_lengths(train_samples, held_out_samples, config)
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
     text, is_noted = _with_hash(text, config.run_dir, say)
-    return TextCorpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S)
+    return TextCorpus(train_samples, held_out_samples, text, is_noted, num_bytes / _LEAST_BYTES_PER_S, fit)
+
+
+def num_trained_on(tokens: TextTokens, held_out_fraction: float) -> int:
+    """Return how many of a text's tokens are trained on: what is held out are its last documents, whole."""
+    num_train = len(tokens) - int(len(tokens) * held_out_fraction)
+    if isinstance(tokens, DocumentTokens | DocumentSourceTokens):
+        return _whole_documents(tokens, num_train)
+    return num_train
 
 
 def _open_text(config: Config, say: Callable[[str], None]) -> TokenFile:

@@ -109,6 +109,9 @@ def _is_companion(path: Path) -> bool:
         return path.with_suffix(".bin").is_file()
     if path.suffix in (".index", ".metadata", ".loss"):
         return name.endswith((".ds.index", ".ds.metadata", ".ds.loss"))
+    if path.suffix == ".fit":
+        # NAME.S.fit, see fit/index.py.
+        return path.with_suffix("").with_suffix("").is_file()
     if path.suffix == ".json":
         return path.with_suffix("").is_file() or any(
             other.suffix != ".json" and other.is_file() for other in path.parent.glob(f"{glob.escape(path.stem)}.*")

@@ -110,7 +110,7 @@ class Samples:
         for row, first in enumerate(firsts):
             text = self.tokens[first : first + self.seq_len + 1]
             if text.max() >= self.vocab_size:
-                raise ValueError(self._beyond(firsts))
+                raise ValueError(self._beyond([(first, first + self.seq_len + 1) for first in firsts]))
             tokens[row], labels[row] = text[:-1], text[1:]
         if self.ignore_token is not None:
             labels[labels == self.ignore_token] = IGNORED_LABEL
@@ -141,12 +141,12 @@ class Samples:
         """Leave out the document that begins right behind a window."""
         return starts[:-1] if len(starts) and starts[-1] == self.seq_len else starts
 
-    def _beyond(self, firsts: Sequence[int]) -> str:
-        """Say which token of windows is beyond the vocabulary, and where the first one is."""
-        text = np.stack([self.tokens[first : first + self.seq_len + 1] for first in firsts])
-        rows, columns = np.nonzero(text >= self.vocab_size)
-        first, largest = int(text[rows[0], columns[0]]), int(text.max())
-        place = int(firsts[rows[0]] + columns[0])
+    def _beyond(self, ranges: Sequence[tuple[int, int]]) -> str:
+        """Say which token in some ranges of the text is beyond the vocabulary, and where the first one is."""
+        text = np.concatenate([self.tokens[begin:end] for begin, end in ranges])
+        places = np.concatenate([np.arange(begin, end) for begin, end in ranges])
+        first_of = int(np.argmax(text >= self.vocab_size))
+        first, largest, place = int(text[first_of]), int(text.max()), int(places[first_of])
         where = f"token {place} of the text"
         if not isinstance(self.tokens, np.ndarray):
             path, number = self.tokens.where(place)

@@ -101,7 +101,7 @@ class BlockBytes:
             vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.is_matrix),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
-            is_windowed=is_windowed or config.data.packing == "documents",
+            is_windowed=is_windowed or config.data.packing != "cut",
         )
 
     @property

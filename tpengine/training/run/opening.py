@@ -21,7 +21,7 @@ from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source
 from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.observe.background import BackgroundWriter
-from tpengine.observe.console import show_phases, show_plan
+from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
 from tpengine.simulate.machine import machine_on
@@ -85,6 +85,8 @@ def _say_what_will_happen(
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    for part in trainer.parts:
+        show_padding(console, part.corpus.padding(), part.config.train.seq_len)
     show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])
     if config.resume:
         # What a checkpoint has are the settings of its last step's phase.

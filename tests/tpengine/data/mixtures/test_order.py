@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from support.mixtures import APART, mixed_config, write_mixture
 from torch import Tensor
 
+from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
 from tpengine.data import Corpus, Position, open_corpora
 from tpengine.data.corpora.mixture_corpus import MixtureCorpus
 from tpengine.data.mixtures.samples import MixtureSamples
 from tpengine.data.mixtures.shares import Mixture
+from tpengine.data.mixtures.table import read_table
 from tpengine.data.samples.reader import PackedBatch
 from tpengine.data.samples.windows import Samples
 from tpengine.distributed.mesh import Coordinates, Shape
@@ -69,7 +71,7 @@ def draws(draw: st.DrawFn) -> Draw:
         draw(st.lists(st.integers(1, 4), min_size=num_sources, max_size=num_sources)),
         draw(st.lists(st.integers(1, 20), min_size=num_sources, max_size=num_sources)),
         seq_len,
-        draw(st.sampled_from(["cut", "documents"])),
+        draw(st.sampled_from(["cut", "documents", "fit"])),
         draw(st.integers(0, 3)),
         draw(st.lists(st.sampled_from(splits), min_size=3, max_size=3)),
         draw(st.integers(0, 40)),
@@ -81,6 +83,9 @@ def opened(drawn: Draw, directory: Path) -> tuple[Config, MixtureCorpus]:
     config = mixed_config(mixture, len(drawn.documents), drawn.seq_len, packing=drawn.packing)
     train = replace(config.train, seed=drawn.seed, eval_micro_batches=8, steps=10**6)
     config = replace(config, train=train)
+    if drawn.packing == "fit":
+        for entry in read_table(mixture):
+            fit_data(entry.path, str(drawn.seq_len), config.data.held_out_fraction)
     (corpus,) = open_corpora(phases_of(config))
     assert isinstance(corpus, MixtureCorpus)
     return config, corpus
@@ -144,8 +149,15 @@ def check_epochs(drawn: Draw, directory: Path) -> None:
         of_labels = labels[tokens[:, 0] // APART == source]
         for epoch in range(2):
             now = of_source[epoch * num : (epoch + 1) * num]
-            assert sorted(now[:, 0].tolist()) == [window * drawn.seq_len for window in range(num)]
+            firsts = sorted(now[:, 0].tolist())
+            if drawn.packing == "fit":
+                # Which documents they are: samples/test_fitted.py.
+                assert len(set(firsts)) == num and firsts == sorted(of_source[:num, 0].tolist())
+            else:
+                assert firsts == [window * drawn.seq_len for window in range(num)]
         assert of_source.max() < held_out_from[source]
+        if drawn.packing == "fit":
+            continue
         starts = np.cumsum([0, *lengths])
         across = np.isin(of_source + 1, starts) if drawn.packing == "documents" else np.zeros_like(of_source, bool)
         np.testing.assert_array_equal(of_labels, np.where(across, IGNORED_LABEL, of_source + 1 + source * APART))

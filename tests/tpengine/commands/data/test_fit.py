@@ -1,0 +1,77 @@
+"""Rung: pure. `tpengine data --fit` says what it fitted, and --check what lies beside a text; mistakes are one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpengine.cli import main
+from tpengine.data import write_tokens
+
+
+def written(path: Path) -> Path:
+    lengths = [5, 3, 20, 8, 1, 7, 8, 2, 9, 4, 30, 6, 5]
+    write_tokens(path, np.arange(sum(lengths)), 256, lengths=lambda: lengths)
+    return path
+
+
+def test_what_is_fitted_is_said_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "t")
+    assert main(["data", "--fit", "8", str(path), "--held-out-fraction", "0.2"]) == 0
+    assert capsys.readouterr().out.strip() == (
+        f"{path}.8.fit: 9 samples of 8 tokens and 6 held out, of 13 documents, 3 of them longer and cut, 10.00% "
+        f"padding; train on it with --data.path {path} --data.packing fit --train.seq_len 8"
+    )
+    assert main(["data", "--check", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"{path}.8.fit: 15 fitted samples of 8 tokens, SHA-256 right" in said
+    # A directory, and a glob that takes all, leave the index out.
+    assert main(["data", "--check", f"{tmp_path}/*"]) == 0
+    place = tmp_path / "t.8.fit"
+    whole = bytearray(place.read_bytes())
+    whole[140] ^= 1
+    place.write_bytes(whole)
+    assert main(["data", "--check", str(path)]) == 2
+    assert f"{place}: its content does not have the SHA-256 of its header" in capsys.readouterr().err
+    write_tokens(path, np.arange(108)[::-1], 256, lengths=lambda: [108])
+    assert main(["data", "--check", str(path)]) == 0
+    assert f"warning: a fit index must be of the data: {place}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--fit", "0", "t"], "--fit needs the tokens of a sample, 1 to 16777216: got '0'"),
+        (["--fit", "t", "8"], "got 't': use train.seq_len"),
+        (["--fit", "8", "t", "--held-out-fraction", "1"], "--held-out-fraction must be 0 to 0.9: got 1.0"),
+        (["--fit", "8", "v1"], "--fit needs to know where documents begin: v1 does not say"),
+        (["--fit", "8", "none"], "a token file must be readable: none"),
+        (["--check", "t", "--held-out-fraction", "0.1"], "--held-out-fraction goes with --fit"),
+        (["--fit", "8", "t", "--out", "x"], "--out goes with --from, not with --fit: leave it out"),
+        (["--check", "t", "--workers", "2"], "--workers goes with --from, not with --check: leave it out"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    part: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "t")
+    write_tokens(tmp_path / "v1", np.arange(50), 256)
+    before = sorted(tmp_path.iterdir())
+    assert main(["data", *options]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and part in said[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "t")
+    (tmp_path / "t.8.fit").mkdir()
+    assert main(["data", "--fit", "8", str(path)]) == 2
+    assert f"a fit index is written beside its text: {path}.8.fit: " in capsys.readouterr().err

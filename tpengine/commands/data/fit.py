@@ -1,0 +1,65 @@
+"""`tpengine data --fit`: put the documents of token files into samples, for --data.packing fit. No torch."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tpengine.config import DataConfig
+from tpengine.data.corpora.text_corpus import num_trained_on
+from tpengine.data.files.documents import DocumentTokens
+from tpengine.data.files.source import open_text
+from tpengine.data.files.source_tokens import DocumentSourceTokens
+from tpengine.data.fit.index import index_path, open_index
+from tpengine.data.fit.writing import write_index
+
+_MOST_FRACTION = 0.9
+# Of a sample: a piece's length has 32 bits.
+_MOST_TOKENS = 2**24
+
+
+def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> None:
+    """Write the index beside the text, and say how much of its samples is padding.
+
+    Args:
+        path: as --data.path names it.
+        length: tokens of a sample, train.seq_len of the run.
+        held_out_fraction: as data.held_out_fraction; None for its default.
+
+    Raises: ValueError: one line: another length or fraction, a text that does not know its documents, or no place.
+    """
+    fraction = DataConfig().held_out_fraction if held_out_fraction is None else held_out_fraction
+    if not length.isdecimal() or not 1 <= int(length) <= _MOST_TOKENS:
+        raise ValueError(f"--fit needs the tokens of a sample, 1 to {_MOST_TOKENS}: got {length!r}: use train.seq_len")
+    if not 0 <= fraction <= _MOST_FRACTION:
+        raise ValueError(
+            f"--held-out-fraction must be 0 to {_MOST_FRACTION}: got {fraction}: use data.held_out_fraction"
+        )
+    seq_len, text = int(length), open_text(path)
+    tokens = text.tokens
+    if not isinstance(tokens, DocumentTokens | DocumentSourceTokens):
+        raise ValueError(
+            f"--fit needs to know where documents begin: {path} does not say: write it again with tpengine data"
+        )
+    num_train, place = num_trained_on(tokens, fraction), index_path(text, seq_len)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    columns = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("fit", total=len(tokens))
+        try:
+            found = write_index(
+                place, text, tokens.starts, seq_len, num_train, lambda done: progress.update(task, completed=done)
+            )
+        except OSError as error:
+            raise ValueError(
+                f"a fit index is written beside its text: {place}: {error.strerror}: make that possible, or copy the "
+                "text to another directory"
+            ) from None
+    index = open_index(text, seq_len, num_train)
+    held_out = f" and {found.num_samples[1]:,} held out" if found.num_samples[1] else ""
+    padding = 1 - len(tokens) / (sum(found.num_samples) * seq_len)
+    console.print(
+        f"{index.path}: {found.num_samples[0]:,} samples of {seq_len:,} tokens{held_out}, of {found.num_documents:,} "
+        f"documents, {found.num_cut:,} of them longer and cut, {padding:.2%} padding; train on it with --data.path "
+        f"{path} --data.packing fit --train.seq_len {seq_len}"
+    )

@@ -1,0 +1,118 @@
+"""Write the index of fitted samples: windows of documents, one after the other, so that memory does not grow."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpengine.data.files.documents import Starts
+from tpengine.data.files.token_file import TokenFile
+from tpengine.data.fit.best_fit import best_fit, pieces_of
+from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, identity_of
+from tpengine.files import written_beside
+
+# Documents that are fitted together: enough that hardly any room stays, and a fraction of a second each.
+WINDOW = 1 << 16
+
+
+class Fitted(NamedTuple):
+    """What was written.
+
+    Attributes:
+        num_samples: of what is trained on, and of what is held out.
+        num_documents: documents with tokens, and num_cut: those of them that are longer than a sample.
+    """
+
+    num_samples: tuple[int, int]
+    num_documents: int
+    num_cut: int
+
+
+def write_index(
+    path: Path, text: TokenFile, starts: Starts, seq_len: int, num_train: int, tell: Callable[[int], None]
+) -> Fitted:
+    """Write an index, in one step.
+
+    Args:
+        path: of the index; replaced if it is there.
+        text, starts: and where its documents begin.
+        seq_len: S.
+        num_train: tokens that are trained on; the rest is held out.
+        tell: called with the number of tokens that are fitted so far.
+
+    Raises:
+        ValueError: documents that cannot be read, or do not ascend.
+        OSError: the index cannot be written.
+    """
+    num_tokens, digest = len(text.tokens), hashlib.sha256()
+    numbers, num_documents, num_cut = [], 0, 0
+    with (
+        written_beside(path) as beside,
+        beside.open("wb") as file,
+        tempfile.TemporaryFile(dir=path.parent) as ends_file,
+    ):
+        file.write(bytes(HEADER.size))
+        for begin, end in ((0, num_train), (num_train, num_tokens)):
+            num_pieces = num_samples = 0
+            for of_window, lengths in _windows(starts, begin, end):
+                pieces, ends = _fitted(of_window - begin, lengths, seq_len)
+                digest.update(pieces.data)
+                file.write(pieces.data)
+                ends_file.write((ends + num_pieces).astype(END).data)
+                num_pieces, num_samples = num_pieces + len(pieces), num_samples + len(ends)
+                num_documents, num_cut = num_documents + len(lengths), num_cut + int((lengths > seq_len).sum())
+                tell(int(of_window[-1] + lengths[-1]))
+            numbers += [num_pieces, num_samples]
+        ends_file.seek(0)
+        while some := ends_file.read(1 << 20):
+            digest.update(some)
+        ends_file.seek(0)
+        shutil.copyfileobj(ends_file, file)
+        file.seek(0)
+        identity, content = identity_of(text), digest.digest()
+        file.write(HEADER.pack(MAGIC, VERSION, seq_len, num_tokens, num_train, *numbers, identity, content))
+        file.flush()
+        os.fsync(file.fileno())
+    return Fitted((numbers[1], numbers[3]), num_documents, num_cut)
+
+
+def _windows(starts: Starts, begin: int, end: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield starts and lengths of the documents in [begin, end), WINDOW at a time; empty ones are left out.
+
+    A file of one document is cut inside it: then its second part begins at `begin`.
+    """
+    first, last = starts.first_at_or_after(begin + 1) - 1, starts.first_at_or_after(end)
+    for low in range(first, last, WINDOW):
+        high = min(low + WINDOW, last)
+        edges = np.array(starts[low : high + 1])
+        starts.check_ascending(edges, low)
+        edges = np.append(edges[: high - low], end if high == last else edges[-1])
+        edges[0] = max(int(edges[0]), begin)
+        lengths = np.diff(edges)
+        if lengths.any():
+            yield edges[:-1][lengths > 0], lengths[lengths > 0]
+
+
+def _fitted(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    """Fit the documents of a window.
+
+    Returns: the pieces of all samples, in order, as the file has them; the end of each sample's.
+    """
+    of_piece = pieces_of(starts, lengths, seq_len)
+    sample = best_fit(of_piece[1], seq_len)
+    # Within a sample the pieces are in the order of the text.
+    order = np.argsort(sample, kind="stable")
+    pieces = np.empty(len(order), dtype=PIECE)
+    for name, values in zip(("start", "length", "goes_on"), of_piece, strict=True):
+        pieces[name] = values[order]
+    return pieces, np.cumsum(np.bincount(sample))
