@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from tpengine.cli import main
 from tpengine.config.presets import preset_config
-from tpengine.data import Samples, open_tokens
+from tpengine.data import open_corpus
 from tpengine.simulate.modelled.packed import Packed, packed_of
 
 
@@ -30,20 +31,26 @@ def test_pairs_are_those_that_queries_see(window: int | None) -> None:
     assert packed.worst == Packed(((16, 5, 11),)) and packed.num_tokens == 32
 
 
-def test_a_schedule_of_a_text_tells_what_its_documents_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("packing", ["documents", "fit"])
+def test_a_schedule_of_a_text_tells_what_its_documents_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
+) -> None:
     text, tokens = tmp_path / "t.jsonl", tmp_path / "t"
     lengths = np.random.default_rng(0).integers(2, 300, 400)
     text.write_text("".join(f'{{"text": "{"x" * length}"}}\n' for length in lengths))
     main(["data", "--from", str(text), "--out", str(tokens)])
+    main(["data", "--fit", str(preset_config("tiny").train.seq_len), str(tokens)])
+    (tmp_path / "c.toml").write_text(f'[data]\npacking = "{packing}"\n')
     capsys.readouterr()
-    main(["schedule", "--preset", "tiny", "--pp", "2", "--data.path", str(tokens)])
+    main(["schedule", "--config", str(tmp_path / "c.toml"), "--pp", "2", "--data.path", str(tokens)])
     said = capsys.readouterr().out
     found = re.search(r"pairs of a micro-batch: mean ([\d,]+) \(\d+% of uncut sequences\), worst ([\d,]+) \(", said)
     assert found is not None, said
     # Counted anew, from the documents of the run's first samples.
     config = preset_config("tiny")
     train = config.train
-    samples = Samples(open_tokens(tokens).tokens, train.seq_len, 256, seed=train.seed, packs=True)
+    config = replace(config, data=replace(config.data, path=str(tokens), packing=packing))
+    samples = open_corpus(config).train
     counted = []
     for first in range(0, samples.num_windows - train.micro_batch_size + 1, train.micro_batch_size):
         numbers = np.arange(first, first + train.micro_batch_size)

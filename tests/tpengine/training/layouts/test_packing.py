@@ -17,6 +17,7 @@ from support.engine import exactness, parity
 from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
 
+from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
 from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
@@ -81,6 +82,31 @@ def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path)
         assert found.of_all == pytest.approx(alone.of_source[source], rel=1e-6) and not found.of_source
         (cut,) = ranks.run(held_out, 1, packed(text, Path(text.data.path), packing="cut"))
         assert abs(cut.of_all - found.of_all) > 1e-4
+
+
+@pytest.mark.slow
+def test_fitted_documents_train_as_in_one_process_and_to_the_last_bit_in_exact_mode(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Samples of whole documents, and padding behind them, of which every stage and rank has the borders."""
+    path = written(tmp_path / "tokens")
+    options: dict[str, Any] = dict(tied=True, kv_heads=2)
+    one = packed(parity.config_of(1, 1, 1, **options), path, packing="fit")
+    fit_data(str(path), str(one.train.seq_len), 0.2)
+    labels = open_corpus(one).train.batch(0, 50)[1]
+    assert (labels[:, -2:] == IGNORED_LABEL).all(1).any(), "no sample has padding"
+    (reference,) = ranks.run(parity.train, 1, one)
+    for dp, tp, pp in ((1, 2, 2), (2, 1, 2)):
+        config = packed(parity.config_of(dp, tp, pp, **options), path, packing="fit")
+        parity.compare(ranks.run(parity.train, 4, config), reference)
+    config = packed(
+        exactness.exact_config(1, 2, 2, dtype="float32", layers=2, steps=2), path, packing="fit", mixture=""
+    )
+    fit_data(str(path), str(config.train.seq_len), 0.2)
+    one = exactness.alone(config)
+    found = exactness.merge(config, ranks.run(exactness.train, 4, config))
+    exactness.assert_same_bits(found, exactness.merge(one, ranks.run(exactness.train, 1, one)))
+    assert ranks.run(held_out, 4, config) == [ranks.run(held_out, 1, one)[0]] * 4
 
 
 def test_padding_changes_neither_loss_nor_update(ranks: RankPool, tmp_path: Path) -> None:
