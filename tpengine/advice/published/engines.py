@@ -28,6 +28,7 @@ from tpengine.simulate.modelled.flash import (
     FLASH_1_ON_HOPPER,
     FLASH_2_ON_AMPERE,
     FLASH_2_ON_HOPPER,
+    FLASH_3_ON_HOPPER,
     FlashKernel,
 )
 
@@ -36,6 +37,8 @@ _FRAMEWORKS_WITH_FLASH = (
     *("torchtitan", "mosaic", "nemo", "llama", "internlm", "internevo", "olmo", "flash", "nanotron", "picotron"),
     *("fsdp", "bridge", "levanter"),
 )
+# Their recipes set sequence parallelism wherever they set tp. It is older than Hopper, whose runs are taken to have it.
+_CUTTING_ROWS = ("nemo", "bridge", "dgxc")
 # Longer sequences than this are not trained with scores in memory.
 _LONGEST_WITH_SCORES = 4096
 # Their attention is that of torch or of FlashAttention; others call cuDNN on Hopper.
@@ -69,6 +72,7 @@ _OF_SCALING: dict[str, Any] = {
 # Words for kernels of attention and norms.
 _FLASH = re.compile(r"flash|sdpa|xformers|cudnn|triton|\bfa ?[123]\b")
 _FLASH_1 = re.compile(r"flash[ _-]?att(entio)?n?[ _-]?(v?1|v?0)|\bfa ?1\b")
+_FLASH_3 = re.compile(r"flash[ _-]?att(entio)?n?[ _-]?v?3|\bfa ?-?3\b")
 _IN_MEMORY = re.compile(r"\b(torch|unfused|core|math|naive|eager|megatron)\b|\bfused\b(?!.?att)")
 _NORM_KERNEL = re.compile(r"(?<!no )(?<!without )(rms\W?(norm)?\W?kernel|fused\W?(rms|norm))")
 # FSDP 2 copies gathered weights out of the buffer (2 + 2).
@@ -91,7 +95,10 @@ _RECOMPUTED = {
     **{"none": "none", "no": "none", "false": "none", "off": "none", "0": "none", "op": "operators"},
     **{"disabled": "none", "without": "none", "never": "none", "enabled": "full"},
     **{"selective": "selective", "core": "selective", "full": "full", "block": "full", "uniform": "full"},
-    **{"yes": "full", "true": "full", "on": "full", "1": "full", "checkpoint": "full", "layer": "full"},
+    **{"not": "none", "non": "none", "unused": "none", "sac": "selective", "partial": "selective", "attn": "selective"},
+    **{"attention": "selective", "yes": "full", "true": "full", "on": "full", "1": "full", "checkpoint": "full"},
+    **{"layer": "full", "remat": "full", "all": "full", "every": "full", "ckpt": "full", "gc": "full", "ac": "full"},
+    **{"recomp": "full", "enable": "full", "y": "full"},
 }
 # Bytes per logit: kept from forward to backward; besides in forward; besides in backward.
 # vocab_parallel_cross_entropy: softmax in float32; beside it the logits, then their gradient, in 16 bits.
@@ -146,7 +153,9 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         raise ValueError(f"precision must be fp16 or bf16: got {row.text('precision')}, whose kernels are not modelled")
     system, recompute = row.system(), recomputation_of(row)
     kind = _Kind.of(row, sizes)
-    cuts = sizes.tp == 1 or row.flag("sequence_parallel", default=sizes.tp > 1 and (kind.in_units or kind.adds))
+    is_new = any(word in row.text("gpu") for word in _HOPPER_AND_LATER)
+    cuts_unless_said = kind.in_units or kind.adds or is_new or any(word in system for word in _CUTTING_ROWS)
+    cuts = sizes.tp == 1 or row.flag("sequence_parallel", default=cuts_unless_said)
     scores = not kind.in_units and _keeps_scores(row, sizes, system)
     is_one_by_one = sizes.pp > 1 and _is_one_by_one(schedule_words(row)) and sizes.chunks == 1
     is_compiled = _is_compiled(row)
@@ -348,6 +357,8 @@ def _flash(row: Row, system: str) -> FlashKernel | None:
     if "mosaic" in system:
         # llm-foundry's benchmarks ask for attn_impl triton (submit_benchmarks at b2a43a1, 5e85bd6).
         return FLASH_1_ON_HOPPER if is_hopper else FLASH_1_ON_AMPERE
+    if is_hopper and _FLASH_3.search(said):
+        return FLASH_3_ON_HOPPER
     if is_hopper:
         return FLASH_2_ON_HOPPER if is_own else CUDNN_ON_HOPPER
     return FLASH_2_ON_AMPERE

@@ -17,16 +17,20 @@ _SHEETS = (
     (("b200",), "b200"),
     (("gh200",), "gh200"),
     (("h200",), "h200"),
+    (("h100", "nvl"), "h100-nvl"),
+    (("h100", "94gb"), "h100-nvl"),
     (("h100", "pcie"), "h100-pcie"),
     (("h100", "96"), "h100-500w"),
     (("h100", "500w"), "h100-500w"),
     (("h100",), "h100"),
     (("h800",), "h800"),
     (("a800",), "a800"),
+    (("a100", "pcie", "40"), "a100-pcie-40"),
     (("a100", "pcie"), "a100-pcie"),
     (("a100", "40gb"), "a100-40"),
     (("a10040",), "a100-40"),
     (("a100", "sxm40"), "a100-40"),
+    (("a100", "40g"), "a100-40"),
     (("a100",), "a100"),
     (("v100", "16"), "v100-16"),
     (("v100",), "v100-32"),
@@ -52,7 +56,7 @@ def machine_of(row: Row) -> Machine:
     name = re.sub("[^a-z0-9]", "", row.text("gpu"))
     sheet = next((sheet for parts, sheet in _SHEETS if all(part in name for part in parts)), "")
     if not sheet:
-        known = ", ".join(of for _, of in _SHEETS if of)
+        known = ", ".join(dict.fromkeys(of for _, of in _SHEETS if of))
         raise ValueError(f"gpu must be one whose data sheet is known: {known}: got {row.columns.get('gpu', '')!r}")
     machine = MACHINES[sheet]
     rate = network_bits_per_s(row.text("net"), machine.ranks_per_node)

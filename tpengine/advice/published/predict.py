@@ -6,6 +6,7 @@ further round of micro-batches takes as long as the difference between the two.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of
 from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.row import Row
-from tpengine.advice.published.sizes import Sizes
+from tpengine.advice.published.sizes import Sizes, num_micro_batches_said
 from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan.actions import COMPUTE
@@ -106,9 +107,21 @@ def _of_filled(row: Row, machine: Machine) -> Prediction:
     tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
     rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
     mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
-    said = [*engine.words, lowering.schedule if sizes.pp > 1 else "", *(f"assumed {text}" for text in row.assumed)]
+    said = [
+        *engine.words,
+        _not_modelled(row),
+        lowering.schedule if sizes.pp > 1 else "",
+        *(f"assumed {text}" for text in row.assumed),
+    ]
     notes = "; ".join(word for word in said if word)
     return Prediction(seconds, mfu, int(peak), peak <= usable_bytes(machine), notes)
+
+
+def _not_modelled(row: Row) -> str:
+    """Return a remark on what makes a run slower that is not modelled; empty if there is nothing."""
+    told = f"{row.text('zero_stage')} {row.columns.get('notes', '').lower()} {row.system()}"
+    is_offloaded = re.search(r"offload(?!\w* *[=:] *(no|none|false|off|0)\b)", told) and "no offload" not in told
+    return "offloading is not modelled" if is_offloaded else ""
 
 
 def _refuse_experts(row: Row) -> None:
@@ -142,9 +155,12 @@ def _micro_batches(row: Row) -> Iterator[Row]:
     if row.text("micro_batch"):
         yield row
         return
-    sizes = _sizes_of(row)
+    num_sequences, num_said = _sizes_of(row).num_micro_batches, num_micro_batches_said(row)
+    if row.text("global_batch") and num_said and num_sequences % num_said == 0:
+        yield row.filled(micro_batch=str(num_sequences // num_said))
+        return
     for size in _MICRO_BATCHES:
-        if (row.number("global_batch") // sizes.dp) % size == 0:
+        if num_sequences % size == 0:
             yield row.filled(micro_batch=str(size))
 
 

@@ -13,12 +13,26 @@ from dataclasses import dataclass, field, replace
 _MEASURED = ("step_s", "step_src", "hfu_pct", "model_tf", "model_tf_uniform", "total_tokens_s", "mfu_pct")
 _YES, _NO = ("yes", "true", "1", "on", "y", "sp", "enabled"), ("no", "false", "0", "off", "n", "none", "disabled")
 # Cells that say that nothing is said.
-_BLANK = ("", "-", "--", "n/a", "na", "n.a.", "nan", "null", "?", "unknown", "unspecified", "not stated", "not given")
+_BLANK = (
+    *("", "-", "--", "\u2013", "\u2014", "n/a", "na", "n.a.", "nan", "null", "?", "unknown", "unspecified", "tbd"),
+    *("not stated", "not given", "not reported", "not specified"),
+)
+# Marks that stand for a word where they are the whole cell.
+_MARKS = {
+    **{"\u2713": "yes", "\u2714": "yes", "\u2705": "yes"},
+    **{"\u2717": "no", "\u2718": "no", "\u00d7": "no", "\u274c": "no", "x": "no"},
+}
 # Units that may follow a number, by column; a batch in tokens is none in sequences.
 _UNITS = {
     **{"seq_len": r"tokens?|tok", "gpus": r"gpus?|cards?|devices?", "layers": r"layers?|blocks?", "heads": r"heads?"},
     **{"global_batch": r"sequences?|seqs?|samples?", "micro_batch": r"sequences?|seqs?|samples?"},
 }
+# Before a number: `TP=4`, `GBS 128`, `virtual stages 4`.
+_NAME_BEFORE = re.compile(r"^[a-z][a-z_ ]*[=: ]*(?=\d)")
+# Two factors, of columns that count devices: `16 x 8`, `4 nodes x 8 GPUs`; or a number of a kind: `8x A100`.
+_COUNTS = ("gpus", "dp")
+_FACTORS = re.compile(r"^(\d+) *(?:nodes?)? *[x*\u00d7] *(\d+) *(?:gpus?)?$")
+_OF_A_KIND = re.compile(r"^(\d+)(?: *x *| +)(?!nodes?\b)[a-z][\w .-]*$")
 # Where 0 means that there is no such axis.
 _NO_AXIS = ("vpp", "cp")
 # Shorter words count only where they stand alone: `no` is not in `layernorm`.
@@ -35,7 +49,7 @@ _PLAIN_MODELS = ("gpt", "opt", "bloom", "mpt", "megatron", "turing", "mt-nlg", "
 def _unless_blank(text: str) -> str:
     """Return a cell's text, or nothing where it says that nothing is said."""
     text = text.strip()
-    return "" if text.lower() in _BLANK else text
+    return "" if text.lower() in _BLANK else _MARKS.get(text.lower(), text)
 
 
 @dataclass
@@ -85,12 +99,24 @@ class Row:
         """
         if self.text("mlp"):
             return self.choice("mlp", _MLPS, "swiglu")
+        if self._is_four_times_as_wide():
+            return "gelu"
         return "gelu" if any(word in self.text("model") for word in _PLAIN_MODELS) else "swiglu"
+
+    def _is_four_times_as_wide(self) -> bool:
+        """Return whether the network is: a gate's is narrower, so that it has as many parameters."""
+        if not self.text("ffn_hidden"):
+            return False
+        try:
+            return self.number("ffn_hidden") == 4 * self.number("hidden")
+        except ValueError:
+            return self.text("ffn_hidden") in ("4h", "4d", "4x", "4 x hidden", "4*h")
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return a whole number of at least 1; thousands may be cut by commas or blanks, or be a `k` of 1,024.
 
-        A unit or a remark in brackets may follow, as in `64 GPUs` and `512 (sequences)`.
+        A unit or a remark in brackets may follow, as in `64 GPUs` and `512 (sequences)`, a name may stand before it, as
+        in `TP=4`; devices may be a product, as in `4 nodes x 8 GPUs`. A vocabulary's `k` is 1,000.
 
         Args:
             name: of the column, or of a note.
@@ -99,8 +125,17 @@ class Row:
         Raises:
             ValueError: empty without a default, a word, or below 1.
         """
-        text = re.sub(r"\(.*\)$", "", (self.columns.get(name) or self.notes.get(name, "")).lower())
-        text = re.sub(r"[_ ]|,(?=\d{3}(?!\d))", "", text).removeprefix("~")
+        text = (
+            re.sub(r"\(.*\)$", "", (self.columns.get(name) or self.notes.get(name, "")).lower())
+            .strip()
+            .removeprefix("~")
+        )
+        text = _NAME_BEFORE.sub("", text)
+        if name in _COUNTS and (factors := _FACTORS.match(text)):
+            return int(factors[1]) * int(factors[2]) or self._refused(name, text)
+        if name == "gpus" and (of_a_kind := _OF_A_KIND.match(text)):
+            text = of_a_kind[1]
+        text = re.sub(r"[_ ]|,(?=\d{3}(?!\d))", "", text)
         text = re.sub(rf"(?<=[\dk])({_UNITS.get(name, 'x')})$", "", text)
         if text in ("", "none") or (name in _NO_AXIS and text == "0"):
             if default is None:
@@ -109,12 +144,16 @@ class Row:
             return default
         thousands = re.fullmatch(r"(\d+)k", text, re.IGNORECASE)
         try:
-            value = float(thousands[1]) * 1024 if thousands else float(text)
+            value = float(thousands[1]) * (1000 if name == "vocab" else 1024) if thousands else float(text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 1 or value != int(value):
-            raise ValueError(f"{name} must be a whole number of at least 1: got {text!r}: correct it")
+            return self._refused(name, text)
         return int(value)
+
+    @staticmethod
+    def _refused(name: str, text: str) -> int:
+        raise ValueError(f"{name} must be a whole number of at least 1: got {text!r}: correct it")
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a yes or no; the default where the row does not say."""
@@ -134,8 +173,8 @@ class Row:
         if not text:
             self.assumed.append(f"{name} {default}")
             return default
-        # A remark says what it is not: `bf16 (no fp8)`.
-        text = re.sub(r"\((no|not|without)\b[^)]*\)", "", text)
+        # A remark says what it is not: `bf16 (no fp8)`, `bf16 (FP8 off)`.
+        text = re.sub(r"\((no|not|without)\b[^)]*\)|\([^)]*\b(off|disabled)\)", "", text).replace("w/o", "without ")
         alone = re.split(r"[^a-z0-9]+", text)
         for word, meaning in known.items():
             if word in alone or (len(word) >= _SHORTEST_PART and word in text):

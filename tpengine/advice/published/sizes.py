@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpengine.advice.published.row import Row
 
@@ -19,7 +19,44 @@ _STAGES = {
     **{"3": "3", "zero3": "3", "fsdp": "3", "fsdp1": "3", "fsdp2": "3", "full": "3", "hsdp": "3", "stage3": "3"},
     **{"2": "2", "zero2": "2", "grad": "2", "stage2": "2", "1": "1", "zero1": "1", "stage1": "1", "distributed": "1"},
     **{"0": "0", "zero0": "0", "none": "0", "no": "0", "ddp": "0", "false": "0", "off": "0", "yes": "1", "true": "1"},
+    **{"optim": "1", "dist": "1", "gemini": "3", "sharded": "3"},
 }
+# A stage by its number, wherever it stands: `FSDP (ZeRO-2 style)`, `zero1.size=8`.
+_STAGE = re.compile(r"(?:zero|stage)[ _-]*(?:stage)?[ _-]*([0-3])(?!\d)")
+# A batch in tokens; M are 2^20 where that is a whole number of micro-batches, else 10^6.
+_IN_TOKENS = re.compile(r"(\d[\d,_ ]*(?:\.\d+)?) *([km]?) *(?:tok\w*)?")
+_UNITS = {"": (1, 1), "k": (1 << 10, 1000), "m": (1 << 20, 1_000_000)}
+# No published batch has as many sequences: such a number counts tokens.
+_FEWEST_TOKENS = 1 << 18
+_BATCH_IN_TOKENS = ("global_batch_tokens", "batch_tokens", "tokens_per_batch", "tokens_per_step", "global_tokens")
+_NUM_MICRO_BATCHES = (
+    *("grad_accum", "gas", "gradient_accumulation", "gradient_accumulation_steps", "accumulation_steps"),
+    *("grad_accumulation", "num_micro_batches", "num_microbatches", "micro_batches", "microbatches"),
+)
+_FFN_OF_HIDDEN = re.compile(r"(\d+(?:\.\d+)?)(?:/(\d+))? *[x*\u00d7]? *(?:h|d|hidden|d_model)")
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+# Families by name and what their cards say, by number of layers: hidden, heads, kv_heads, ffn_hidden, vocab.
+_FAMILIES: tuple[tuple[re.Pattern[str], dict[int, tuple[int, int, int, int, int]]], ...] = (
+    (
+        re.compile(r"llama[ _-]*3"),
+        {
+            **{16: (2048, 32, 8, 8192, 128256), 28: (3072, 24, 8, 8192, 128256), 32: (4096, 32, 8, 14336, 128256)},
+            **{80: (8192, 64, 8, 28672, 128256), 126: (16384, 128, 8, 53248, 128256)},
+        },
+    ),
+    (
+        re.compile(r"llama[ _-]*2.*70|70.*llama[ _-]*2"),
+        {80: (8192, 64, 8, 28672, 32000)},
+    ),
+    (
+        re.compile(r"llama"),
+        {
+            **{32: (4096, 32, 32, 11008, 32000), 40: (5120, 40, 40, 13824, 32000)},
+            **{60: (6656, 52, 52, 17920, 32000), 80: (8192, 64, 64, 22016, 32000)},
+        },
+    ),
+    (re.compile(r"mistral[ _-]*7"), {32: (4096, 32, 8, 14336, 32000)}),
+)
 # They train by FSDP alone, unless the row says otherwise.
 _ONLY_FSDP = ("torchtitan", "mosaic", "foundry", "fsdp")
 
@@ -60,14 +97,18 @@ class Sizes:
         Raises:
             ValueError: something is missing or does not fit together; one line.
         """
+        row = _with_known_sizes(row)
         hidden, seq = row.number("hidden"), row.number("seq_len")
         # Heads of 128 are what most models have.
         heads = row.number("heads", max(1, hidden // 128))
         # A gate's network has two thirds of the width, which makes its three matrices as large as the others' two.
-        ffn = row.number("ffn_hidden", -(-(8 * hidden // 3) // 256) * 256 if row.mlp() == "swiglu" else 4 * hidden)
+        ffn = _ffn_in_words(row, hidden) or row.number(
+            "ffn_hidden", -(-(8 * hidden // 3) // 256) * 256 if row.mlp() == "swiglu" else 4 * hidden
+        )
         zero = _zero(row)
         tp, pp, dp, cp, gpus = _axes(row, zero)
-        batch, micro = row.number("global_batch"), row.number("micro_batch", 1)
+        micro = row.number("micro_batch", 1)
+        batch = _batch(row, seq, dp, micro)
         if batch < dp * micro:
             raise ValueError(
                 f"global_batch must hold dp * micro_batch: got {batch} for {dp} * {micro}: correct one of them"
@@ -104,6 +145,68 @@ class Sizes:
         )
 
 
+def _with_known_sizes(row: Row) -> Row:
+    """Return the row with sizes that it leaves empty and that its model's name tells, if those that it has agree."""
+    name, layers = row.text("model"), row.text("layers")
+    for pattern, by_layers in _FAMILIES:
+        if not pattern.search(name):
+            continue
+        known = by_layers.get(row.number("layers")) if layers else None
+        if known is None or (row.text("hidden") and row.number("hidden") != known[0]):
+            return row
+        missing = {size: str(value) for size, value in zip(_SIZES[1:], known, strict=True) if not row.text(size)}
+        # Heads of another number would be another model's.
+        if row.text("heads") and row.number("heads") != known[1]:
+            return row
+        filled = row.filled(**missing)
+        row.assumed[:] = filled.assumed
+        return replace(filled, assumed=row.assumed)
+    return row
+
+
+def _ffn_in_words(row: Row, hidden: int) -> int:
+    """Return a width that is said as a multiple of the hidden size, as `4h` or `8/3 h`; 0 if it is a number."""
+    found = _FFN_OF_HIDDEN.fullmatch(row.text("ffn_hidden"))
+    return round(float(found[1]) / int(found[2] or 1) * hidden) if found else 0
+
+
+def num_micro_batches_said(row: Row) -> int:
+    """Return the micro-batches of a replica that a row's notes say; 0 if they do not."""
+    for name in _NUM_MICRO_BATCHES:
+        if row.text(name):
+            return row.number(name)
+    return 0
+
+
+def _batch(row: Row, seq: int, dp: int, micro: int) -> int:
+    """Return the sequences of a step: as said, of so many tokens, or of so many micro-batches.
+
+    Raises:
+        ValueError: none of them is said.
+    """
+    text = row.text("global_batch")
+    tokens = text if "tok" in text else ""
+    if not text:
+        tokens = next((row.text(name) for name in _BATCH_IN_TOKENS if row.text(name)), "")
+        num = num_micro_batches_said(row)
+        if num and not tokens:
+            row.assumed.append(f"global_batch {num * dp * micro}")
+            return num * dp * micro
+    if not tokens:
+        batch = row.number("global_batch")
+        if batch < _FEWEST_TOKENS:
+            return batch
+        tokens = str(batch)
+    found = _IN_TOKENS.fullmatch(re.sub(r"\(.*\)$|^~", "", tokens).strip())
+    if not found:
+        raise ValueError(f"global_batch must be a number of sequences or of tokens: got {tokens!r}: correct it")
+    binary, decimal = (float(re.sub("[,_ ]", "", found[1])) * unit for unit in _UNITS[found[2]])
+    each = dp * micro
+    batch = int(binary) // seq if binary % (seq * each) == 0 else max(1, round(decimal / seq / each)) * each
+    row.assumed.append(f"global_batch {batch} sequences")
+    return batch
+
+
 def _axes(row: Row, zero: int) -> tuple[int, int, int, int, int]:
     """Return tp, pp, dp, cp and the number of GPUs; what the row leaves open follows from the others.
 
@@ -132,7 +235,8 @@ def schedule_words(row: Row) -> str:
 def _zero(row: Row) -> int:
     if not row.text("zero_stage"):
         return 3 if any(word in row.system() for word in _ONLY_FSDP) else 0
-    return int(row.choice("zero_stage", _STAGES, "0"))
+    numbered = _STAGE.search(row.text("zero_stage"))
+    return int(numbered[1] if numbered else row.choice("zero_stage", _STAGES, "0"))
 
 
 def _head_size(row: Row, hidden: int, heads: int) -> int:

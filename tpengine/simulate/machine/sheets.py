@@ -220,8 +220,10 @@ _CDNA: dict[str, Any] = {
 }
 # A chip of less power runs at the clock that it can hold: power is about the clock cubed.
 _500_OF_700_W = (500 / 700) ** (1 / 3)
+_400_OF_700_W = (400 / 700) ** (1 / 3)
 _350_OF_700_W = (350 / 700) ** (1 / 3)
 _300_OF_400_W = (300 / 400) ** (1 / 3)
+_250_OF_400_W = (250 / 400) ** (1 / 3)
 
 
 def _machines() -> Mapping[str, Machine]:
@@ -240,6 +242,11 @@ def _machines() -> Mapping[str, Machine]:
             *("a100-pcie", 312e12, 1.935e12, 80 * _GB, 32e9, 200e9),
             **{**_A100, "matmul": _scaled(_AMPERE, _300_OF_400_W), "tile_share": _AMPERE_TILES * _300_OF_400_W},
         ),
+        # The same with 40 GB at 1.555 TB/s, 250 W.
+        _gpu(
+            *("a100-pcie-40", 312e12, 1.555e12, 40 * _GB, 32e9, 200e9),
+            **{**_A100, "matmul": _scaled(_AMPERE, _250_OF_400_W), "tile_share": _AMPERE_TILES * _250_OF_400_W},
+        ),
         # An A100 with NVLink of 400 GB/s both ways.
         _gpu("a800", 312e12, 2.039e12, 80 * _GB, 200e9, 200e9, **_A100),
         # NVIDIA H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 4 of 900 GB/s both ways.
@@ -254,6 +261,14 @@ def _machines() -> Mapping[str, Machine]:
             attention=_scaled(_ATTENTION_HOPPER, _350_OF_700_W),
             tile_share=_HOPPER_TILES * _350_OF_700_W,
             num_processors=114,
+        ),
+        # NVIDIA H100 NVL datasheet: 1,671 TFLOP/s with sparsity, 132 processors, 94 GB at 3.9 TB/s, 400 W. Bridges join
+        # two; more than two exchange over PCIe 5.
+        _gpu(
+            *("h100-nvl", 835.5e12, 3.9e12, 94 * _GB, 64e9, 400e9),
+            matmul=_scaled(_HOPPER, _400_OF_700_W),
+            attention=_scaled(_ATTENTION_HOPPER, _400_OF_700_W),
+            tile_share=_HOPPER_TILES * _400_OF_700_W,
         ),
         # Grand Teton as in torchtitan's benchmarks: 96 GB of slower memory, 500 W.
         _gpu(

@@ -44,6 +44,8 @@ FLASH_1_ON_AMPERE = FlashKernel("FlashAttention 1 in Triton", 0.73 * _CAUSAL / 1
 FLASH_1_IN_CUDA_ON_AMPERE = FlashKernel("FlashAttention 1", 0.73 * _CAUSAL / 2, 0.63 * _CAUSAL / 2)
 FLASH_2_ON_AMPERE = FlashKernel("FlashAttention 2", 0.73 * _CAUSAL, 0.63 * _CAUSAL)
 FLASH_2_ON_HOPPER = FlashKernel("FlashAttention 2", 335 / 989, _BACKWARD * 335 / 989)
+# 1.5 to 2.0 times FlashAttention 2 forward, 1.5 to 1.75 times backward (FlashAttention-3, abstract and section 4.1).
+FLASH_3_ON_HOPPER = FlashKernel("FlashAttention 3", 1.75 * 335 / 989, 1.625 * _BACKWARD * 335 / 989)
 # The same kernel on the newer GPU, by its distance from FlashAttention 2.
 FLASH_1_ON_HOPPER = FlashKernel("FlashAttention 1 in Triton", 335 / 989 / 1.4, 335 / 989 * _BACKWARD / 2)
 CUDNN_ON_HOPPER = FlashKernel("cuDNN's attention", 539 / 989, 539 / 989)

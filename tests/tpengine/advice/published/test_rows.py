@@ -73,6 +73,7 @@ def test_other_words_for_the_same_run_are_the_same(columns: Mapping[str, str], c
     [
         *(("A100-SXM4-80GB", "a100"), ("NVIDIA A100 80GB", "a100"), ("A100-SXM4-40GB", "a100-40")),
         *(("A100-40", "a100-40"), ("a100_40gb", "a100-40"), ("A100 PCIe 80GB", "a100-pcie"), ("A800", "a800")),
+        *(("A100-PCIE-40GB", "a100-pcie-40"), ("A100 SXM4 40G", "a100-40"), ("H100 NVL", "h100-nvl")),
         *(("H100 80GB HBM3", "h100"), ("H100-SXM5", "h100"), ("H100 PCIe", "h100-pcie"), ("H800", "h800")),
         *(("H100-96-500W", "h100-500w"), ("H100 96GB HBM2e", "h100-500w"), ("DGX-GB200", "gb200"), ("GH200", "gh200")),
         *(("V100-32", "v100-32"), ("V100-SXM2-16GB", "v100-16"), ("MI250X-GCD", "mi250x"), ("MI300X", "mi300x")),
@@ -90,7 +91,11 @@ REFUSED = [
     ({"model": "Mixtral-8x7B"}, "the model must be dense"),
     ({"gpu": "TPU v5p"}, "gpu must be one whose data sheet is known"),
     ({"gpu": "RTX 4090"}, "gpu must be one whose data sheet is known"),
-    ({"global_batch": "4M tokens"}, "global_batch must be a whole number"),
+    ({"global_batch": "some tokens"}, "global_batch must be a number of sequences or of tokens"),
+    ({"gpus": "16 nodes"}, "gpus must be a whole number"),
+    ({"gpus": "8-16"}, "gpus must be a whole number"),
+    ({"gpus": "0 x 8"}, "gpus must be a whole number"),
+    ({"recompute": "sometimes"}, "recompute must contain one of"),
     ({"layers": "thirty-two"}, "layers must be a whole number"),
     ({"micro_batch": "two"}, "micro_batch must be a whole number"),
     ({"global_batch": "1,5"}, "global_batch must be a whole number"),
@@ -105,6 +110,75 @@ REFUSED = [
 def test_what_cannot_be_predicted_is_left_empty_with_the_reason(changes: dict[str, str], reason: str) -> None:
     of = predicted(Row.of({**TITAN, **changes}))
     assert of.step_seconds is None and reason in of.notes and "failed" not in of.notes
+
+
+SIZES: list[tuple[dict[str, str], dict[str, int]]] = [
+    ({"tp": "TP=2", "dp": "DP 4", "pp": "PP: 1"}, {"tp": 2, "dp": 4, "pp": 1}),
+    ({"gpus": "2 nodes x 4 GPUs", "dp": "2 x 2"}, {"gpus": 8, "dp": 4}),
+    ({"gpus": "8x H100 80GB"}, {"gpus": 8}),
+    ({"gpus": "8 (1 node)", "micro_batch": "MBS 1", "global_batch": "GBS=16"}, {"gpus": 8, "num_micro_batches": 4}),
+    ({"global_batch": "4M tokens"}, {"num_micro_batches": 256}),
+    ({"global_batch": "~1.5M tokens"}, {"num_micro_batches": 96}),
+    ({"global_batch": "131,072 tokens (32 sequences)"}, {"num_micro_batches": 8}),
+    ({"global_batch": "4194304"}, {"num_micro_batches": 256}),
+    ({"global_batch": "", "notes": "mlp=swiglu; GAS=6"}, {"num_micro_batches": 6}),
+    ({"global_batch": "", "notes": "mlp=swiglu; tokens_per_batch=512k"}, {"num_micro_batches": 32}),
+    ({"ffn_hidden": "4h"}, {"ffn": 16384}),
+    ({"ffn_hidden": "8/3 h"}, {"ffn": 10923}),
+    ({"vocab": "32k"}, {"vocab": 32000}),
+    ({"zero_stage": "FSDP (ZeRO-2 style)"}, {"zero": 2}),
+    ({"zero_stage": "zero1.size=8"}, {"zero": 1}),
+    ({"zero_stage": "dist. optimizer"}, {"zero": 1}),
+    ({"zero_stage": "\u2713"}, {"zero": 1}),
+    ({"vpp": "virtual stages 2", "pp": "2", "dp": "2"}, {"chunks": 2}),
+    # What a model's name tells, if what is said agrees.
+    ({"heads": "", "ffn_hidden": "", "vocab": ""}, {"heads": 32, "kv_heads": 32, "ffn": 11008, "vocab": 32000}),
+    ({"model": "LLaMA 3 8B", "kv_heads": "", "ffn_hidden": "", "vocab": ""}, {"kv_heads": 8, "ffn": 14336}),
+    ({"model": "Llama-3-8B", "heads": "16", "kv_heads": "", "ffn_hidden": "11008"}, {"kv_heads": 16}),
+    ({"model": "Llama-2 70B", "layers": "80", "hidden": "8192", "heads": "", "kv_heads": ""}, {"kv_heads": 8}),
+    ({"model": "llama", "layers": "30", "kv_heads": "", "ffn_hidden": ""}, {"kv_heads": 32, "ffn": 11008}),
+]
+
+
+@pytest.mark.parametrize(("changes", "sizes"), SIZES, ids=[str(changes) for changes, _ in SIZES])
+def test_sizes_in_words(changes: dict[str, str], sizes: dict[str, int]) -> None:
+    found = Sizes.of(Row.of({**MEGATRON, **changes}))
+    assert {name: getattr(found, name) for name in sizes} == sizes
+
+
+ENGINES: list[tuple[dict[str, str], str, bool]] = [
+    ({"recompute": "\u2717"}, "computed again", False),
+    ({"recompute": "w/o recomputation"}, "computed again", False),
+    ({"recompute": "no_recompute"}, "computed again", False),
+    ({"recompute": "full (uniform, 1 layer)"}, "blocks computed again", True),
+    ({"recompute": "grad ckpt"}, "blocks computed again", True),
+    ({"recompute": "remat"}, "blocks computed again", True),
+    ({"recompute": "SAC"}, "scores computed again", True),
+    ({"recompute": "selective (core attn)"}, "scores computed again", True),
+    ({"sequence_parallel": ""}, "gather and scatter", True),
+    ({"sequence_parallel": "", "gpu": "A100"}, "all-reduce", True),
+    ({"sequence_parallel": "\u2713"}, "gather and scatter", True),
+    ({"sequence_parallel": "\u2717"}, "all-reduce", True),
+    ({"notes": "mlp=swiglu; precision=bf16 (FP8 off); attn=FA3"}, "FlashAttention 3", True),
+]
+
+
+@pytest.mark.parametrize(("changes", "word", "is_said"), ENGINES, ids=[str(changes) for changes, _, _ in ENGINES])
+def test_options_in_words(changes: dict[str, str], word: str, is_said: bool) -> None:
+    row = Row.of({**MEGATRON, **changes})
+    assert (word in "; ".join(engine_of(row, Sizes.of(row)).words)) is is_said
+
+
+def test_a_network_of_four_times_the_width_has_no_gate() -> None:
+    assert Row.of({**MEGATRON, "notes": "", "model": "22B", "ffn_hidden": "16384"}).mlp() == "gelu"
+    assert Row.of({**MEGATRON, "notes": "", "model": "22B", "ffn_hidden": "4h"}).mlp() == "gelu"
+    assert Row.of({**MEGATRON, "notes": "", "model": "7B"}).mlp() == "swiglu"
+
+
+def test_a_micro_batch_follows_from_their_number_and_offloading_is_named() -> None:
+    of = predicted(Row.of({**MEGATRON, "micro_batch": "", "notes": "mlp=swiglu; grad_accum=2; cpu_offload=yes"}))
+    assert "assumed micro_batch 2" in of.notes and "offloading is not modelled" in of.notes
+    assert "offloading" not in predicted(Row.of({**MEGATRON, "notes": "mlp=swiglu; offload=none"})).notes
 
 
 def test_what_a_row_does_not_say_is_what_fits_and_is_named() -> None:
