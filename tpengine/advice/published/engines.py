@@ -7,6 +7,7 @@ what was measured. README.md lists each option with its source.
                     the rest each a kernel of eager torch, unless it is compiled
     DeepSpeed       Megatron's layers; gradients in 16 bits, added and reduced so
     nanotron        Megatron's exchanges; torch's products, so each gradient is added by a kernel
+    InternEvo       InternLM's: kernels of apex and flash_attn in eager torch; gradients in 16 bits
     Scaling         Aleph Alpha's: Megatron's layout in eager torch; the whole loss on each rank; gradients in 16 bits
     Megatron        gradients in float32, added by the products; the loss in float32, step by step; transfers of 1F1B
                     block; before Hopper attention of GPT writes its scores
@@ -15,7 +16,7 @@ what was measured. README.md lists each option with its source.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpengine.advice.published.row import Row
@@ -55,19 +56,28 @@ _SCALING = ("aleph", "aa-scaling", "hagemann", "parallelization layouts", "paral
 # them (2 + 2), and takes their norm (2).
 _SCALING_ONCE = 30
 # Of eager torch, per element of 16 bits, beside what one kernel reads and writes. A rotation: four products and sums of
-# halves, or copied to float32, multiplied, copied back (6 + 8 + 6), less 4. A gate: activation (4) and product (6)
-# beside 6; backward: two products (12) and one more (6) beside 10. A norm of llama's model code: copied to float32
-# (2 + 4), square (8), mean (4), product with the root (8), copied back (6), with the weight (4), less 4; its backward:
-# with the weight, forth and back (4 + 4 + 6), of the product (8 + 12), of the square and the mean (16), added (12),
-# copied back (6), less 6.
-_LLAMA_STEPS = Steps(norm=36, norm_backward=62, rotation=16, gate=4, gate_backward=8, kept_norm=6)
-_ONE_NORM_KERNEL = Steps(norm=0, norm_backward=0, rotation=16, gate=4, gate_backward=8, kept_norm=0)
+# halves, or copied to float32, multiplied, copied back (6 + 8 + 6), less 4; backward of the halves: products (4 + 4),
+# negative (2), each half copied into zeros (2 + 2, 2 + 2), added (6), added to the other (6), less 4. A gate:
+# activation (4) and product (6) beside 6; backward: two products (12) and one more (6) beside 10. A norm of llama's
+# model code: copied to float32 (2 + 4), square (8), mean (4), product with the root (8), copied back (6), with the
+# weight (4), less 4; its backward: with the weight, forth and back (4 + 4 + 6), of the product (8 + 12), of the square
+# and the mean (16), added (12), copied back (6), less 6.
+_LLAMA_STEPS = Steps(norm=36, norm_backward=62, rotation=16, rotation_backward=26, gate=4, gate_backward=8, kept_norm=6)
+_ONE_NORM_KERNEL = replace(_LLAMA_STEPS, norm=0, norm_backward=0, kept_norm=0)
+# InternEvo's norms, apex kernels, take float32: copied (2 + 4), read wide (2 more). Their backward reads wide twice and
+# writes wide (2 + 2 + 2), and copies back (4 + 2); blocks that are not computed again make their norms again (6 + 6).
+_INTERN_STEPS = Steps(norm=8, norm_backward=12, rotation=0, rotation_backward=0, gate=0, gate_backward=0, kept_norm=0)
+_NORMS_AGAIN = 12
+# Its optimizer copies gradients into buckets and back (4 + 4), and reads them for their norm (2).
+_INTERN_ONCE = 10
 # Per score, beside a softmax: a copy (4) and a mask written over it (5); backward the same.
 _MASK_STEPS = (9, 9)
+# InternLM's training, of both names.
+_INTERN = ("internevo", "internlm")
 # What else differs in Scaling; its launcher splits embedding, blocks, last norm and head as equal layers.
 _OF_SCALING: dict[str, Any] = {
     **{"keeps_rotated": True, "keeps_gathered": True, "reduces_gate_apart": True, "whole_logits": True},
-    **{"reduces_whole": True, "once_item": _SCALING_ONCE},
+    **{"reduces_whole": True, "joins_heads": True},
 }
 # Words for kernels of attention and norms.
 _FLASH = re.compile(r"flash|sdpa|xformers|cudnn|triton|\bfa ?[123]\b")
@@ -159,7 +169,9 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     scores = not kind.in_units and _keeps_scores(row, sizes, system)
     is_one_by_one = sizes.pp > 1 and _is_one_by_one(schedule_words(row)) and sizes.chunks == 1
     is_compiled = _is_compiled(row)
-    is_eager = (kind.in_units and not is_compiled) or kind.is_scaling
+    is_eager = (kind.in_units and not is_compiled) or kind.is_scaling or kind.is_intern
+    # Model code of Hugging Face's form has a product for each of q, k, v, gate and up.
+    is_apart = row.mlp() == "swiglu" and ((kind.in_units and not kind.is_mosaic) or "picotron" in system)
     flash = None if scores else _flash(row, system)
     engine = Engine(
         cuts_rows=cuts,
@@ -167,25 +179,28 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         computes_scores_again=recompute == "selective" and not kind.is_scaling,
         computes_half_again=recompute == "operators",
         flash=flash,
-        joins_residuals=is_compiled and not kind.is_scaling,
+        joins_residuals=is_compiled and not kind.is_scaling and not kind.is_intern,
         reads_norms_twice=is_eager,
-        steps=_steps(row) if is_eager and row.mlp() == "swiglu" else None,
+        steps=_steps(row, kind, recompute) if is_eager and row.mlp() == "swiglu" else None,
         score_steps=_MASK_STEPS if scores and kind.is_scaling and "fused" not in _kernel_words(row) else (0, 0),
-        copies_heads=scores or (is_eager and not kind.is_scaling),
+        splits_gate=is_apart or kind.is_scaling or kind.is_intern,
+        splits_heads=is_apart,
+        copies_heads=scores or (is_eager and not kind.is_scaling and not kind.is_intern),
         drops=row.mlp() == "gelu" and not kind.in_units and scores,
-        wide_loss=not kind.is_mosaic and (kind.is_titan or not is_compiled),
+        wide_loss=not kind.is_mosaic and not kind.is_intern and (kind.is_titan or not is_compiled),
         loss_bytes=kind.loss_bytes(),
         frees_reduced=kind.in_units,
         waits_for_transfers=is_one_by_one,
         scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts and not kind.is_scaling,
         context_ranks=sizes.cp,
         weight_item=4 if kind.in_units else 2,
-        gradient_item=2 if kind.is_deepspeed or kind.is_scaling else 4,
+        gradient_item=2 if kind.is_deepspeed or kind.is_scaling or kind.is_intern else 4,
         # Moments and a master copy; with units the weights are the masters.
         optimizer_item=8 if kind.in_units else 12,
         added_item=kind.added_item(),
         copied_item=_COPIED_OUT if kind.in_units and kind.is_titan else 0,
-        reduced_item=2 if kind.is_deepspeed or kind.is_pure else 4,
+        reduced_item=2 if kind.is_deepspeed or kind.is_pure or kind.is_intern else 4,
+        once_item=_SCALING_ONCE if kind.is_scaling else _INTERN_ONCE if kind.is_intern else 0,
         **_OF_SCALING if kind.is_scaling else {},
     )
     overlaps = (sizes.zero in (1, 2) and not kind.is_scaling) or kind.is_titan
@@ -245,6 +260,7 @@ class _Kind:
     is_titan: bool
     is_mosaic: bool
     is_scaling: bool
+    is_intern: bool
     adds: bool
     is_pure: bool
 
@@ -257,6 +273,7 @@ class _Kind:
             is_titan="torchtitan" in system,
             is_mosaic="mosaic" in system or "foundry" in system,
             is_scaling=not in_units and any(word in f"{system} {row.text('table')}" for word in _SCALING),
+            is_intern=not in_units and any(word in system for word in _INTERN),
             adds=any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units,
             # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).
             is_pure=in_units and "pure" in row.columns.get("notes", "").lower(),
@@ -266,13 +283,13 @@ class _Kind:
     def name(self) -> str:
         if self.in_units:
             return "FSDP"
-        if self.is_scaling:
-            return "Scaling"
+        if self.is_scaling or self.is_intern:
+            return "Scaling" if self.is_scaling else "InternEvo"
         return "Megatron-DeepSpeed" if self.is_deepspeed else "nanotron" if self.adds else "Megatron"
 
     def loss_bytes(self) -> tuple[int, int, int]:
         """Return bytes per logit: kept; besides in forward; besides in backward."""
-        if self.is_mosaic:
+        if self.is_mosaic or self.is_intern:
             return _FUSED_LOSS
         if self.is_titan:
             return _TITAN_LOSS
@@ -288,7 +305,7 @@ class _Kind:
             pure = _SCATTERED_IN_16_BITS if self.is_pure else _SCATTERED_IN_32_BITS
             return _SCATTERED_BY_FSDP_2 if self.is_titan else pure
         # Both gradients read, the sum written.
-        return 6 if self.is_deepspeed or self.is_scaling else 10 if self.adds else 0
+        return 6 if self.is_deepspeed or self.is_scaling or self.is_intern else 10 if self.adds else 0
 
 
 def _kernel_words(row: Row) -> str:
@@ -297,8 +314,11 @@ def _kernel_words(row: Row) -> str:
     return " ".join(row.text(name) for name in names)
 
 
-def _steps(row: Row) -> Steps:
+def _steps(row: Row, kind: _Kind, recompute: str) -> Steps:
     """Return the kernels of eager torch; a norm may be one kernel where the row says so."""
+    if kind.is_intern:
+        again = 0 if recompute == "full" else _NORMS_AGAIN
+        return replace(_INTERN_STEPS, norm_backward=_INTERN_STEPS.norm_backward + again)
     if _NORM_KERNEL.search(f"{_kernel_words(row)} {row.columns.get('notes', '').lower()}"):
         return _ONE_NORM_KERNEL
     return _LLAMA_STEPS

@@ -19,7 +19,7 @@ class Steps:
 
     Attributes:
         norm, norm_backward: of a norm's input.
-        rotation: of queries and keys, in either direction.
+        rotation, rotation_backward: of queries and keys.
         gate, gate_backward: of a gated activation's output.
         kept_norm: what autograd keeps of a norm besides its input and output.
     """
@@ -27,6 +27,7 @@ class Steps:
     norm: int
     norm_backward: int
     rotation: int
+    rotation_backward: int
     gate: int
     gate_backward: int
     kept_norm: int
@@ -52,7 +53,10 @@ class Engine:
         score_steps: bytes per score, forward and backward, that kernels beside a softmax read and write (a mask).
         keeps_rotated: queries and keys are kept beside the product that they were made of.
         keeps_gathered: what was gathered before a product is kept, not gathered again.
-        reduces_gate_apart: gate and up are two products, whose inputs' gradients ranks sum one after the other.
+        splits_gate, splits_heads: gate and up, and q, k and v, are products of their own; their inputs' gradients are
+            summed by kernels.
+        reduces_gate_apart: ranks that hold all tokens sum the inputs' gradients of gate and up one after the other.
+        joins_heads: backward puts the gradients of q, k and v side by side with a kernel.
         whole_logits: each tp rank gathers all logits and computes the whole loss.
         reduces_whole: with the optimizer's state cut too, replicas all-reduce whole gradients.
         once_item: bytes per parameter that kernels read and write once per step, beside the optimizer's.
@@ -85,7 +89,10 @@ class Engine:
     score_steps: tuple[int, int] = (0, 0)
     keeps_rotated: bool = False
     keeps_gathered: bool = False
+    splits_gate: bool = False
+    splits_heads: bool = False
     reduces_gate_apart: bool = False
+    joins_heads: bool = False
     whole_logits: bool = False
     reduces_whole: bool = False
     once_item: int = 0

@@ -223,14 +223,24 @@ class ChunkOperators:
 
     def _products(self, exchanges: int, kind: str = "forward") -> tuple[_Sum, _Sum, _Sum, _Sum]:
         """Return a block's four products, each with as many exchanges: qkv, attention's output, gate and up, down."""
-        size = self.size
-        mixed, packed = size.heads * size.head_size, (size.heads + 2 * size.kv_heads) * size.head_size
+        size, engine = self.size, self.engine
+        mixed, keys = size.heads * size.head_size, size.kv_heads * size.head_size
+        packed = (mixed, keys, keys) if engine.splits_heads else (mixed + 2 * keys,)
+        gated = (size.ffn,) * size.num_gated if engine.splits_gate else (size.num_gated * size.ffn,)
         return (
-            self._by_columns(packed, exchanges, kind),
+            self._side_by_side(packed, exchanges, kind),
             self._by_rows(mixed, exchanges, kind),
-            self._by_columns(size.num_gated * size.ffn, exchanges, kind),
+            self._side_by_side(gated, exchanges, kind),
             self._by_rows(size.ffn, exchanges, kind),
         )
+
+    def _side_by_side(self, columns: tuple[int, ...], exchanges: int, kind: str) -> _Sum:
+        """Return products of one input, which is exchanged once; the gradients of that input are added one by one."""
+        products = [self._by_columns(of, exchanges * (not index), kind) for index, of in enumerate(columns)]
+        if kind == "input_gradient" and len(columns) > 1:
+            added = Work(0, 3 * self.size.tokens * self.size.hidden * self.size.item)
+            products.append(self._others(*[added] * (len(columns) - 1)))
+        return _total(products)
 
     def _by_columns(self, columns: int, exchanges: int, kind: str = "forward") -> _Sum:
         """Return a product whose columns the ranks share, and in exact mode the shards of a rank."""
@@ -355,9 +365,13 @@ class ChunkOperators:
         if of_norm:
             works += [Work(0, num_rows * of_norm)] * norms
         if self.rotates:
-            works.append(Work(0, (size.queries + size.keys) * steps.rotation))
+            each = steps.rotation_backward if backward else steps.rotation
+            works += [Work(0, (size.queries + size.keys) * each)] * (each > 0)
         if size.num_gated > 1:
-            works.append(Work(0, size.middle * (steps.gate_backward if backward else steps.gate)))
+            each = steps.gate_backward if backward else steps.gate
+            works += [Work(0, size.middle * each)] * (each > 0)
+        if backward and self.engine.joins_heads:
+            works.append(Work(0, 2 * (size.queries + 2 * size.keys) * size.item))
         return self._others(*works)
 
     def _half_again(self) -> _Sum:
@@ -426,9 +440,8 @@ class ChunkOperators:
             + self._steps(norms=2, backward=True)
         )
         if self.engine.reduces_gate_apart and size.num_gated > 1:
-            # A second sum of ranks, as two exchanges, and the sum of both gradients.
-            added = Work(0, 3 * size.tokens * size.hidden * size.item)
-            total += _Sum(exchanges=2 * self.exchange_seconds * (not self.engine.cuts_rows)) + self._others(added)
+            # A second sum of ranks, as two exchanges.
+            total += _Sum(exchanges=2 * self.exchange_seconds * (not self.engine.cuts_rows))
         return _total([total, *self._products(1, "input_gradient"), self._tree() * 2])
 
     def _weight_half(self, rows_again: int) -> _Sum:
