@@ -77,7 +77,7 @@ _INTERN = ("internevo", "internlm")
 # What else differs in Scaling; its launcher splits embedding, blocks, last norm and head as equal layers.
 _OF_SCALING: dict[str, Any] = {
     **{"keeps_rotated": True, "keeps_gathered": True, "reduces_gate_apart": True, "whole_logits": True},
-    **{"reduces_whole": True, "joins_heads": True},
+    "joins_heads": True,
 }
 # Words for kernels of attention and norms.
 _FLASH = re.compile(r"flash|sdpa|xformers|cudnn|triton|\bfa ?[123]\b")
@@ -194,16 +194,19 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         scatters_transfers=is_one_by_one and sizes.tp > 1 and not cuts and not kind.is_scaling,
         context_ranks=sizes.cp,
         weight_item=4 if kind.in_units else 2,
-        gradient_item=2 if kind.is_deepspeed or kind.is_scaling or kind.is_intern else 4,
+        gradient_item=kind.gradient_item(),
         # Moments and a master copy; with units the weights are the masters.
         optimizer_item=8 if kind.in_units else 12,
         added_item=kind.added_item(),
+        reduces_whole=kind.is_scaling or kind.sums_wide,
         copied_item=_COPIED_OUT if kind.in_units and kind.is_titan else 0,
-        reduced_item=2 if kind.is_deepspeed or kind.is_pure or kind.is_intern else 4,
+        reduced_item=kind.reduced_item(),
         once_item=_SCALING_ONCE if kind.is_scaling else _INTERN_ONCE if kind.is_intern else 0,
         **_OF_SCALING if kind.is_scaling else {},
     )
-    overlaps = (sizes.zero in (1, 2) and not kind.is_scaling) or kind.is_titan
+    # DeepSpeed's pipelines reduce behind the last backward (runtime/pipe/engine).
+    is_late = kind.is_scaling or (kind.is_deepspeed and sizes.pp > 1)
+    overlaps = (sizes.zero in (1, 2) and not is_late) or kind.is_titan
     fuses = bool(sizes.tp > 1 and cuts and _overlaps_exchanges(row, system))
     words = [kind.name, *_words(engine, sizes, recompute, is_eager=is_eager, fuses=fuses)]
     if kind.in_units:
@@ -263,6 +266,7 @@ class _Kind:
     is_intern: bool
     adds: bool
     is_pure: bool
+    sums_wide: bool
 
     @classmethod
     def of(cls, row: Row, sizes: Sizes) -> _Kind:
@@ -277,6 +281,8 @@ class _Kind:
             adds=any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units,
             # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).
             is_pure=in_units and "pure" in row.columns.get("notes", "").lower(),
+            # DeepSpeed's pipelines in bfloat16 have the BF16_Optimizer: gradients are summed in float32 beside them.
+            sums_wide="deepspeed" in system and not in_units and sizes.pp > 1 and "bf" in row.text("precision"),
         )
 
     @property
@@ -299,12 +305,25 @@ class _Kind:
             return _SCALING_LOSS
         return _NANOTRON_LOSS if self.adds else _MEGATRON_LOSS
 
+    def gradient_item(self) -> int:
+        """Return bytes per parameter of gradients; of both kinds, where they are summed in another."""
+        if self.sums_wide:
+            return 6
+        return 2 if self.is_deepspeed or self.is_scaling or self.is_intern else 4
+
+    def reduced_item(self) -> int:
+        """Return bytes per parameter of gradients on their way between replicas."""
+        is_narrow = (self.is_deepspeed and not self.sums_wide) or self.is_pure or self.is_intern
+        return 2 if is_narrow else 4
+
     def added_item(self) -> int:
         """Return bytes per parameter that kernels read and write for a micro-batch's gradient, beside the products."""
         if self.in_units:
             pure = _SCATTERED_IN_16_BITS if self.is_pure else _SCATTERED_IN_32_BITS
             return _SCATTERED_BY_FSDP_2 if self.is_titan else pure
-        # Both gradients read, the sum written.
+        # Both gradients read, the sum written; narrow ones are cleared besides.
+        if self.sums_wide:
+            return 12
         return 6 if self.is_deepspeed or self.is_scaling or self.is_intern else 10 if self.adds else 0
 
 

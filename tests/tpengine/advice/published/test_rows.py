@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tpengine.plan import Kind
 from tpengine.simulate import Costs
 from tpengine.simulate.machine import MACHINES
 from tpengine.simulate.modelled.costs import model_costs
+from tpengine.simulate.modelled.engine import Engine
 
 # Llama 3.1 8B in torchtitan, and a Llama 2 7B in Megatron-LM.
 TITAN = {
@@ -267,3 +269,45 @@ def test_a_fault_of_ours_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tpengine.advice.published.predict.machine_of", broken)
     of = predicted(Row.of(TITAN))
     assert of.step_seconds is None and of.notes.startswith("the predictor failed: KeyError")
+
+
+def engine_for(**changes: str) -> Engine:
+    row = Row.of({**MEGATRON, **changes})
+    return engine_of(row, Sizes.of(row)).engine
+
+
+def test_products_are_apart_where_the_models_code_has_them_apart() -> None:
+    """torchtitan: q, k, v, gate, up; InternEvo: gate and up; Megatron, nanotron: none. Backward adds gradients."""
+    titan = engine_of(Row.of(TITAN), Sizes.of(Row.of(TITAN))).engine
+    assert (titan.splits_heads, titan.splits_gate) == (True, True)
+    intern = engine_for(source="InternLM/InternEvo")
+    assert (intern.splits_heads, intern.splits_gate) == (False, True)
+    for source in ("Megatron-LM", "nanotron"):
+        assert not engine_for(source=source).splits_heads and not engine_for(source=source).splits_gate
+    _, apart = costs_of(TITAN)
+    row = Row.of(TITAN)
+    of = lowering_of(row, Sizes.of(row), engine_of(row, Sizes.of(row)))
+    joined = replace(of.engine.engine, splits_heads=False, splits_gate=False)
+    whole = model_costs(of.config, of.layout, of.with_blocks(of.plan(1)), machine_of(row), joined)
+    added = 3 * 3 * 2 * 8192 * 4096 * 2 / MACHINES["h100"].memory_bytes_per_s
+    assert apart.compute[Kind.F, 1] > whole.compute[Kind.F, 1]
+    assert apart.compute[Kind.B, 1] - whole.compute[Kind.B, 1] > added
+
+
+def test_internevo_has_kernels_of_apex_and_gradients_in_16_bits() -> None:
+    intern, again = (engine_for(source="InternEvo", recompute=recompute) for recompute in ("none", "full"))
+    assert (intern.gradient_item, intern.reduced_item, intern.added_item, intern.once_item) == (2, 2, 6, 10)
+    assert intern.steps is not None and again.steps is not None
+    assert intern.steps.norm_backward - again.steps.norm_backward == 12 and not intern.steps.rotation
+    assert intern.loss_bytes == (2, 0, 2) and not intern.wide_loss
+
+
+def test_pipelines_of_deepspeed_in_bfloat16_sum_whole_gradients_in_float32_behind_the_last_backward() -> None:
+    said = {**PIPELINE, "source": "Megatron-DeepSpeed", "zero_stage": "1", "pp": "2"}
+    row = Row.of(said)
+    of = engine_of(row, Sizes.of(row))
+    assert "reductions after backward" in of.words and of.engine.reduces_whole
+    assert (of.engine.gradient_item, of.engine.reduced_item, of.engine.added_item) == (6, 4, 12)
+    for changes in ({"notes": "mlp=swiglu; precision=fp16"}, {"pp": "1", "dp": "4"}):
+        narrow = engine_of(Row.of({**said, **changes}), Sizes.of(Row.of({**said, **changes}))).engine
+        assert (narrow.gradient_item, narrow.reduced_item, narrow.added_item) == (2, 2, 6) and not narrow.reduces_whole
