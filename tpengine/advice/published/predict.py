@@ -32,7 +32,7 @@ _known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
 # HGX A100 in NVIDIA/nccl-tests, issue 100).
 _CHANNELS = 24
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-# A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p - 1.
+# A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p.
 _FULL_AFTER = 2
 
 

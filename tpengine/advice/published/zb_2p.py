@@ -12,7 +12,8 @@ def zb_2p(num_ranks: int, num_microbatches: int) -> Schedule:
     """List forwards until the first gradient can arrive, then input halves and forwards in turns, weight halves behind.
 
     Rank r begins with 2 (p - r) - 1 forwards, as many as fit before its first gradient if all halves take equally long.
-    A weight half runs where its rank would wait, or would hold more than 2 p - 1 micro-batches.
+    A weight half runs where its rank would wait, or would hold more than 2 p micro-batches, which is the limit that
+    ZB-2p is named after; ZB-H2, which it improves, holds 2 p - 1.
 
     Args:
         num_ranks: p.
@@ -25,7 +26,7 @@ def zb_2p(num_ranks: int, num_microbatches: int) -> Schedule:
     order = [_without_weight_halves(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     put_off: list[deque[Action]] = [deque() for _ in order]
     lists: list[list[Action]] = [[] for _ in order]
-    held, most = [0] * num_ranks, 2 * num_ranks - 1
+    held, most = [0] * num_ranks, 2 * num_ranks
     made: set[tuple[bool, int, int]] = set()
     while any(order) or any(put_off):
         step = []

@@ -191,7 +191,7 @@ def test_zb_2p_keeps_ranks_busy_within_its_memory(num_ranks: int, num_microbatch
         for span in spans:
             held += (span.action.kind is Kind.F) - (span.action.kind is Kind.W)
             most = max(most, held)
-        assert most <= 2 * num_ranks - 1
+        assert most <= 2 * num_ranks
 
 
 def test_activations_are_korthikantis() -> None:
