@@ -321,9 +321,10 @@ class _Kind:
         if self.in_units:
             pure = _SCATTERED_IN_16_BITS if self.is_pure else _SCATTERED_IN_32_BITS
             return _SCATTERED_BY_FSDP_2 if self.is_titan else pure
-        # Both gradients read, the sum written; narrow ones are cleared besides.
         if self.sums_wide:
-            return 12
+            # Copied to float32 (2 + 4), added (4 + 4 + 4).
+            return 18
+        # Both gradients read, the sum written.
         return 6 if self.is_deepspeed or self.is_scaling or self.is_intern else 10 if self.adds else 0
 
 
