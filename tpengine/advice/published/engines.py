@@ -99,7 +99,7 @@ _PRECISIONS = {
         "bf16": "bfloat16",
         "bfloat16": "bfloat16",
     },
-    **{"fp16": "float16", "float16": "float16", "half": "float16", "mixed": "bfloat16"},
+    **{"fp16": "float16", "float16": "float16", "half": "float16", "mixed": "bfloat16", "amp": "bfloat16"},
 }
 _RECOMPUTED = {
     **{"none": "none", "no": "none", "false": "none", "off": "none", "0": "none", "op": "operators"},

@@ -135,7 +135,7 @@ class Sizes:
             gpus=gpus,
             tp=tp,
             pp=pp,
-            chunks=row.number("vpp", 2 if "interleav" in schedule_words(row) else 1) if pp > 1 else 1,
+            chunks=row.number("vpp", 2 if re.search("interleav|virtual", schedule_words(row)) else 1) if pp > 1 else 1,
             dp=dp,
             cp=cp,
             micro_batch=micro,

@@ -165,6 +165,18 @@ ENGINES: list[tuple[dict[str, str], str, bool]] = [
 ]
 
 
+SCHEDULES = [
+    *(("1F1B interleave", "interleaved"), ("virtual pipeline", "interleaved"), ("ZB1P", "zb-h1"), ("zb2p", "zb-2p")),
+    *(("zero bubble (H1)", "zb-h1"), ("AFAB", "gpipe"), ("1F1B (not interleaved)", "1f1b"), ("DAPPLE", "1f1b")),
+]
+
+
+@pytest.mark.parametrize(("words", "name"), SCHEDULES)
+def test_schedules_in_words(words: str, name: str) -> None:
+    row = Row.of({**PIPELINE, "notes": f"mlp=swiglu; precision=AMP; schedule={words}"})
+    assert lowering_of(row, Sizes.of(row), engine_of(row, Sizes.of(row))).schedule == name
+
+
 @pytest.mark.parametrize(("changes", "word", "is_said"), ENGINES, ids=[str(changes) for changes, _, _ in ENGINES])
 def test_options_in_words(changes: dict[str, str], word: str, is_said: bool) -> None:
     row = Row.of({**MEGATRON, **changes})
