@@ -32,6 +32,9 @@ from tpengine.generation.decoder import MOST_ROWS, Decoder
 from tpengine.generation.drawing import Drawing
 from tpengine.generation.rank import build, fill
 from tpengine.layout.step_plan import layout_of
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
+from tpengine.model.undrawn import Undrawn
 
 _GREEDY = Drawing(temperature=0)
 
@@ -72,8 +75,14 @@ class Member:
         rows = round_up(options.prompt + options.tokens, tp)
         config = replace(config, train=replace(config.train, seq_len=rows))
         self._options, self._tp, self._ranks = options, tp, build(config, layout_of(config), torch.device("cpu"))
-        fill(self._ranks.model, config)
-        self._ranks.model.prepare(MOST_ROWS)
+        # Without a cache: training's layers, whose rows are cut over tp.
+        comms = self._ranks.comms
+        parts = FastParts(config.model, comms.tp, replicas=comms.replica, dtype=torch.float32)
+        with Undrawn():
+            self._training = Transformer(parts).requires_grad_(False)
+        for model in (self._ranks.model, self._training):
+            fill(model, config)
+            model.prepare(MOST_ROWS)
 
     @torch.no_grad()
     def cached(self) -> tuple[list[int], float, float]:
@@ -94,7 +103,7 @@ class Member:
         for _ in range(self._options.tokens):
             length = round_up(len(sequence), self._tp)
             padded = torch.tensor([*sequence, *[0] * (length - len(sequence))])
-            logits = ranks.comms.tp.all_gather(ranks.model(padded, length)[len(sequence) - 1])
+            logits = ranks.comms.tp.all_gather(self._training(padded, length)[len(sequence) - 1])
             sequence.append(int(logits[: ranks.config.model.vocab_size].argmax()))
         return sequence[self._options.prompt :], time.perf_counter() - begin
 

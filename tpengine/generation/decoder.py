@@ -92,12 +92,12 @@ class Decoder:
     def __init__(self, ranks: Ranks, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing) -> None:
         self._ranks, self._drawing, self._num_drawn = ranks, drawing, 0
         lengths = [len(prompt) for prompt in prompts]
-        tp, longest = ranks.comms.tp.size, max(lengths)
-        self._cache = KeyValueCache(longest + room, lengths, tp, ranks.device)
+        longest = max(lengths)
+        self._cache = KeyValueCache(longest + room, lengths, device=ranks.device)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._next = torch.tensor(padded, device=ranks.device)
         self._plans: dict[int, Plan] = {}
-        self._mailbox = self._open_mailbox(most_rows(lengths, tp))
+        self._mailbox = self._open_mailbox(most_rows(lengths, ranks.comms.tp.size))
 
     def step(self) -> list[int]:
         """Read what is new (first the prompts, then the tokens drawn last), and draw the next token of each sequence.
@@ -151,7 +151,9 @@ class Decoder:
         """Return the plan of a pass over so many rows; there are a few kinds."""
         if num_rows not in self._plans:
             config = self._ranks.config
-            sized = replace(config, train=replace(config.train, seq_len=num_rows))
+            # Every tp rank has all rows: together as many as a plan with so many times the tokens cuts.
+            seq_len = num_rows * self._ranks.comms.tp.size
+            sized = replace(config, train=replace(config.train, seq_len=seq_len))
             self._plans[num_rows] = forward_plan(sized, self._ranks.layout, 1, 1)
         return self._plans[num_rows]
 

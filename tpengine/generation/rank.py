@@ -22,6 +22,7 @@ from tpengine.generation.decoder import MOST_ROWS, Decoder, Ranks, most_rows
 from tpengine.generation.drawing import Drawing
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layers.cache import cache_bytes
+from tpengine.layers.collectives import WholeRows
 from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
 from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.model.parts import FastParts
@@ -46,7 +47,7 @@ def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
     comms = Communicators.of(mesh, config, device)
     comms.connect(link)
     dtype = getattr(torch, config.train.dtype)
-    parts = FastParts(config.model, comms.tp, replicas=comms.replica, dtype=dtype, device=device)
+    parts = FastParts(config.model, WholeRows(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
     with Undrawn():
         model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp))
     return Ranks(config, layout, mesh, comms, model.requires_grad_(False), device)

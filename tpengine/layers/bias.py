@@ -144,7 +144,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the T rows are."""
-        return self.in_blocks(x, seq, self.comm.rank * len(x), (self.sink,))
+        return self.in_blocks(x, seq, self.comm.row_part * len(x), (self.sink,))
 
     def in_blocks(self, x: Tensor, seq: Rows, first: int, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""

@@ -17,12 +17,15 @@ from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Done, Work
 from tpkernels.exchange.room import Room
+from tpkernels.exchange.tree import tree_sum
+from tpkernels.fused.exchange_matmul import FEW_ROWS
 
 __all__ = [
     "Communicator",
     "Done",
     "Room",
     "ShardCommunicator",
+    "WholeRows",
     "Work",
     "all_reduce",
     "copy",
@@ -47,6 +50,7 @@ class ShardCommunicator(Communicator):
     def __init__(self, rank: int, size: int, holders: Communicator) -> None:
         super().__init__(None)
         self.rank, self.size, self.holders = rank, size, holders
+        self.row_part, self.num_row_parts = rank, size
 
     def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
         """Return x: it holds all rows."""
@@ -70,6 +74,42 @@ class ShardCommunicator(Communicator):
 
     def _start(self, x: Tensor, op: Any) -> NoReturn:
         raise AssertionError("a layer of one shard exchanges nothing by itself")
+
+
+class WholeRows(Communicator):
+    """The communicator of layers whose activations are not cut over tp: every rank has all rows, bit for bit.
+
+        all_gather(x) = x;   reduce_scatter(y) = the sum of all ranks' y, whole
+
+    For passes over few rows without a backward: a row cannot be cut, and one exchange of a block's half takes the place
+    of two. Rows are those of one rank; the layers' matrices are cut as ever.
+
+    Args:
+        over: the tp ranks.
+    """
+
+    def __init__(self, over: Communicator) -> None:
+        super().__init__(None)
+        self.rank, self.size, self.over = over.rank, over.size, over
+
+    def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
+        """Return x: it is all rows."""
+        return x
+
+    @torch.no_grad()
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x[T, ...], whole, the same bits on every rank.
+
+        Few rows in one exchange: each rank adds what all have, in a balanced tree.
+        """
+        if self.size == 1:
+            return x
+        if len(x) > FEW_ROWS:
+            return self.over.all_gather_rows(self.over.reduce_scatter(x), len(x))
+        return tree_sum(self.over.all_gather(x).view(self.size, *x.shape).unbind()).to(x.dtype)
+
+    def _start(self, x: Tensor, op: Any) -> NoReturn:
+        raise AssertionError("whole rows are for passes without a backward")
 
 
 class _Gather(torch.autograd.Function):

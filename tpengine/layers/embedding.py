@@ -85,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""
         check_rows_and_table(tokens, self.weight, "weight")
-        check_tokens(len(tokens), self.comm.size)
+        check_tokens(len(tokens), self.comm.num_row_parts)
         check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
         y: Tensor = applied(_VocabParallelEmbedding, tokens, self.weight, self.comm, self.sink)
         return y

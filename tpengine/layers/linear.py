@@ -481,7 +481,7 @@ class RowParallelLinear(nn.Module):
         return add_whole_bias(y, self.bias, self.comm, sinks)
 
     def _product(self, x: Tensor) -> Tensor:
-        check_tokens(x.shape[0], self.comm.size)
+        check_tokens(x.shape[0], self.comm.num_row_parts)
         if _is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)
         if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):

@@ -13,6 +13,7 @@ A tensor larger than a generation of the arena moves in pieces. Each piece is a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import zlib
@@ -368,6 +369,7 @@ def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.d
     return (OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
 
 
+@functools.cache
 def _dtype_number(dtype: torch.dtype) -> int:
     """Return the number of a dtype, the same in every process."""
     return zlib.crc32(str(dtype).encode()) & 0x7FFFFFFF

@@ -65,20 +65,25 @@ def _on_host(
         y, mean, rstd = torch.native_layer_norm(of.to(dtype), weight.shape, weight.to(dtype), wide_bias, eps)
         return y.to(x.dtype), total, mean.flatten(), rstd.flatten()
     y, _, mean, rstd = empty_outputs(x, None, False)
+    if num_chunks == 1 and len(x) <= _host_rows(x):
+        _scale_rows(of, weight, eps, y, rstd)
+        return y, total, mean, rstd
     for rows in _host_blocks(x, num_chunks):
-        wide, y_rows = of[rows].to(dtype), y[rows]
-        h = torch.mul(wide, wide, out=y_rows if y.dtype == dtype else torch.empty_like(wide))
-        torch.mean(h, 1, out=rstd[rows]).add_(eps).rsqrt_()
-        torch.mul(torch.mul(wide, rstd[rows, None], out=h), weight, out=y_rows)
+        _scale_rows(of[rows], weight, eps, y[rows], rstd[rows])
     return y, total, mean, rstd
+
+
+def _scale_rows(x: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor) -> None:
+    """Write y = x * rstd * weight, and rstd, for the rows of a block."""
+    wide = x.to(rstd.dtype)
+    h = torch.mul(wide, wide, out=y if y.dtype == wide.dtype else torch.empty_like(wide))
+    torch.mean(h, 1, out=rstd).add_(eps).rsqrt_()
+    torch.mul(torch.mul(wide, rstd[:, None], out=h), weight, out=y)
 
 
 def _host_blocks(x: Tensor, num_chunks: int) -> Iterator[slice]:
     """Yield the rows of one block after the other; a block has rows of one chunk only."""
     chunk_rows, step = len(x) // num_chunks, _host_rows(x)
-    if num_chunks == 1 and chunk_rows <= step:
-        yield slice(None)
-        return
     for end in range(chunk_rows, len(x) + 1, max(1, chunk_rows)):
         for first in range(end - chunk_rows, end, step):
             yield slice(first, min(first + step, end))
