@@ -256,15 +256,20 @@ def _settings() -> dict[str, _Setting]:
 def _explain(flags: Sequence[str]) -> None:
     """Raise ValueError for the first wrong argument, if it can be found."""
     settings = _settings()
-    arguments = iter(flags)
+    arguments, before = iter(flags), ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if before and not argument.startswith("--"):
+            # Behind a switch: --train.keep-best true.
+            name, equals, value = before, "=", argument
+        before = ""
         name = name.replace("_", "-")
         switch = name.replace(".no-", ".").replace("--no-", "--")
         if switch in settings and settings[switch].hint is bool:
             if equals:
                 no = switch.replace(".", ".no-") if "." in switch else switch.replace("--", "--no-")
                 raise ValueError(f"{name} takes no value: got {value!r}: use {switch} or {no}")
+            before = name
         elif name in settings:
             text = value if equals else next(arguments, None)
             if text is None or text.startswith("--"):

@@ -59,7 +59,7 @@ BAD: list[tuple[str, str | None, int, list[str]]] = [
     ("--model.num-kv-heads", "3", 1, ["num_kv_heads", "4", "3", "use"]),
     ("--model.ffn-size", "-1", 1, ["ffn_size must be at least 1", "got -1"]),
     ("--model.vocab-size", "0", 1, ["vocab_size must be at least", "got 0"]),
-    ("--model.tie-embeddings", "yes", 1, ["'yes'", "--help"]),
+    ("--model.tie-embeddings", "yes", 1, ["'yes'", "takes no value", "--model.no-tie-embeddings"]),
     ("--parallel.tp", "3", 4, ["number of processes", "3", "processes 4", "use tp"]),
     ("--parallel.tp", "two", 4, ["--parallel.tp must be an integer", "'two'", "use 1"]),
     ("--parallel.pp", "0", 1, ["pp must be at least 1", "got 0", "use 1"]),
@@ -227,8 +227,9 @@ def test_switch_has_both_directions(tmp_path: Path) -> None:
     path.write_text("[model]\ntie_embeddings = true\n")
     assert parse_config(["--config", str(path)], 1).model.tie_embeddings
     assert not parse_config(["--config", str(path), "--model.no-tie-embeddings"], 1).model.tie_embeddings
-    with pytest.raises(ConfigError, match="takes no value"):
-        parse_config(["--model.tie-embeddings=true"], 1)
+    for argv in (["--model.tie-embeddings=true"], ["--model.tie-embeddings", "true", "--train.steps", "5"]):
+        with pytest.raises(ConfigError, match=r"--model\.tie-embeddings takes no value: got 'true': use"):
+            parse_config(argv, 1)
 
 
 def test_underscores_and_a_repeated_flag_are_fine() -> None:
