@@ -87,6 +87,27 @@ def test_tokens_are_those_without_a_cache_in_any_layout(
     assert ranks.run(generated, tp * pp, options, prompts, drawing, most_rows) == [want] * (tp * pp)
 
 
+def exchanges_of_a_token(options: Options) -> int:
+    """A rank's program: how often the tp ranks wait for each other for one token of each prompt."""
+    rank = GeneratingRank(find_model(options).config, PROMPTS, ROOM, GREEDY, 1)
+    problem, _ = rank.prepare()
+    assert not problem, problem
+    rank.step()
+    arena = rank._decoder._ranks.comms.tp.arena
+    assert arena is not None
+    before = arena.epoch
+    rank.step()
+    return arena.epoch - before
+
+
+@pytest.mark.slow
+def test_a_token_takes_one_exchange_of_each_half_of_a_block(ranks: RankPool, tmp_path: Path) -> None:
+    """And one each for the embedding and the logits; rows that are cut need nearly twice as many."""
+    saved("llama", tmp_path)
+    num_layers = find_model(Options(str(tmp_path))).config.model.num_layers
+    assert ranks.run(exchanges_of_a_token, 2, Options(str(tmp_path), tp=2)) == [2 * num_layers + 2] * 2
+
+
 def test_weights_are_read_from_a_checkpoint_of_another_layout(ranks: RankPool, tmp_path: Path) -> None:
 
     model, run = tmp_path / "model", tmp_path / "run"
