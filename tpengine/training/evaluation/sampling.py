@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,8 @@ from tpengine.training.trainer import RunError, Trainer
 def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
     """Return the first tokens of the held-out text, at most a window of them; rank 0 reads them for all ranks.
 
+    Where documents do not see each other the prompt is from the first one alone, and never padding.
+
     Raises:
         RunError: on all ranks alike: the text cannot be read.
     """
@@ -26,7 +29,9 @@ def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
     told: Any = None
     if dist.get_rank() == 0:
         try:
-            told = {"prompt": trainer.corpus.held_out.batch(0, 1)[0][0, :num_tokens].tolist()}
+            tokens, _, starts = trainer.corpus.held_out.read_with_starts(np.arange(1))
+            end = min([num_tokens, *(int(inner[0]) for inner in starts if len(inner))])
+            told = {"prompt": tokens[0, :end].tolist()}
         except ValueError as problem:
             told = {"error": str(problem)}
     told = broadcast_json(told)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from support.architectures.trained_tokenizers import END, hard_text, saved_token
 from tokenizers import Tokenizer
 
 from tpengine.cli import main
-from tpengine.data import open_tokens, stdlib_text
+from tpengine.data import open_source, open_tokens, stdlib_text
 from tpengine.data.text.tokenizer import TextTokenizer
 
 
@@ -68,6 +68,26 @@ def test_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         f"{out}: {len(file.tokens):,} tokens of 3 documents, each ends with {end}, vocabulary {num_ids}; train on it "
         f"with --data.path {out} --model.vocab-size {num_ids}"
     )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "llama3"])
+def test_text_comes_back_from_tokens(tmp_path: Path, kind: str) -> None:
+    """Document by document, from several files of tokens."""
+    rng = random.Random(7)
+    texts = [hard_text(rng, length) for length in (300, 2, 1000, 50, 700)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    directory = "bytes" if kind == "bytes" else str(saved_tokenizer(tmp_path / "model", kind))
+    argv = ["--tokenizer", directory, "--out", str(tmp_path / "out"), "--shard-tokens", "100", "--workers", "1"]
+    assert main(["data", "--from", str(tmp_path / "a.jsonl"), *argv]) == 0
+    source = open_source(str(tmp_path / "out"))
+    assert len(source.files) > 1
+    starts = [*source.document_starts(0, source.num_tokens).tolist(), source.num_tokens]
+    documents = [source.read(begin, end - begin) for begin, end in pairwise(starts)]
+    if kind == "bytes":
+        assert [ids.tobytes().decode() for ids in documents] == texts
+    else:
+        tokenizer = TextTokenizer(Path(directory))
+        assert [tokenizer.decode(ids.tolist()) for ids in documents] == texts
 
 
 def test_ids_are_below_the_vocabulary_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,9 @@ import pytest
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of
 from tpengine.data import change_of, open_corpora, open_corpus, write_tokens
+from tpengine.data.files.source import open_text
 from tpengine.data.fit import writing
+from tpengine.data.fit.index import open_index
 
 LENGTHS = [5, 3, 20, 8, 1, 7, 8, 2, 9, 4, 30, 6, 5]
 
@@ -82,6 +84,26 @@ def test_another_index_of_the_same_text_is_named_on_resume(tmp_path: Path, monke
             fit_data(config.data.path, "8", 0.2)
         change = change_of(before, open_corpus(config).fingerprint())
         assert change is not None and ("fit index" in change.what or "fit index's" in str(change.now))
+
+
+def test_places_beyond_32_bits_are_read(tmp_path: Path) -> None:
+    """A sparse file: two short documents behind one that is longer than 2^32 tokens, in the longest samples."""
+    path, middle, seq_len = tmp_path / "t", 2**32 + 5, 2**24
+    write_tokens(path, np.arange(3), 256, lengths=lambda: [1, 2])
+    content, count = bytearray(path.read_bytes()[:512]), middle + 3
+    offset = 512 + count + -(512 + count) % 8
+    content[24:32] = count.to_bytes(8, "little")
+    content[64:80] = (3).to_bytes(8, "little") + offset.to_bytes(8, "little")
+    with path.open("wb") as file:
+        file.write(content)
+        file.seek(offset)
+        file.write(np.array([0, middle, middle + 2], dtype="<u8").tobytes())
+    fit_data(str(path), str(seq_len), 0.0)
+    index = open_index(open_text(str(path)), seq_len)
+    # The long document's last 5 tokens, and what lies behind it, share the last sample.
+    assert index.train.num_samples == middle // seq_len + 1
+    assert index.train.sample(middle // seq_len - 1) == [(2**32 - seq_len, seq_len, True)]
+    assert index.train.sample(middle // seq_len) == [(2**32, 5, False), (middle, 2, False), (middle + 2, 1, False)]
 
 
 def test_no_damage_is_a_crash(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
 from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
+from tpengine.training.evaluation.sampling import read_prompt
 from tpengine.training.trainer import RunError, Trainer
 
 VOCAB = 250
@@ -107,6 +108,23 @@ def test_fitted_documents_train_as_in_one_process_and_to_the_last_bit_in_exact_m
     found = exactness.merge(config, ranks.run(exactness.train, 4, config))
     exactness.assert_same_bits(found, exactness.merge(one, ranks.run(exactness.train, 1, one)))
     assert ranks.run(held_out, 4, config) == [ranks.run(held_out, 1, one)[0]] * 4
+
+
+@pytest.mark.parametrize("packing", ["documents", pytest.param("fit", marks=pytest.mark.slow)])
+def test_a_prompt_is_of_one_document(ranks: RankPool, tmp_path: Path, packing: str) -> None:
+    path, lengths = tmp_path / "tokens", [*[30] * 20, 5, 6, 40]
+    write_tokens(path, np.arange(sum(lengths)) % VOCAB, VOCAB, lengths=lambda: lengths)
+    base = parity.config_of(1, 1, 1, tied=True, kv_heads=2)
+    base = replace(base, train=replace(base.train, sample_tokens=1, eval_micro_batches=0))
+    config = packed(base, path, packing=packing, held_out_fraction=0.075)
+    fit_data(str(path), str(config.train.seq_len), 0.075)
+    begin = sum(lengths[:20])
+    (found,) = ranks.run(prompt_of, 1, config)
+    assert found == [token % VOCAB for token in range(begin, begin + 5)]
+
+
+def prompt_of(config: Config) -> list[int]:
+    return read_prompt(Trainer(config, open_corpus(config), torch.device("cpu")), 16)
 
 
 def test_padding_changes_neither_loss_nor_update(ranks: RankPool, tmp_path: Path) -> None:
