@@ -273,6 +273,10 @@ def test_another_text_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config)
     with pytest.raises(CheckpointError, match=r"must keep the text.*use the text it was trained on"):
         find_checkpoint(config, "e" * 64)
+    # Another packing is named, although an index may have come to the text with it.
+    fitted = replace(config, data=replace(config.data, packing="fit"))
+    with pytest.raises(CheckpointError, match=r"must keep data.packing: .* saved with cut, this run has fit"):
+        find_checkpoint(fitted, "e" * 64)
 
 
 def test_the_command_line_continues_the_runs_own_configuration(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tpengine.data.files.source import open_text
 from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
-from tpengine.data.fit.index import FitIndex, open_index
+from tpengine.data.fit.index import FitIndex, first_file, open_index
 from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import HasDocuments, Samples
 from tpengine.data.text.sources import stdlib_text
@@ -85,8 +85,8 @@ class TextCorpus:
             }
             return of_files(lines, index)
         documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
-        documents += f", fit index's {index}" if index else ""
-        return f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
+        line = f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
+        return of_files({str(first_file(self.text)): line}, index) if index else line
 
     def fingerprint_of_ends(self) -> str:
         """Return what older checkpoints identify a text by: length, dtype and both ends of each part, hashed."""
