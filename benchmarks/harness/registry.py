@@ -79,7 +79,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "blind",
-                "machine.blind",
+                "blind.command",
                 "steps that advise predicts from a machine's file, hashed before they are measured",
             ),
             (

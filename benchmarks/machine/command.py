@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +67,8 @@ def measured_machine(options: Options) -> Machine:
     sizes = TINY if options.tiny else sizes_of(options.device)
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
-        found = _of_each([_measured(ranks, options.dtypes) for _ in range(options.passes)], statistics.median)
+        passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
+    found = _of_each(passes, statistics.median)
     rates, copies, exchanges, host, messages = (
         found[name] for name in ("rates", "copies", "exchanges", "host", "messages")
     )
@@ -78,7 +79,7 @@ def measured_machine(options: Options) -> Machine:
     attention = first["operators"]["attention"]
     return Machine(
         name=f"this {'GPU' if is_gpu else 'CPU'}",
-        source=f"microbenchmarks by {num_ranks} process{'es' if num_ranks > 1 else ''} at once",
+        source=f"microbenchmarks by {num_ranks} process{'es' if num_ranks > 1 else ''} at once{_differ(passes)}",
         is_asynchronous=is_gpu,
         flops_per_s=peaks,
         matmul=_share(_by_flops(first["products"]["forward"]), max(peaks.values())),
@@ -121,6 +122,29 @@ def _of_each(answers: Sequence[Any], of: Callable[[Sequence[float]], float]) -> 
     if isinstance(first, list | tuple):
         return type(first)(_of_each(each, of) for each in zip(*answers, strict=True))
     return of(answers)
+
+
+def _differ(passes: Sequence[Any]) -> str:
+    """Return in words how far the slowest pass is from the fastest: large where others use the machine too."""
+    if len(passes) == 1:
+        return ""
+    most, least, middle = (list(_numbers(_of_each(passes, of))) for of in (max, min, statistics.median))
+    # Sizes are the same in all.
+    shares = [(high - low) / mid for high, low, mid in zip(most, least, middle, strict=True) if high != low]
+    return (
+        f", {len(passes)} passes: half of the figures differ by less than {statistics.median(shares):.0%}"
+        if shares
+        else ""
+    )
+
+
+def _numbers(answer: Any) -> Iterator[float]:
+    """Yield the numbers of an answer in a fixed order."""
+    if isinstance(answer, Mapping | list | tuple):
+        for each in answer.values() if isinstance(answer, Mapping) else answer:
+            yield from _numbers(each)
+    else:
+        yield float(answer)
 
 
 def _all_rates(products: Mapping[str, Mapping[int, Points]]) -> list[float]:

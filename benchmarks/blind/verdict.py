@@ -10,9 +10,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from benchmarks.blind.predictions import Prediction
+from benchmarks.blind.visits import Step
 from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED, Spread, spread_fields
-from benchmarks.machine.predictions import Prediction
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 # What must be reached: errors of the step at the median and at worst, and what the first row may lose.
@@ -22,38 +23,37 @@ LEAST_BYTES, MOST_BYTES = 0.98, 1.05
 
 
 def row_of(
-    of: Prediction,
-    visits: Sequence[Sequence[float]],
-    speeds: Sequence[float],
-    counted: Sequence[int] | None,
-    said: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return a layout's row.
+    of: Prediction, steps: Sequence[Step], still: float, counted: Sequence[int] | None, said: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return a layout's row; None if none of its steps counts.
 
     Args:
         of: the prediction.
-        visits: the seconds of their steps.
-        speeds: how fast the machine was at each; see machine_speed.
+        steps: of the layout.
+        still: a step counts if the machine's speed differed by at most this share from its file's.
         counted: bytes that each pipeline rank held at most; None if that was not counted.
         said: what is the same for all layouts.
     """
-    spread = Spread.of([seconds for visit in visits for seconds in visit])
-    as_fast = Spread.of([seconds * speed for visit, speed in zip(visits, speeds, strict=True) for seconds in visit])
+    kept = [step.seconds for step in steps if step.counts(still)]
+    if not kept:
+        return None
+    spread, every = Spread.of(kept), Spread.of([step.seconds for step in steps])
     fields: dict[str, Any] = {
         "check": PASSED,
         "model": of.model,
         "layout": of.words,
         **said,
+        "still_ratio": still,
         "sizes": asdict(of.config.model),
         "predicted_seconds": of.seconds,
         **spread_fields("measured", "seconds", spread),
         "num_samples": spread.num_samples,
         "predicted_over_measured_ratio": of.seconds / spread.median,
         "spread_ratio": (spread.p80 - spread.p20) / spread.median,
-        # As fast as when the file was measured: 1; steps of a visit times its speed.
-        "machine_speed_ratio": statistics.median(speeds),
-        "predicted_over_scaled_ratio": of.seconds / as_fast.median,
-        "scaled_spread_ratio": (as_fast.p80 - as_fast.p20) / as_fast.median,
+        # With the steps during which the machine was faster or slower than its file says.
+        "num_steps": every.num_samples,
+        **spread_fields("every_step", "seconds", every),
+        "predicted_over_every_ratio": of.seconds / every.median,
     }
     if counted is not None:
         fields |= {"predicted_peak_bytes": list(of.peak_bytes), "counted_peak_bytes": list(counted)}
@@ -66,7 +66,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table, one line per layout."""
     shown = Table(title="steps predicted before they ran", box=box.SIMPLE)
     for i, column in enumerate(
-        ("model", "layout", "predicted ms", "measured ms", "p20 to p80", "ratio", "spread", "speed", "scaled", "peak")
+        (
+            "model",
+            "layout",
+            "predicted ms",
+            "measured ms",
+            "p20 to p80",
+            "ratio",
+            "spread",
+            "steps",
+            "of",
+            "ratio of all",
+            "peak",
+        )
     ):
         shown.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     for row in rows:
@@ -78,8 +90,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{1e3 * row['measured_p20_seconds']:.1f} to {1e3 * row['measured_p80_seconds']:.1f}",
             f"{row['predicted_over_measured_ratio']:.3f}",
             f"{row['spread_ratio']:.1%}",
-            f"{row['machine_speed_ratio']:.2f}",
-            f"{row['predicted_over_scaled_ratio']:.3f}",
+            f"{row['num_samples']}",
+            f"{row['num_steps']}",
+            f"{row['predicted_over_every_ratio']:.3f}",
             f"{row['largest_peak_ratio']:.3f}" if "largest_peak_ratio" in row else "",
         )
     return shown
@@ -88,7 +101,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return for each model: median and worst error, how many are outside their bar, regret, whether 3 rows suffice.
 
-    The bars count for what was measured; errors of steps scaled by the machine's speed stand beside them.
+    The bars count for the steps that count; the errors of all stand beside them.
     """
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -96,21 +109,19 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         errors = [abs(row["predicted_over_measured_ratio"] - 1) for row in of]
         # Twice the layout's own spread, where that is larger.
         outside = sum(error > max(WORST, 2 * row["spread_ratio"]) for error, row in zip(errors, of, strict=True))
+        every = [abs(row["predicted_over_every_ratio"] - 1) for row in of]
         advised = sorted(of, key=lambda row: row["predicted_seconds"])
         fastest = min(of, key=lambda row: row["measured_median_seconds"])
-        least = fastest["measured_median_seconds"]
-        regret = advised[0]["measured_median_seconds"] / least - 1
+        regret = advised[0]["measured_median_seconds"] / fastest["measured_median_seconds"] - 1
+        # Not distinguishable: the one is now and then faster.
         suffices = any(row["measured_p20_seconds"] <= fastest["measured_p80_seconds"] for row in advised[:3])
-        scaled = [abs(row["predicted_over_scaled_ratio"] - 1) for row in of]
-        as_fast = {row["layout"]: row["predicted_seconds"] / row["predicted_over_scaled_ratio"] for row in of}
-        scaled_regret = as_fast[advised[0]["layout"]] / min(as_fast.values()) - 1
         met = statistics.median(errors) <= MEDIAN and not outside and regret <= REGRET and suffices
         ratios = [(row["least_peak_ratio"], row["largest_peak_ratio"]) for row in of if "least_peak_ratio" in row]
         met = met and all(least >= LEAST_BYTES and most <= MOST_BYTES for least, most in ratios)
         lines.append(
             f"{model}: {len(of)} layouts, error {statistics.median(errors):.1%} median, {max(errors):.1%} worst, "
-            f"{outside} outside {WORST:.0%} and twice their spread (scaled by the machine's speed "
-            f"{statistics.median(scaled):.1%} and {max(scaled):.1%}, regret {scaled_regret:.1%}); "
+            f"{outside} outside {WORST:.0%} and twice their spread (of all steps {statistics.median(every):.1%} and "
+            f"{max(every):.1%}); "
             f"regret of the first row {regret:.1%}; "
             f"the first 3 {'contain' if suffices else 'do not contain'} the fastest; "
             f"{_peaks(ratios)}: {'met' if met else 'short'}"
@@ -118,24 +129,16 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def machine_speed(reference_seconds: Sequence[Sequence[float]], file: Sequence[float]) -> float:
-    """Return how fast the machine is at a visit: 1 as when its file was measured, 0.5 half as fast.
-
-    Args:
-        reference_seconds: of the products of reference, before and after the steps.
-        file: what the machine's file says of them.
-    """
-    before_and_after = zip(*reference_seconds, strict=True)
-    return statistics.median(said / statistics.mean(took) for said, took in zip(file, before_and_after, strict=True))
-
-
-def machine_varied(speeds: Sequence[float]) -> str:
-    """Return how much the machine's own speed varied between visits: what no prediction can know."""
-    if not speeds:
-        return "the machine's own speed was not measured"
+def machine_varied(steps: Sequence[Step], still: float) -> str:
+    """Return how much the machine's own speed varied: what no prediction can know."""
+    if not steps:
+        return "no step was measured"
+    speeds = [speed for step in steps for speed in step.speeds]
+    kept = sum(step.counts(still) for step in steps)
     return (
-        f"the machine was {min(speeds):.2f} to {max(speeds):.2f}, at the median {statistics.median(speeds):.2f} "
-        f"times as fast at {len(speeds)} visits as when its file was measured, by products of the file"
+        f"{kept} of {len(steps)} steps count, where the machine was within {still:.0%} as fast as when its file was "
+        f"measured, by products of the file; it was {min(speeds):.2f} to {max(speeds):.2f}, at the median "
+        f"{statistics.median(speeds):.2f} times as fast"
     )
 
 

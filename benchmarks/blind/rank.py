@@ -26,14 +26,23 @@ class Member:
         self._trainer: Trainer | None = None
         self._step = 0
 
-    def steps(self, config: Config, number: int) -> list[float]:
-        """Build a run, take one step that does not count, then `number` steps; return the seconds of each."""
-        device = torch.device(config.device)
+    def build(self, config: Config) -> None:
+        """Build a run, and take a step that does not count."""
         self._trainer = None
         gc.collect()
-        self._trainer, self._step = Trainer(config, open_corpus(config), device), 0
-        self._seconds(device)
-        return [self._seconds(device) for _ in range(number)]
+        self._trainer, self._step = Trainer(config, open_corpus(config), torch.device(config.device)), 0
+        self.step()
+
+    def step(self) -> float:
+        """Return the time of a step that begins on all ranks together."""
+        assert self._trainer is not None, "it was built"
+        dist.barrier()
+        begin = time.perf_counter()
+        self._trainer.train_step(self._step)
+        if torch.device(self._trainer.config.device).type == "cuda":
+            torch.cuda.synchronize()
+        self._step += 1
+        return time.perf_counter() - begin
 
     def peak(self, config: Config) -> tuple[int, int]:
         """Build a run, and return its pipeline rank and the most bytes that it held in its second step."""
@@ -51,14 +60,3 @@ class Member:
         sizes = sizes_of(device)
         clock = Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
         return reference_seconds(clock, getattr(torch, dtype), sizes.references)
-
-    def _seconds(self, device: torch.device) -> float:
-        """Return the time of a step that begins on all ranks together."""
-        assert self._trainer is not None, "it was built"
-        dist.barrier()
-        begin = time.perf_counter()
-        self._trainer.train_step(self._step)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        self._step += 1
-        return time.perf_counter() - begin
