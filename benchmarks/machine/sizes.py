@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Sizes:
     """Sizes of all measurements; the defaults are those of a CPU."""
 
-    seconds: float = 0.05
+    seconds: float = 0.02
     rows: tuple[int, ...] = (32, 128, 512, 2048)
     matrices: tuple[tuple[int, int], ...] = ((128, 128), (384, 384), (768, 768), (1536, 1024))
     evicting_bytes: int = 64 << 20
