@@ -35,7 +35,7 @@ class Options:
     """Dtypes of activations."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to measure. On cuda one process does, and exchanges are copies within its memory."""
-    passes: int = 7
+    passes: int = 6
     """How often everything is measured; of each figure the middle one counts."""
     tiny: bool = False
     """Tiny sizes, each once: the file is valid and tells nothing."""

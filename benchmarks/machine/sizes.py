@@ -10,7 +10,7 @@ class Sizes:
     """Sizes of all measurements; the defaults are those of a CPU."""
 
     seconds: float = 0.02
-    rows: tuple[int, ...] = (32, 128, 512, 2048)
+    rows: tuple[int, ...] = (32, 64, 128, 256, 512, 2048)
     matrices: tuple[tuple[int, int], ...] = ((128, 128), (384, 384), (768, 768), (1536, 1024))
     evicting_bytes: int = 64 << 20
     operators: tuple[tuple[int, int], ...] = ((32, 256), (128, 384), (512, 512), (1024, 1024))
