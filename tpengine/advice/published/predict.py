@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpengine.advice.published.engines import engine_of
+from tpengine.advice.published.engines import EngineOfRow, engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of
 from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.row import Row
@@ -20,7 +20,7 @@ from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
 from tpengine.simulate import Costs, simulate
-from tpengine.simulate.machine import Machine
+from tpengine.simulate.machine import MACHINES, Machine
 from tpengine.simulate.modelled.costs import model_costs
 
 # Data sheets count memory in binary units.
@@ -32,6 +32,8 @@ _known: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
 # HGX A100 in NVIDIA/nccl-tests, issue 100).
 _CHANNELS = 24
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+# Chips of which there are sheets of less power, with the same kernels.
+_CLOCKED = ("a100", "h100")
 # A pipeline of p ranks is full after so many times p micro-batches: ZB-2p holds 2 p.
 _FULL_AFTER = 2
 
@@ -99,6 +101,7 @@ def _of_filled(row: Row, machine: Machine) -> Prediction:
     row = replace(row, assumed=list(row.assumed))
     sizes = Sizes.of(row)
     engine = engine_of(row, sizes)
+    engine = _at_its_clock(engine, machine)
     lowering = lowering_of(row, sizes, engine)
     if machine.num_processors and (engine.in_units or engine.num_buckets > 1):
         # Kernels beside a collective have fewer processors, and take as much longer.
@@ -115,6 +118,20 @@ def _of_filled(row: Row, machine: Machine) -> Prediction:
     ]
     notes = "; ".join(word for word in said if word)
     return Prediction(seconds, mfu, int(peak), peak <= usable_bytes(machine), notes)
+
+
+def _at_its_clock(engine: EngineOfRow, machine: Machine) -> EngineOfRow:
+    """Return an engine whose attention kernel runs at the clock that the machine's power allows.
+
+    Shares of kernels were measured on the chip of full power. A limit of power holds for means over many kernels, so
+    attention runs at the clock that products leave.
+    """
+    flash, full = engine.engine.flash, MACHINES.get(machine.name.split("-")[0])
+    if flash is None or full is None or full.name not in _CLOCKED:
+        return engine
+    clock = machine.tile_share / full.tile_share
+    slower = replace(flash, forward=clock * flash.forward, backward=clock * flash.backward)
+    return replace(engine, engine=replace(engine.engine, flash=slower))
 
 
 def _not_modelled(row: Row) -> str:

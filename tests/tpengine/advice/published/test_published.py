@@ -14,7 +14,7 @@ from tpengine.advice.published import Row, predict_table, predicted
 from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import Lowering, lowering_of, split_layers
 from tpengine.advice.published.machines import machine_of, network_bits_per_s
-from tpengine.advice.published.predict import step_and_peak, usable_bytes
+from tpengine.advice.published.predict import _at_its_clock, step_and_peak, usable_bytes
 from tpengine.advice.published.sizes import Sizes
 from tpengine.advice.published.zb_2p import zb_2p
 from tpengine.advice.question import ALLOCATOR_SHARE
@@ -248,6 +248,15 @@ def test_flash_kernels_by_length_and_heads() -> None:
         assert 989 * FLASH_2_ON_HOPPER.share(seq, 128, backward=False) == pytest.approx(expected)
     assert FLASH_2_ON_AMPERE.share(8192, 128, backward=True) > FLASH_1_ON_AMPERE.share(8192, 128, backward=True)
     assert FLASH_2_ON_HOPPER.share(8192, 64, backward=False) < FLASH_2_ON_HOPPER.share(8192, 128, backward=False)
+
+
+def test_attention_runs_at_the_clock_that_the_power_allows() -> None:
+    of = engine_of(row_of(FSDP, gpu="H100"), Sizes.of(row_of(FSDP)))
+    for sheet, share in (("h100", 1.0), ("h100-500w", (5 / 7) ** (1 / 3)), ("a100", 1.0), ("h200", 1.0)):
+        slower = _at_its_clock(of, MACHINES[sheet]).engine.flash
+        assert slower is not None and of.engine.flash is not None
+        assert slower.forward == pytest.approx(share * of.engine.flash.forward)
+        assert slower.backward == pytest.approx(share * of.engine.flash.backward)
 
 
 def test_attention_in_memory_is_the_whole_square() -> None:
