@@ -17,6 +17,7 @@ from tpengine.advice.published.row import Row
 from tpengine.advice.published.sizes import Sizes, num_micro_batches_said
 from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.layout.parameters import num_matmul_parameters
+from tpengine.plan import Plan
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
 from tpengine.simulate import Costs, simulate
@@ -79,7 +80,7 @@ def _predicted(row: Row) -> Prediction:
         found: list[Prediction] = []
         for filled in _micro_batches(state):
             try:
-                found.append(_of_filled(filled, machine))
+                found.append(_of_filled(filled, machine, said_of_recomputation=_says_of_recomputation(row)))
             except ValueError as error:
                 last_reason = error
         fitting = [of for of in found if of.fits]
@@ -97,7 +98,7 @@ def _sizes_of(row: Row) -> Sizes:
     return Sizes.of(replace(row, assumed=[]))
 
 
-def _of_filled(row: Row, machine: Machine) -> Prediction:
+def _of_filled(row: Row, machine: Machine, *, said_of_recomputation: bool = True) -> Prediction:
     row = replace(row, assumed=list(row.assumed))
     sizes = Sizes.of(row)
     engine = engine_of(row, sizes)
@@ -107,6 +108,8 @@ def _of_filled(row: Row, machine: Machine) -> Prediction:
         # Kernels beside a collective have fewer processors, and take as much longer.
         machine = replace(machine, reduce_share=_CHANNELS / (machine.num_processors - _CHANNELS))
     seconds, peak = step_and_peak(lowering, machine, sizes.num_micro_batches)
+    # Of a run that says nothing of recomputation it is only known that it ran, in all memory that there is.
+    limit = usable_bytes(machine, whole=not said_of_recomputation)
     tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
     rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
     mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
@@ -117,7 +120,7 @@ def _of_filled(row: Row, machine: Machine) -> Prediction:
         *(f"assumed {text}" for text in row.assumed),
     ]
     notes = "; ".join(word for word in said if word)
-    return Prediction(seconds, mfu, int(peak), peak <= usable_bytes(machine), notes)
+    return Prediction(seconds, mfu, int(peak), peak <= limit, notes)
 
 
 def _at_its_clock(engine: EngineOfRow, machine: Machine) -> EngineOfRow:
@@ -160,11 +163,15 @@ def _states(row: Row) -> Iterator[Row]:
     if not row.text("zero_stage") and sizes.dp > 1 and sizes.zero == 0:
         stages.append({"zero_stage": "1"})
     again: list[dict[str, str]] = [{}]
-    if not any(row.text(name) for name in ("recompute", "ac", "activation_checkpointing")):
+    if not _says_of_recomputation(row):
         again.append({"recompute": "full"})
     for recompute in again:
         for stage in stages:
             yield row.filled(**recompute, **stage)
+
+
+def _says_of_recomputation(row: Row) -> bool:
+    return any(row.text(name) for name in ("recompute", "ac", "activation_checkpointing"))
 
 
 def _micro_batches(row: Row) -> Iterator[Row]:
@@ -181,9 +188,9 @@ def _micro_batches(row: Row) -> Iterator[Row]:
             yield row.filled(micro_batch=str(size))
 
 
-def usable_bytes(machine: Machine) -> float:
-    """Return the bytes of a device that a run's tensors can take: what advise leaves them, too."""
-    return machine.memory_bytes * _BINARY_PER_DECIMAL * (1 - ALLOCATOR_SHARE)
+def usable_bytes(machine: Machine, *, whole: bool = False) -> float:
+    """Return the bytes of a device that a run's tensors can take: what advise leaves them, too; or all of them."""
+    return machine.memory_bytes * _BINARY_PER_DECIMAL * (1 - ALLOCATOR_SHARE * (not whole))
 
 
 def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:
@@ -229,6 +236,8 @@ def _simulated(
 def _simulate(lowering: Lowering, machine: Machine, num_micro_batches: int, holds_bytes: bool) -> tuple[float, float]:
     plan = lowering.plan(num_micro_batches)
     costs = model_costs(lowering.config, lowering.layout, lowering.with_blocks(plan), machine, lowering.engine.engine)
+    if lowering.layout.pp > 1 and costs.reduce_share:
+        costs = _slowed_once(costs, plan)
     if not holds_bytes:
         costs = replace(costs, activations={}, resident=(), weights={}, contributions={})
     timeline = simulate(plan, costs)
@@ -237,6 +246,19 @@ def _simulate(lowering: Lowering, machine: Machine, num_micro_batches: int, hold
     if lowering.is_asynchronous:
         seconds = _longest_rank(timeline, costs)
     return seconds, peak
+
+
+def _slowed_once(costs: Costs, plan: Plan) -> Costs:
+    """Return costs of a pipeline whose replicas' exchanges slow computation down, as a part of the step.
+
+    Whatever a rank computes during an exchange is slower, and all ranks exchange at about the same time. If that were
+    put on the action that starts an exchange, a micro-batch would meet it on each rank, one after another.
+    """
+    totals = [0.0] * len(plan.actions)
+    for bucket in plan.buckets:
+        seconds = costs.reductions.get(bucket.index, 0.0) + costs.gathers.get(bucket.index, 0.0)
+        totals[plan.chunks[bucket.chunks[0]].rank] += seconds
+    return replace(costs, reduce_share=0.0, step=costs.step + costs.reduce_share * max(totals))
 
 
 def _longest_rank(timeline: Timeline, costs: Costs) -> float:

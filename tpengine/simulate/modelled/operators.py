@@ -282,6 +282,9 @@ class ChunkOperators:
             seq = max(1, min(seq, 2 * self.packed.pairs() // self.packed.num_tokens))
         if self.context > 1:
             pairs = (pairs or self.batch * visible_pairs([size.seq])) // self.context
+            # Each step of the ring attends to one rank's keys.
+            seq = max(1, seq // self.context)
+            copied += self._ring_steps(backward=backward)
         work = (attention_backward_work if backward else attention_work)(
             self.batch, size.seq, size.heads, size.kv_heads, size.head_size, size.item, causal_half=True, pairs=pairs
         )
@@ -337,6 +340,15 @@ class ChunkOperators:
         size = self.size
         numel = (size.queries + 2 * size.keys + size.queries) * (1 + backward)
         return self._others(Work(0, 2 * numel * size.item)) if self.engine.copies_heads else _Sum()
+
+    def _ring_steps(self, *, backward: bool) -> _Sum:
+        """Return what a ring's steps read and write besides: results that are added step by step, keys side by side."""
+        size, num = self.size, self.context
+        # Of each step's result and of the sum: read two, write one. Forward adds outputs, which begin as zeros, backward
+        # the gradients of queries, keys and values.
+        queries = size.queries * size.item * (3 * num if backward else 3 * num + 1)
+        keys = 2 * size.keys * size.item * (3 * num if backward else 2)
+        return self._others(*[Work(0, queries // num)] * num, Work(0, keys))
 
     def _ring(self, seconds: float, *, backward: bool) -> float:
         """Return what a ring's messages take longer than the attention that hides them."""

@@ -11,6 +11,7 @@ from tpengine.advice.published import Row, predicted
 from tpengine.advice.published.engines import engine_of
 from tpengine.advice.published.lowering import lowering_of
 from tpengine.advice.published.machines import machine_of
+from tpengine.advice.published.predict import _slowed_once
 from tpengine.advice.published.sizes import Sizes
 from tpengine.layout.parameters import chunk_specs
 from tpengine.plan import Kind
@@ -323,3 +324,41 @@ def test_pipelines_of_deepspeed_in_bfloat16_sum_whole_gradients_in_float32_behin
     for changes in ({"notes": "mlp=swiglu; precision=fp16"}, {"pp": "1", "dp": "4"}):
         narrow = engine_of(Row.of({**said, **changes}), Sizes.of(Row.of({**said, **changes}))).engine
         assert (narrow.gradient_item, narrow.reduced_item, narrow.added_item) == (2, 2, 6) and not narrow.reduces_whole
+
+
+def test_a_ring_adds_its_steps_results_and_attends_to_one_ranks_keys_at_a_time() -> None:
+    _, one = costs_of(MEGATRON)
+    _, two = costs_of(MEGATRON, cp="2", dp="2")
+    # Half of the tokens takes more than half of the time: outputs and gradients are added, kernels are shorter.
+    queries = keys = 2048 * 2048
+    added = 2 * (7 * queries + 4 * keys + 6 * queries + 12 * keys)
+    more = sum(two.compute[kind, 0] - one.compute[kind, 0] / 2 for kind in (Kind.F, Kind.B))
+    assert more > 32 * added / MACHINES["h100"].memory_bytes_per_s
+
+
+def test_what_exchanges_slow_down_in_a_pipeline_is_a_part_of_the_step_once() -> None:
+    row = Row.of({**PIPELINE, "zero_stage": "1", "global_batch": "16"})
+    sizes = Sizes.of(row)
+    of, machine = lowering_of(row, sizes, engine_of(row, sizes)), replace(machine_of(row), reduce_share=0.25)
+    plan = of.plan(8)
+    costs = model_costs(of.config, of.layout, plan, machine, of.engine.engine)
+    slowed = _slowed_once(costs, plan)
+    exchanged = [
+        sum(
+            costs.reductions.get(bucket.index, 0.0) + costs.gathers.get(bucket.index, 0.0)
+            for bucket in plan.buckets
+            if plan.chunks[bucket.chunks[0]].rank == rank
+        )
+        for rank in range(2)
+    ]
+    assert slowed.reduce_share == 0.0 and slowed.step - costs.step == pytest.approx(0.25 * max(exchanged))
+
+
+def test_a_run_that_does_not_say_that_it_recomputes_fits_the_whole_memory() -> None:
+    """What does not fit what libraries leave, but all memory, is taken to have run without."""
+    silent = MEGATRON | {"gpu": "A100-40", "recompute": "", "seq_len": "4608"}
+    said = predicted(Row.of({**silent, "recompute": "none"}))
+    whole = 40 * 2**30
+    assert said.peak_bytes is not None and 0.94 * whole < said.peak_bytes < whole and said.fits is False
+    of = predicted(Row.of(silent))
+    assert of.fits is True and of.step_seconds == said.step_seconds and "assumed recompute none" in of.notes
