@@ -21,7 +21,7 @@ from typing import Any
 
 from tpengine.advice.published.row import Row
 from tpengine.advice.published.sizes import Sizes, schedule_words
-from tpengine.simulate.modelled.engine import Engine, Steps
+from tpengine.simulate.modelled.engine import Beside, Engine, Steps
 from tpengine.simulate.modelled.flash import (
     CUDNN_ON_HOPPER,
     FLASH_1_IN_CUDA_ON_AMPERE,
@@ -40,6 +40,9 @@ _FRAMEWORKS_WITH_FLASH = (
 )
 # Their recipes set sequence parallelism wherever they set tp. It is older than Hopper, whose runs are taken to have it.
 _CUTTING_ROWS = ("nemo", "bridge", "dgxc")
+# Processors of their exchanges: of rings none, which copy; of scatters in four parts, and of those beside gradients, as
+# in userbuffers_bf16_h100_h8192_tp4 (Megatron-Bridge, training/comm_overlap).
+_USERBUFFERS = Beside(kept=(0, 24, 0, 16), lent_by_inputs=(4, 0, 2, 0), lent_by_weights=(24, 0, 4, 0), num_splits=4)
 # Longer sequences than this are not trained with scores in memory.
 _LONGEST_WITH_SCORES = 4096
 # Their attention is that of torch or of FlashAttention; others call cuDNN on Hopper.
@@ -173,8 +176,10 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     # Model code of Hugging Face's form has a product for each of q, k, v, gate and up.
     is_apart = row.mlp() == "swiglu" and ((kind.in_units and not kind.is_mosaic) or "picotron" in system)
     flash = None if scores else _flash(row, system)
+    fuses = bool(sizes.tp > 1 and cuts and _overlaps_exchanges(row, system))
     engine = Engine(
         cuts_rows=cuts,
+        beside=_USERBUFFERS if fuses and any(word in system for word in _CUTTING_ROWS) else None,
         keeps_scores=scores,
         computes_scores_again=recompute == "selective" and not kind.is_scaling,
         computes_half_again=recompute == "operators",
@@ -207,7 +212,6 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     # DeepSpeed's pipelines reduce behind the last backward (runtime/pipe/engine).
     is_late = kind.is_scaling or (kind.is_deepspeed and sizes.pp > 1)
     overlaps = (sizes.zero in (1, 2) and not is_late) or kind.is_titan
-    fuses = bool(sizes.tp > 1 and cuts and _overlaps_exchanges(row, system))
     words = [kind.name, *_words(engine, sizes, recompute, is_eager=is_eager, fuses=fuses)]
     if kind.in_units:
         words.append("a unit is a block")

@@ -34,6 +34,23 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Processors that fused products leave to their exchanges, in the order qkv, attention's output, gate and up, down.
+
+    Attributes:
+        kept: of forward: what a product does without, as long as it runs.
+        lent_by_inputs, lent_by_weights: of the gradients of inputs and of weights: what these products do without while
+            the exchange runs.
+        num_splits: parts of a forward product that keeps processors; the scatter of the last part is behind it.
+    """
+
+    kept: tuple[int, int, int, int]
+    lent_by_inputs: tuple[int, int, int, int]
+    lent_by_weights: tuple[int, int, int, int]
+    num_splits: int
+
+
+@dataclass(frozen=True)
 class Engine:
     """Options of lowering and cost; each default is what ours does.
 
@@ -56,6 +73,7 @@ class Engine:
         splits_gate, splits_heads: gate and up, and q, k and v, are products of their own; their inputs' gradients are
             summed by kernels.
         reduces_gate_apart: ranks that hold all tokens sum the inputs' gradients of gate and up one after the other.
+        beside: processors that fused products leave to their exchanges; None for none, as copies need none.
         joins_heads: backward puts the gradients of q, k and v side by side with a kernel.
         whole_logits: each tp rank gathers all logits and computes the whole loss.
         reduces_whole: with the optimizer's state cut too, replicas all-reduce whole gradients.
@@ -92,6 +110,7 @@ class Engine:
     splits_gate: bool = False
     splits_heads: bool = False
     reduces_gate_apart: bool = False
+    beside: Beside | None = None
     joins_heads: bool = False
     whole_logits: bool = False
     reduces_whole: bool = False

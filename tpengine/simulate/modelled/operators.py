@@ -31,7 +31,7 @@ from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.engine import Engine, num_logits, sizes_for
+from tpengine.simulate.modelled.engine import Beside, Engine, num_logits, sizes_for
 from tpengine.simulate.modelled.packed import Packed
 from tpengine.simulate.modelled.prepared import prepares
 
@@ -227,12 +227,28 @@ class ChunkOperators:
         mixed, keys = size.heads * size.head_size, size.kv_heads * size.head_size
         packed = (mixed, keys, keys) if engine.splits_heads else (mixed + 2 * keys,)
         gated = (size.ffn,) * size.num_gated if engine.splits_gate else (size.num_gated * size.ffn,)
+        qkv, output = self._side_by_side(packed, exchanges, kind), self._by_rows(mixed, exchanges, kind)
+        gate_up, down = self._side_by_side(gated, exchanges, kind), self._by_rows(size.ffn, exchanges, kind)
+        if engine.beside is None or not self.is_fused:
+            return qkv, output, gate_up, down
         return (
-            self._side_by_side(packed, exchanges, kind),
-            self._by_rows(mixed, exchanges, kind),
-            self._side_by_side(gated, exchanges, kind),
-            self._by_rows(size.ffn, exchanges, kind),
+            self._beside(engine.beside, 0, qkv, kind),
+            self._beside(engine.beside, 1, output, kind),
+            self._beside(engine.beside, 2, gate_up, kind),
+            self._beside(engine.beside, 3, down, kind),
         )
+
+    def _beside(self, beside: Beside, index: int, product: _Sum, kind: str) -> _Sum:
+        """Return a fused product that has fewer processors than there are, the others being its exchange's."""
+        num, links = self.machine.num_processors, self.exchange_seconds
+        kept = beside.kept[index] if kind == "forward" else 0
+        by_kind = {"input_gradient": beside.lent_by_inputs, "weight_gradient": beside.lent_by_weights}
+        lent = by_kind[kind][index] if kind in by_kind else 0
+        if not num or num <= max(kept, lent):
+            return product
+        slower = product.operators * kept / (num - kept) + min(links, product.operators) * lent / (num - lent)
+        behind = max(0.0, links / beside.num_splits - product.exchanges) if kept else 0.0
+        return product + _Sum(slower, behind)
 
     def _side_by_side(self, columns: tuple[int, ...], exchanges: int, kind: str) -> _Sum:
         """Return products of one input, which is exchanged once; the gradients of that input are added one by one."""
@@ -344,8 +360,8 @@ class ChunkOperators:
     def _ring_steps(self, *, backward: bool) -> _Sum:
         """Return what a ring's steps read and write besides: results that are added step by step, keys side by side."""
         size, num = self.size, self.context
-        # Of each step's result and of the sum: read two, write one. Forward adds outputs, which begin as zeros, backward
-        # the gradients of queries, keys and values.
+        # Of each step's result and of the sum: two read, one written. Forward adds outputs, which begin as zeros; then
+        # come the gradients of queries, keys and values.
         queries = size.queries * size.item * (3 * num if backward else 3 * num + 1)
         keys = 2 * size.keys * size.item * (3 * num if backward else 2)
         return self._others(*[Work(0, queries // num)] * num, Work(0, keys))

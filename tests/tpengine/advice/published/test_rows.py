@@ -362,3 +362,28 @@ def test_a_run_that_does_not_say_that_it_recomputes_fits_the_whole_memory() -> N
     assert said.peak_bytes is not None and 0.94 * whole < said.peak_bytes < whole and said.fits is False
     of = predicted(Row.of(silent))
     assert of.fits is True and of.step_seconds == said.step_seconds and "assumed recompute none" in of.notes
+
+
+def test_userbuffers_take_processors_from_the_products_beside_them() -> None:
+    """NeMo's scatters keep 24 and 16 of 132 processors from attention's output and down, the last quarter is open."""
+    nemo = TITAN | {"source": "NVIDIA NeMo", "tp": "4", "dp": "2", "zero_stage": "1", "recompute": "none"}
+    row = Row.of(nemo)
+    sizes = Sizes.of(row)
+    of = lowering_of(row, sizes, engine_of(row, sizes))
+    assert of.engine.engine.beside is not None and "exchanges overlap with products" in of.engine.words
+    machine, plan = machine_of(row), of.plan(1)
+    found = {
+        beside: model_costs(of.config, of.layout, plan, machine, replace(of.engine.engine, beside=beside)).compute
+        for beside in (None, of.engine.engine.beside)
+    }
+    plain, beside = found.values()
+    rows, ffn = 2 * 8192, 14336 // 4
+    output, down = (machine.product_seconds(rows, 4096, inner, 2, "bfloat16") for inner in (1024, ffn))
+    open_ends = 2 * machine.link(4, 1).exchange_seconds(rows * 4096 * 2, 4) / 4
+    more = 32 * (output * 24 / 108 + down * 16 / 116)
+    assert more < plain[Kind.F, 0] * 0.1
+    assert more <= (beside[Kind.F, 0] - plain[Kind.F, 0]) <= more + 32 * open_ends + 1e-9
+    assert beside[Kind.B, 0] > plain[Kind.B, 0]
+    # Asynchronous tp copies.
+    titan = Row.of(TITAN | {"tp": "4", "dp": "2", "notes": "mlp=swiglu; async tp"})
+    assert engine_of(titan, Sizes.of(titan)).engine.beside is None
