@@ -218,7 +218,7 @@ def attend_on_cache(
         q, k = rope(q_and_k, *angles).split(heads[:2], dim=1)
     seen = cache.extend(layer, k, v)
     if len(seen) == 1:
-        return cache.rows(rearrange(_attend_to(q, *seen[0], scores), "b h s e -> (b s) (h e)"))
+        return cache.rows(_attend_to(q, *seen[0], scores).transpose(1, 2).flatten(2).flatten(0, 1))
     parts = [
         _attend_to(queries, keys, values, scores)
         for queries, (keys, values) in zip(q.chunk(len(seen)), seen, strict=True)

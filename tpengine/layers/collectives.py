@@ -96,9 +96,8 @@ class WholeRows(Communicator):
         """Return x: it is all rows."""
         return x
 
-    @torch.no_grad()
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x[T, ...], whole, the same bits on every rank.
+        """Return the sum of all ranks' x[T, D], whole, the same bits on every rank.
 
         Few rows in one exchange: each rank adds what all have, in a balanced tree.
         """
@@ -106,6 +105,9 @@ class WholeRows(Communicator):
             return x
         if len(x) > FEW_ROWS:
             return self.over.all_gather_rows(self.over.reduce_scatter(x), len(x))
+        arena = self.over.arena_for(x)
+        if arena is not None:
+            return arena.sum_of_rows(x)
         return tree_sum(self.over.all_gather(x).view(self.size, *x.shape).unbind()).to(x.dtype)
 
     def _start(self, x: Tensor, op: Any) -> NoReturn:

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from support.ranks.arena_ranks import Case, cases, differences, hostile_communicator, inputs_of, results
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
-from tpkernels.exchange.arena import Arena, exchange_bytes, shard_rows
+from tpkernels.exchange.arena import Arena, CallMismatch, exchange_bytes, shard_rows
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.tree import tree_sum
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.symmetric.host_memory import MemoryRefused
 
@@ -62,6 +63,29 @@ def test_exchange_bytes_suffice_for_one_piece(ranks: RankPool) -> None:
         # 34 rows of 1332 bytes, and 3 of 16396, are more than a quarter of what they need in one piece.
         gathers, scatters = ranks.run(epochs_of_an_exchange, 3, num_rows, columns, enough // 2 - PAGE)[0]
         assert gathers == 1 and scatters > 1
+
+
+def check_sums_of_rows() -> None:
+    """One call each; the sum is the tree's, the same bits on all ranks, whatever the next calls write."""
+    arena = Arena.open(dist.group.WORLD, 4 * PAGE)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        terms = [torch.randn(3, 65, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(arena.world)]
+        before = arena.epoch
+        sums = [arena.sum_of_rows(terms[arena.rank] * factor) for factor in (1, 2, 4)]
+        assert arena.epoch - before == 3
+        for found, factor in zip(sums, (1, 2, 4), strict=True):
+            assert torch.equal(found, tree_sum([term * factor for term in terms], out=torch.empty_like(found)))
+    with pytest.raises(ValueError, match="a row must fit into the arena"):
+        arena.sum_of_rows(torch.zeros(3, 2 * PAGE))
+    arena = Arena.open(dist.group.WORLD, 4 * PAGE)
+    x = torch.zeros(1, 8)
+    with pytest.raises(CallMismatch, match=r"which (sums|gathers) rows, rank \d .* which (gathers|sums) rows"):
+        for _ in arena.gather(x, arena.world, "all_reduce") if arena.rank else [arena.sum_of_rows(x)]:
+            pass
+
+
+def test_sums_of_rows(ranks: RankPool) -> None:
+    ranks.run(check_sums_of_rows, 3)
 
 
 def zeros_of(columns: int) -> Callable[[slice, torch.Tensor | None], torch.Tensor]:
