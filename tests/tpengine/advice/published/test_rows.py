@@ -355,7 +355,7 @@ def test_what_exchanges_slow_down_in_a_pipeline_is_a_part_of_the_step_once() -> 
 
 
 def test_a_run_that_does_not_say_that_it_recomputes_fits_the_whole_memory() -> None:
-    """What does not fit what libraries leave, but all memory, is taken to have run without."""
+    """What does not fit what libraries leave, but the memory, is taken to have run without."""
     silent = MEGATRON | {"gpu": "A100-40", "recompute": "", "seq_len": "4608"}
     said = predicted(Row.of({**silent, "recompute": "none"}))
     whole = 40 * 2**30
