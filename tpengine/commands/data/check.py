@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from tpengine.data import open_source
+from tpengine.data.files.content.hash import content_sha256
 from tpengine.data.files.one_file import SourceFile
 from tpengine.data.files.source import open_text
 from tpengine.data.fit.index import indices_of, open_index
@@ -115,7 +116,7 @@ def _faults_of_indices(path: str, console: Console) -> list[str]:
             # A run would refuse it with the same words; the tokens are what they say nevertheless.
             console.print(f"warning: {error}")
             continue
-        if index.content_sha256() != index.sha256:
+        if content_sha256(index.content) != index.sha256:
             faults.append(f"{place}: its content does not have the SHA-256 of its header")
             console.print(faults[-1])
             continue

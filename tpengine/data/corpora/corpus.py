@@ -16,7 +16,7 @@ class Corpus(Protocol):
 
     Attributes:
         train, held_out: the parts.
-        texts: all texts, with the SHA-256 of their tokens.
+        texts: all texts, with the SHA-256 of their tokens, and the indices of fitted samples, with that of theirs.
         reading_seconds: how much longer than this rank a rank of another host may take to open it, since it may have to
             read all of it; 0 if the headers have the hashes.
     """

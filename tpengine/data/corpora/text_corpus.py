@@ -50,7 +50,7 @@ class TextCorpus:
     @property
     def texts(self) -> tuple[TokenFile, ...]:
         """See Corpus."""
-        return (self.text,)
+        return (self.text,) if self.fit is None else (self.text, self.fit.file)
 
     @property
     def paths(self) -> tuple[Path, ...]:

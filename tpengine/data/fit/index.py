@@ -106,6 +106,7 @@ class FitIndex:
         seq_len: S.
         train, held_out: the samples of each part.
         sha256: of its content, in hex, as its header has it.
+        content: all bytes behind the header.
     """
 
     path: Path
@@ -113,17 +114,12 @@ class FitIndex:
     train: FittedPart
     held_out: FittedPart
     sha256: str
+    content: StoredTokens
 
-    def content_sha256(self) -> str:
-        """Read all, and return its SHA-256."""
-        digest = hashlib.sha256()
-        for part in (self.train, self.held_out):
-            for content in part.pieces.pieces(1 << 16):
-                digest.update(content)
-        for part in (self.train, self.held_out):
-            for content in part.ends.pieces(1 << 16):
-                digest.update(content)
-        return digest.hexdigest()
+    @property
+    def file(self) -> TokenFile:
+        """The index as what is checked while training goes on: bytes, and the SHA-256 that they must have."""
+        return TokenFile(self.content, 256, self.sha256)
 
 
 def index_path(text: TokenFile, seq_len: int) -> Path:
@@ -220,6 +216,7 @@ def open_index(text: TokenFile, seq_len: int, num_train: int | None = None, held
             StoredTokens(file, END, ends_at + samples.start * END.itemsize, samples.stop - samples.start),
         )
 
+    everything = StoredTokens(file, np.dtype("<u1"), HEADER.size, size - HEADER.size)
     train = part(of_train, slice(0, train_pieces), slice(0, train_samples))
     behind = slice(train_pieces, train_pieces + held_pieces), slice(train_samples, train_samples + held_samples)
-    return FitIndex(path, seq_len, train, part(num_tokens - of_train, *behind), content.hex())
+    return FitIndex(path, seq_len, train, part(num_tokens - of_train, *behind), content.hex(), everything)

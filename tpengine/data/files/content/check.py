@@ -82,7 +82,7 @@ class ContentCheck:
             )
         return (
             f"a text must have the content that its hash says: {where} does not have SHA-256 {sha256}: "
-            "restore it and continue with --resume, or write it again with write_tokens for a new run"
+            "restore it and continue with --resume, or write it again for a new run"
         )
 
     def _run(self) -> None:

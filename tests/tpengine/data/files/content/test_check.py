@@ -58,8 +58,7 @@ def test_one_wrong_token_anywhere_is_found(path: Path, place: int) -> None:
     _, message = found(open_tokens(path), rank=5)
     assert message == (
         f"a text must have the content that its hash says: {path} on the host of rank 5 does not have SHA-256 "
-        f"{open_tokens(path).sha256}: restore it and continue with --resume, or write it again with write_tokens for a "
-        "new run"
+        f"{open_tokens(path).sha256}: restore it and continue with --resume, or write it again for a new run"
     )
 
 
