@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,17 @@ def test_the_least_room_stays(drawn: tuple[list[int], int]) -> None:
     assert sorted((capacity - filled).tolist()) == searched(lengths, capacity)
     # Numbered in the order of their first pieces.
     assert list(dict.fromkeys(of_piece.tolist())) == list(range(len(filled)))
+
+
+def test_the_longest_samples_take_no_more_memory_than_short_ones() -> None:
+    """Nor time, which goes with it: nothing in the search is as long as a sample."""
+    lengths = np.arange(1, 200, dtype=np.int64)
+    tracemalloc.start()
+    try:
+        best_fit(lengths, 1 << 24)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
 
 
 def test_longer_documents_are_cut_from_their_beginning() -> None:
