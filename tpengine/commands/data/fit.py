@@ -61,5 +61,5 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
     console.print(
         f"{index.path}: {found.num_samples[0]:,} samples of {seq_len:,} tokens{held_out}, of {found.num_documents:,} "
         f"documents, {found.num_cut:,} of them longer and cut, {padding:.2%} padding; train on it with --data.path "
-        f"{path} --data.packing fit --train.seq_len {seq_len}"
+        f"{path} --data.packing fit --train.seq-len {seq_len}"
     )

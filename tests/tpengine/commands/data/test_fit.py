@@ -22,7 +22,7 @@ def test_what_is_fitted_is_said_and_checked(tmp_path: Path, capsys: pytest.Captu
     assert main(["data", "--fit", "8", str(path), "--held-out-fraction", "0.2"]) == 0
     assert capsys.readouterr().out.strip() == (
         f"{path}.8.fit: 9 samples of 8 tokens and 6 held out, of 13 documents, 3 of them longer and cut, 10.00% "
-        f"padding; train on it with --data.path {path} --data.packing fit --train.seq_len 8"
+        f"padding; train on it with --data.path {path} --data.packing fit --train.seq-len 8"
     )
     assert main(["data", "--check", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
