@@ -31,8 +31,10 @@ _UNITS = {
 _NAME_BEFORE = re.compile(r"^[a-z][a-z_ ]*[=: ]*(?=\d)")
 # Two factors, of columns that count devices: `16 x 8`, `4 nodes x 8 GPUs`; or a number of a kind: `8x A100`.
 _COUNTS = ("gpus", "dp")
-_FACTORS = re.compile(r"^(\d+) *(?:nodes?)? *[x*\u00d7] *(\d+) *(?:gpus?)?$")
-_OF_A_KIND = re.compile(r"^(\d+)(?: *x *| +)(?!nodes?\b)[a-z][\w .-]*$")
+_GROUPS = r"node|host|server|machine|instance|system|boxe?|pod|superpod|rack|island|dgx|hgx|p[345]\w*"
+_FACTORS = re.compile(rf"^(\d+) *(?:(?:{_GROUPS})s?)? *[x*\u00d7] *(\d+) *(?:gpus?)?$")
+# What counts groups of devices counts no devices: `16 DGX H100`, `2 pods of 256`, `16 x 8 x 2`.
+_OF_A_KIND = re.compile(rf"^(\d+)(?: *x *| +)(?!(?:{_GROUPS})s?\b|x\b)[a-z](?!.*\b(?:of|x) *\d)[\w .-]*$")
 # Where 0 means that there is no such axis.
 _NO_AXIS = ("vpp", "cp")
 # Shorter words count only where they stand alone: `no` is not in `layernorm`.

@@ -96,6 +96,9 @@ REFUSED = [
     ({"gpu": "RTX 4090"}, "gpu must be one whose data sheet is known"),
     ({"global_batch": "some tokens"}, "global_batch must be a number of sequences or of tokens"),
     ({"gpus": "16 nodes"}, "gpus must be a whole number"),
+    ({"gpus": "8 DGX H100"}, "gpus must be a whole number"),
+    ({"gpus": "2 pods of 256"}, "gpus must be a whole number"),
+    ({"gpus": "16 x 8 x 2"}, "gpus must be a whole number"),
     ({"gpus": "8-16"}, "gpus must be a whole number"),
     ({"gpus": "0 x 8"}, "gpus must be a whole number"),
     ({"recompute": "sometimes"}, "recompute must contain one of"),
@@ -118,6 +121,7 @@ def test_what_cannot_be_predicted_is_left_empty_with_the_reason(changes: dict[st
 SIZES: list[tuple[dict[str, str], dict[str, int]]] = [
     ({"tp": "TP=2", "dp": "DP 4", "pp": "PP: 1"}, {"tp": 2, "dp": 4, "pp": 1}),
     ({"gpus": "2 nodes x 4 GPUs", "dp": "2 x 2"}, {"gpus": 8, "dp": 4}),
+    ({"gpus": "2 hosts x 4"}, {"gpus": 8}),
     ({"gpus": "8x H100 80GB"}, {"gpus": 8}),
     ({"gpus": "8 (1 node)", "micro_batch": "MBS 1", "global_batch": "GBS=16"}, {"gpus": 8, "num_micro_batches": 4}),
     ({"global_batch": "4M tokens"}, {"num_micro_batches": 256}),
