@@ -50,7 +50,6 @@ class ShardCommunicator(Communicator):
     def __init__(self, rank: int, size: int, holders: Communicator) -> None:
         super().__init__(None)
         self.rank, self.size, self.holders = rank, size, holders
-        self.row_part, self.num_row_parts = rank, size
 
     def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
         """Return x: it holds all rows."""
@@ -91,6 +90,16 @@ class WholeRows(Communicator):
     def __init__(self, over: Communicator) -> None:
         super().__init__(None)
         self.rank, self.size, self.over = over.rank, over.size, over
+
+    @property
+    def row_part(self) -> int:
+        """The whole."""
+        return 0
+
+    @property
+    def num_row_parts(self) -> int:
+        """One: the whole."""
+        return 1
 
     def all_gather_rows(self, x: Tensor, num_rows: int, *, operation: str = "all_gather") -> Tensor:
         """Return x: it is all rows."""

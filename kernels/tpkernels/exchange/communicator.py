@@ -85,8 +85,6 @@ class Communicator:
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
-        row_part, num_row_parts: which part of the rows of activations this rank holds, of how many: rank of size, but
-            for a communicator whose ranks hold them all.
         is_gloo: whether the group's backend is gloo, which works on host memory.
         name: registered operators find the communicator by this name, in this process.
         arena: None if collectives are used.
@@ -116,7 +114,6 @@ class Communicator:
             check_num_bytes("arena_bytes, or 0 for no arena,", arena_bytes)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.row_part, self.num_row_parts = self.rank, self.size
         self.is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self.arena: Arena | None = None
         self.device_arena: DeviceArena | None = None
@@ -139,6 +136,16 @@ class Communicator:
             _BY_NAME[self.name] = self
             close_to_children(self, f"the communicator of group {group.group_name}", *_CLOSED_TO_CHILDREN)
         self._background = Background(self.name)
+
+    @property
+    def row_part(self) -> int:
+        """Which part of the rows of activations this rank holds."""
+        return self.rank
+
+    @property
+    def num_row_parts(self) -> int:
+        """Into how many parts those rows are cut; 1 where every rank holds them all."""
+        return self.size
 
     def __copy__(self) -> Communicator:
         return self
