@@ -111,7 +111,7 @@ def _faults_of_indices(path: str, console: Console) -> list[str]:
     text, faults = open_text(path), []
     for place, seq_len in indices_of(text):
         try:
-            index = open_index(text, seq_len)
+            index = open_index(text, path, seq_len)
         except ValueError as error:
             # A run would refuse it with the same words; the tokens are what they say nevertheless.
             console.print(f"warning: {error}")

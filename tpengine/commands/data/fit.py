@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -10,7 +12,8 @@ from tpengine.data.corpora.text_corpus import num_trained_on
 from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.source import open_text
 from tpengine.data.files.source_tokens import DocumentSourceTokens
-from tpengine.data.fit.index import index_path, open_index
+from tpengine.data.files.token_file import TokenFile
+from tpengine.data.fit.index import identity_of, index_path, made_of, open_index
 from tpengine.data.fit.writing import write_index
 
 _MOST_FRACTION = 0.9
@@ -42,6 +45,7 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
             f"--fit needs to know where documents begin: {path} does not say: write it again with tpengine data"
         )
     num_train, place = num_trained_on(tokens, fraction), index_path(text, seq_len)
+    replaced = _replaced(place, path, text, num_train)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     columns = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -55,7 +59,9 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
                 f"a fit index is written beside its text: {place}: {error.strerror}: make that possible, or copy the "
                 "text to another directory"
             ) from None
-    index = open_index(text, seq_len, num_train)
+    if replaced:
+        console.print(replaced)
+    index = open_index(text, path, seq_len, num_train)
     held_out = f" and {found.num_samples[1]:,} held out" if found.num_samples[1] else ""
     padding = 1 - len(tokens) / (sum(found.num_samples) * seq_len)
     console.print(
@@ -63,3 +69,24 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
         f"documents, {found.num_cut:,} of them longer and cut, {padding:.2%} padding; train on it with --data.path "
         f"{path} --data.packing fit --train.seq-len {seq_len}"
     )
+
+
+def _replaced(place: Path, path: str, text: TokenFile, num_train: int) -> str:
+    """Return in a line which index of something else is about to be replaced, or nothing.
+
+    An index has the name of the first file alone: that of a directory, and that of its first file, are at one place.
+    """
+    before, num_tokens = made_of(place), len(text.tokens)
+    if before is None:
+        return ""
+    if before.identity != identity_of(text) or before.num_tokens != num_tokens:
+        return (
+            f"{place}: an index of other data was here, of {before.num_tokens:,} tokens, {path} has {num_tokens:,}: it "
+            "is replaced"
+        )
+    if before.num_train != num_train:
+        return (
+            f"{place}: an index of another held-out part was here, with {num_tokens - before.num_train:,} tokens held "
+            f"out, now {num_tokens - num_train:,}: it is replaced"
+        )
+    return ""

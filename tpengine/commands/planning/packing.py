@@ -44,7 +44,8 @@ def packed_documents(config: Config) -> Packed:
     tokens = text.tokens.part(0, num_train)
     samples = Samples(tokens, train.seq_len, config.model.vocab_size, seed=train.seed, packs=True)
     if data.packing == "fit":
-        samples = fitted(samples, open_index(text, train.seq_len, num_train, data.held_out_fraction).train)
+        index = open_index(text, data.path, train.seq_len, num_train, data.held_out_fraction)
+        samples = fitted(samples, index.train)
     if samples.num_windows < train.micro_batch_size:
         raise ValueError(
             f"a text must fill a micro-batch: {data.path} has {samples.num_windows} sequences of {train.seq_len} "

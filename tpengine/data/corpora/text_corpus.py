@@ -64,7 +64,7 @@ class TextCorpus:
         """See Corpus."""
         seq_len, ignored, fit = config.train.seq_len, config.data.ignore_token, self.fit
         if fit is not None and fit.seq_len != seq_len:
-            fit = open_index(self.text, seq_len, len(self.train.tokens), config.data.held_out_fraction)
+            fit = open_index(self.text, fit.source, seq_len, len(self.train.tokens), config.data.held_out_fraction)
         train = replace(self.train, seq_len=seq_len, ignore_token=ignored, phase=phase)
         held_out = replace(self.held_out, seq_len=seq_len, ignore_token=ignored)
         if fit is not None:
@@ -136,7 +136,7 @@ def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None
     held_out_samples = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs)
     fit = None
     if data.packing == "fit":
-        fit = open_index(text, train.seq_len, num_train, data.held_out_fraction)
+        fit = open_index(text, data.path, train.seq_len, num_train, data.held_out_fraction)
         train_samples, held_out_samples = fitted(train_samples, fit.train), fitted(held_out_samples, fit.held_out)
     check_lengths(train_samples, held_out_samples, config)
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize

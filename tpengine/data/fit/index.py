@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import shlex
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ class FitIndex:
 
     Attributes:
         path: of the index.
+        source: its text, as the user named it.
         seq_len: S.
         train, held_out: the samples of each part.
         sha256: of its content, in hex, as its header has it.
@@ -110,6 +112,7 @@ class FitIndex:
     """
 
     path: Path
+    source: str
     seq_len: int
     train: FittedPart
     held_out: FittedPart
@@ -120,6 +123,32 @@ class FitIndex:
     def file(self) -> TokenFile:
         """The index as what is checked while training goes on: bytes, and the SHA-256 that they must have."""
         return TokenFile(self.content, 256, self.sha256)
+
+
+class MadeOf(NamedTuple):
+    """What the header of an index says that it was made of.
+
+    Attributes:
+        num_tokens: of the text.
+        num_train: of its training part.
+        identity: of the text, see identity_of.
+    """
+
+    num_tokens: int
+    num_train: int
+    identity: bytes
+
+
+def made_of(path: Path) -> MadeOf | None:
+    """Return what an index was made of; None if there is none, or none that can be read."""
+    try:
+        header = OpenFile(path).read(0, HEADER.size)
+    except OSError:
+        return None
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        return None
+    _, _, _, num_tokens, num_train, *_, identity, _ = HEADER.unpack(header)
+    return MadeOf(num_tokens, num_train, identity)
 
 
 def index_path(text: TokenFile, seq_len: int) -> Path:
@@ -133,6 +162,11 @@ def first_file(text: TokenFile) -> Path:
     tokens = text.tokens
     assert isinstance(tokens, StoredTokens | SourceTokens), "a text with documents is in files"
     return tokens.files[0].path if isinstance(tokens, SourceTokens) else tokens.file.path
+
+
+def fit_command(source: str, seq_len: int) -> str:
+    """Return the command that writes the index of a text, named as the user named it."""
+    return f"tpengine data --fit {seq_len} {shlex.quote(source)}"
 
 
 def identity_of(text: TokenFile) -> bytes:
@@ -152,20 +186,21 @@ def indices_of(text: TokenFile) -> list[tuple[Path, int]]:
     return sorted(found, key=lambda of: of[1])
 
 
-def open_index(text: TokenFile, seq_len: int, num_train: int | None = None, held_out_fraction: float = 0.0) -> FitIndex:
+def open_index(
+    text: TokenFile, source: str, seq_len: int, num_train: int | None = None, held_out_fraction: float = 0.0
+) -> FitIndex:
     """Open the index of a text.
 
     Args:
         text: that knows its documents.
+        source: as the user named it: a file, a directory, a glob or a list; for messages.
         seq_len: S.
         num_train: its tokens that are trained on, and held_out_fraction: from which that follows; None for those of the
             index.
 
     Raises: ValueError: none is there, or it is of another S, other data or another held-out part; one line.
     """
-    path, first = index_path(text, seq_len), first_file(text)
-    is_one = not isinstance(text.tokens, SourceTokens) or len(text.tokens.files) == 1
-    remedy = f"write it with tpengine data --fit {seq_len} {first if is_one else 'PATH'}"
+    path, remedy = index_path(text, seq_len), f"write it with {fit_command(source, seq_len)}"
     try:
         file = OpenFile(path)
         header = file.read(0, HEADER.size)
@@ -195,9 +230,10 @@ def open_index(text: TokenFile, seq_len: int, num_train: int | None = None, held
             f"a fit index must be of train.seq_len: {path} is of {of_length}, train.seq_len is {seq_len}: {remedy}"
         )
     if identity != identity_of(text) or num_tokens != len(text.tokens):
+        others = ", others or in other documents" if num_tokens == len(text.tokens) else ""
         raise ValueError(
-            f"a fit index must be of the data: {path} was made of {num_tokens:,} tokens, and those of {first} are now "
-            f"{len(text.tokens):,}, or others: {remedy}"
+            f"a fit index must be of the data: {path} was made of {num_tokens:,} tokens, and {source} has "
+            f"{len(text.tokens):,}{others}: {remedy}"
         )
     if num_train is not None and of_train != num_train:
         raise ValueError(
@@ -219,4 +255,4 @@ def open_index(text: TokenFile, seq_len: int, num_train: int | None = None, held
     everything = StoredTokens(file, np.dtype("<u1"), HEADER.size, size - HEADER.size)
     train = part(of_train, slice(0, train_pieces), slice(0, train_samples))
     behind = slice(train_pieces, train_pieces + held_pieces), slice(train_samples, train_samples + held_samples)
-    return FitIndex(path, seq_len, train, part(num_tokens - of_train, *behind), content.hex(), everything)
+    return FitIndex(path, source, seq_len, train, part(num_tokens - of_train, *behind), content.hex(), everything)

@@ -9,6 +9,8 @@ import pytest
 
 from tpengine.cli import main
 from tpengine.data import write_tokens
+from tpengine.data.files.source import open_text
+from tpengine.data.fit.index import open_index
 
 
 def written(path: Path) -> Path:
@@ -38,6 +40,35 @@ def test_what_is_fitted_is_said_and_checked(tmp_path: Path, capsys: pytest.Captu
     write_tokens(path, np.arange(108)[::-1], 256, lengths=lambda: [108])
     assert main(["data", "--check", str(path)]) == 0
     assert f"warning: a fit index must be of the data: {place}" in capsys.readouterr().out
+
+
+def test_an_index_of_something_else_is_replaced_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory and its first file have their indices at one place."""
+    monkeypatch.chdir(tmp_path)
+    Path("c").mkdir()
+    for name in "ab":
+        written(Path("c") / name)
+
+    def said(*options: str) -> list[str]:
+        assert main(["data", "--fit", "8", *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.pop().startswith("c/a.8.fit: ")
+        return lines
+
+    assert said("c") == [] and said("c/*") == [] and said("c/a,c/b") == []
+    assert said("c/a") == ["c/a.8.fit: an index of other data was here, of 216 tokens, c/a has 108: it is replaced"]
+    assert said("c/a", "--held-out-fraction", "0.2") == [
+        "c/a.8.fit: an index of another held-out part was here, with 5 tokens held out, now 41: it is replaced"
+    ]
+    for source, remedy in (("c", "c"), ("c/*", "'c/*'"), ("c/a,c/b", "c/a,c/b")):
+        with pytest.raises(ValueError) as error:
+            open_index(open_text(source), source, 8)
+        assert str(error.value) == (
+            f"a fit index must be of the data: c/a.8.fit was made of 108 tokens, and {source} has 216: write it with "
+            f"tpengine data --fit 8 {remedy}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_places_beyond_32_bits_are_read(tmp_path: Path) -> None:
         file.seek(offset)
         file.write(np.array([0, middle, middle + 2], dtype="<u8").tobytes())
     fit_data(str(path), str(seq_len), 0.0)
-    index = open_index(open_text(str(path)), seq_len)
+    index = open_index(open_text(str(path)), str(path), seq_len)
     # The long document's last 5 tokens, and what lies behind it, share the last sample.
     assert index.train.num_samples == middle // seq_len + 1
     assert index.train.sample(middle // seq_len - 1) == [(2**32 - seq_len, seq_len, True)]
