@@ -184,13 +184,14 @@ def _stdlib_tokens() -> TokenFile:
 def _whole_documents(tokens: DocumentTokens | DocumentSourceTokens, num_train: int) -> int:
     """Return where the held-out text begins: with the last document that begins at or before token `num_train`.
 
-    Where that is the first, the first one behind it; a file of one document is cut inside it.
+    Where that is the first, the first one behind it; a file of one document is cut inside it. Documents without tokens
+    that begin at the text's end do not count: nothing would be held out.
     """
     if num_train == len(tokens):
         return num_train
     number = tokens.starts.first_at_or_after(num_train + 1)
     before, after = tokens.starts[max(0, number - 1) : number], tokens.starts[number : number + 1]
-    return next((int(start[0]) for start in (before, after) if len(start) and start[0]), num_train)
+    return next((int(start[0]) for start in (before, after) if len(start) and 0 < start[0] < len(tokens)), num_train)
 
 
 def _cut(tokens: TextTokens, place: int) -> tuple[TextTokens, TextTokens]:

@@ -17,6 +17,7 @@ from support.engine.foreign_tokens import write_datatrove, write_megatron, write
 
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import ContentCheck, open_corpus, open_source, write_tokens
+from tpengine.data.corpora.text_corpus import num_trained_on
 from tpengine.data.files import documents, stored_tokens
 from tpengine.data.files.find import files_of
 from tpengine.data.files.one_file import About
@@ -102,6 +103,16 @@ def test_files_are_read_as_one(
         else:
             assert len(corpus.train.tokens) == want
             assert corpus.held_out.tokens[:5].tolist() == whole[want : want + 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "want"), [([0, 0, 30, 0], 24), ([10, 20, 0], 10), ([0, 30, 0, 0], 24), ([0, 10, 0, 20, 0], 10)], ids=str
+)
+def test_empty_documents_at_the_end_are_not_what_is_held_out(tmp_path: Path, lengths: list[int], want: int) -> None:
+    """They begin where the text ends: a part from there on has nothing."""
+    write_megatron(tmp_path / "a.bin", [[[1] * length] if length else [] for length in lengths])
+    tokens = open_source(str(tmp_path)).tokens
+    assert num_trained_on(tokens, 0.2) == want and num_trained_on(tokens, 0.0) == 30
 
 
 def test_what_a_path_names(tmp_path: Path) -> None:
