@@ -11,7 +11,7 @@ from pathlib import Path
 from tpengine.data.files.foreign.datatrove import is_datatrove
 from tpengine.data.files.foreign.megatron import is_megatron
 from tpengine.data.files.foreign.plain import is_list_of_documents, said_beside
-from tpengine.data.files.token_file import MAGIC
+from tpengine.data.files.token_file import FIT_MAGIC, MAGIC
 
 # Of a file's head and end: its header, and of ours where most documents begin.
 _ANNOUNCED_BYTES = 1 << 14
@@ -110,10 +110,19 @@ def _is_companion(path: Path) -> bool:
     if path.suffix in (".index", ".metadata", ".loss"):
         return name.endswith((".ds.index", ".ds.metadata", ".ds.loss"))
     if path.suffix == ".fit":
-        # NAME.S.fit, see fit/index.py.
-        return path.with_suffix("").with_suffix("").is_file()
+        # NAME.S.fit, see fit/index.py; also one whose text is no longer there.
+        return path.with_suffix("").with_suffix("").is_file() or _begins_with(path, FIT_MAGIC)
     if path.suffix == ".json":
         return path.with_suffix("").is_file() or any(
             other.suffix != ".json" and other.is_file() for other in path.parent.glob(f"{glob.escape(path.stem)}.*")
         )
     return is_list_of_documents(path)
+
+
+def _begins_with(path: Path, magic: bytes) -> bool:
+    """Whether a file can be read and begins so."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False

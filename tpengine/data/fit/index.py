@@ -24,9 +24,9 @@ import numpy as np
 
 from tpengine.data.files.source_tokens import SourceTokens
 from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
-from tpengine.data.files.token_file import TokenFile
+from tpengine.data.files.token_file import FIT_MAGIC, TokenFile
 
-MAGIC, VERSION = b"TPFITIDX", 1
+MAGIC, VERSION = FIT_MAGIC, 1
 HEADER = struct.Struct("<8sIIQQQQQQ32s32s")
 PIECE = np.dtype([("start", "<u8"), ("length", "<u4"), ("goes_on", "<u4")])
 END = np.dtype("<u8")

@@ -130,6 +130,12 @@ def test_what_a_path_names(tmp_path: Path) -> None:
     assert [path.name for path in files_of(f"{tmp_path}/[6-9].*")] == names
     listed = f"{tmp_path}/9.tokens, {tmp_path}/*.bin"
     assert [path.name for path in files_of(listed)] == ["9.tokens", "8.bin"]
+    # An index of fitted samples whose text was removed, and a file that only has such a name.
+    (tmp_path / "7.z.8.fit").write_bytes(b"TPFITIDX and more")
+    write_one(tmp_path / "6.z.8.fit", [[1]])
+    with_it = ["6.u", "6.z.8.fit", "7.ds", "8.bin", "9.tokens"]
+    assert [path.name for path in files_of(str(tmp_path))] == with_it
+    assert [path.name for path in files_of(f"{tmp_path}/[6-9].*")] == with_it
     odd = write_one(tmp_path / "inner" / "a,b[1].tokens", [[1]])
     assert files_of(str(odd)) == [odd]
 
