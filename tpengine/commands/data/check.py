@@ -11,9 +11,13 @@ from rich.console import Console
 
 from tpengine.data import open_source
 from tpengine.data.files.content.hash import content_sha256
+from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.one_file import SourceFile
 from tpengine.data.files.source import open_text
-from tpengine.data.fit.index import indices_of, open_index
+from tpengine.data.files.source_tokens import DocumentSourceTokens
+from tpengine.data.files.token_file import TokenFile
+from tpengine.data.fit.index import FitIndex, fit_command, indices_of, open_index
+from tpengine.data.fit.writing import is_fitted
 from tpengine.data.text.tokenizer import TextTokenizer
 
 _TOKENS_AT_ONCE = 1 << 20
@@ -62,9 +66,11 @@ def check_data(path: str, tokenizer: str = "bytes") -> None:
         for fault in of_file:
             console.print(f"{file.path}: {fault}")
         faults += [f"{file.path}: {fault}" for fault in of_file]
-    faults += _faults_of_indices(path, console)
     if faults:
         raise ValueError(f"token files must hold what they say: {faults[0]}: write or copy them again")
+    faults = _faults_of_indices(path, console)
+    if faults:
+        raise ValueError(f"a fit index must hold what fitting gives: {faults[0]}")
     documents = "" if source.num_documents is None else f" of {source.num_documents:,} documents"
     console.print(f"{path}: {len(source.files):,} files, {source.num_tokens:,} tokens{documents}: all as they say")
 
@@ -107,7 +113,10 @@ def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: Console)
 
 
 def _faults_of_indices(path: str, console: Console) -> list[str]:
-    """Read the indices of fitted samples that lie beside a text; say what they are; return what is wrong."""
+    """Read the indices of fitted samples that lie beside a text; say what they are; return what is wrong.
+
+    A hash says that an index is as it was written; that it is what fitting gives shows only when it is fitted again.
+    """
     text, faults = open_text(path), []
     for place, seq_len in indices_of(text):
         try:
@@ -116,13 +125,24 @@ def _faults_of_indices(path: str, console: Console) -> list[str]:
             # A run would refuse it with the same words; the tokens are what they say nevertheless.
             console.print(f"warning: {error}")
             continue
-        if content_sha256(index.content) != index.sha256:
-            faults.append(f"{place}: its content does not have the SHA-256 of its header")
-            console.print(faults[-1])
+        fault = _fault_of_index(index, text)
+        if fault:
+            console.print(f"{place}: {fault}")
+            faults.append(f"{place}: {fault}: write it again with {fit_command(path, seq_len)}")
             continue
         samples = index.train.num_samples + index.held_out.num_samples
-        console.print(f"{place}: {samples:,} fitted samples of {seq_len:,} tokens, SHA-256 right")
+        console.print(f"{place}: {samples:,} fitted samples of {seq_len:,} tokens, SHA-256 and samples right")
     return faults
+
+
+def _fault_of_index(index: FitIndex, text: TokenFile) -> str:
+    """Return what is wrong with an index that is of a text, or nothing."""
+    if content_sha256(index.content) != index.sha256:
+        return "its content does not have the SHA-256 of its header"
+    tokens = text.tokens
+    if not isinstance(tokens, DocumentTokens | DocumentSourceTokens):
+        return "its text does not know where documents begin"
+    return "" if is_fitted(index, tokens.starts) else "its samples are not those that fitting gives"
 
 
 def _read(file: SourceFile, vocab_size: int, begin: int | None, end: int | None) -> _Found:

@@ -1,4 +1,7 @@
-"""Write the index of fitted samples: windows of documents, one after the other, so that memory does not grow."""
+"""Write the index of fitted samples: windows of documents, one after the other, so that memory does not grow.
+
+One text has one index of a length and a held-out part, so whether an index is right is seen by fitting again.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from numpy.typing import NDArray
 from tpengine.data.files.documents import Starts
 from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.best_fit import best_fit, pieces_of
-from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, identity_of
+from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, FitIndex, identity_of
 from tpengine.files import written_beside
 
-# Documents that are fitted together: enough that hardly any room stays, and a fraction of a second each.
+# Documents that are fitted together: enough that hardly any room stays, and a fraction of a second each. Another number
+# gives other samples: indices that are there would be called wrong, so it needs another VERSION.
 WINDOW = 1 << 16
 
 
@@ -82,6 +86,38 @@ def write_index(
         file.flush()
         os.fsync(file.fileno())
     return Fitted((numbers[1], numbers[3]), num_documents, num_cut)
+
+
+def is_fitted(index: FitIndex, starts: Starts) -> bool:
+    """Whether an index has what fitting its text gives, piece by piece.
+
+    Args:
+        index: of the text.
+        starts: where the text's documents begin.
+
+    Raises:
+        ValueError: documents or an index that cannot be read, or documents that do not ascend.
+    Cost: that of fitting, and a read of the index.
+    """
+    if index.held_out.num_tokens < 0:
+        # Its header says that it trains on more tokens than there are.
+        return False
+    begin = 0
+    for part in (index.train, index.held_out):
+        num_pieces = num_samples = 0
+        for of_window, lengths in _windows(starts, begin, begin + part.num_tokens):
+            pieces, ends = _fitted(of_window - begin, lengths, index.seq_len)
+            of_pieces = slice(num_pieces, num_pieces + len(pieces))
+            of_samples = slice(num_samples, num_samples + len(ends))
+            if part.pieces[of_pieces].tobytes() != pieces.tobytes():
+                return False
+            if part.ends[of_samples].tobytes() != (ends + num_pieces).astype(END).tobytes():
+                return False
+            num_pieces, num_samples = of_pieces.stop, of_samples.stop
+        if (num_pieces, num_samples) != (len(part.pieces), len(part.ends)):
+            return False
+        begin += part.num_tokens
+    return True
 
 
 def _windows(starts: Starts, begin: int, end: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tpengine.cli import main
 from tpengine.data import write_tokens
 from tpengine.data.files.source import open_text
-from tpengine.data.fit.index import open_index
+from tpengine.data.fit.index import HEADER, PIECE, open_index
 
 
 def written(path: Path) -> Path:
@@ -28,7 +30,7 @@ def test_what_is_fitted_is_said_and_checked(tmp_path: Path, capsys: pytest.Captu
     )
     assert main(["data", "--check", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert f"{path}.8.fit: 15 fitted samples of 8 tokens, SHA-256 right" in said
+    assert f"{path}.8.fit: 15 fitted samples of 8 tokens, SHA-256 and samples right" in said
     # A directory, and a glob that takes all, leave the index out.
     assert main(["data", "--check", f"{tmp_path}/*"]) == 0
     place = tmp_path / "t.8.fit"
@@ -40,6 +42,44 @@ def test_what_is_fitted_is_said_and_checked(tmp_path: Path, capsys: pytest.Captu
     write_tokens(path, np.arange(108)[::-1], 256, lengths=lambda: [108])
     assert main(["data", "--check", str(path)]) == 0
     assert f"warning: a fit index must be of the data: {place}" in capsys.readouterr().out
+
+
+def test_an_index_that_fitting_does_not_give_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its hash is right, and a run can read it: only fitting again shows it."""
+    path = written(tmp_path / "t")
+    assert main(["data", "--fit", "8", str(path), "--held-out-fraction", "0.2"]) == 0
+    place = tmp_path / "t.8.fit"
+    whole = place.read_bytes()
+    sizes = HEADER.unpack(whole[: HEADER.size])
+    pieces = np.frombuffer(whole, PIECE, sizes[5] + sizes[7], HEADER.size)
+    lasts = np.flatnonzero(pieces["length"] == 8)
+    held_out = sizes[5] + np.argmin(pieces["length"][sizes[5] :])
+
+    def doubled(changed: NDArray[np.void]) -> None:
+        changed[lasts[1]] = changed[lasts[0]]
+
+    def goes_on(changed: NDArray[np.void]) -> None:
+        changed["goes_on"][lasts[0]] ^= 1
+
+    def of_held_out(changed: NDArray[np.void]) -> None:
+        changed["start"][held_out] -= 1
+
+    for change in (doubled, goes_on, of_held_out):
+        changed = pieces.copy()
+        change(changed)
+        content = changed.tobytes() + whole[HEADER.size + pieces.nbytes :]
+        place.write_bytes(whole[: HEADER.size - 32] + hashlib.sha256(content).digest() + content)
+        capsys.readouterr()
+        assert main(["data", "--check", str(path)]) == 2
+        assert capsys.readouterr().err == (
+            f"tpengine: error: a fit index must hold what fitting gives: {place}: its samples are not those that "
+            f"fitting gives: write it again with tpengine data --fit 8 {path}\n"
+        )
+    # More tokens to train on than there are.
+    place.write_bytes(whole[:24] + (10**15).to_bytes(8, "little") + whole[32:])
+    assert main(["data", "--check", str(path)]) == 2
+    assert main(["data", "--fit", "8", str(path)]) == 0
+    assert main(["data", "--check", str(path)]) == 0
 
 
 def test_an_index_of_something_else_is_replaced_with_a_word(
