@@ -177,8 +177,16 @@ class Row:
             return default
         # A remark says what it is not: `bf16 (no fp8)`, `bf16 (FP8 off)`.
         text = re.sub(r"\((no|not|without)\b[^)]*\)|\([^)]*\b(off|disabled)\)", "", text).replace("w/o", "without ")
-        alone = re.split(r"[^a-z0-9]+", text)
-        for word, meaning in known.items():
-            if word in alone or (len(word) >= _SHORTEST_PART and word in text):
-                return meaning
+        meaning = meaning_of(text, known)
+        if meaning is not None:
+            return meaning
         raise ValueError(f"{name} must contain one of {', '.join(known)}: got {text!r}: correct it")
+
+
+def meaning_of(text: str, known: Mapping[str, str]) -> str | None:
+    """Return the meaning of the first word of `known` that a text holds; None if it holds none."""
+    alone = re.split(r"[^a-z0-9]+", text)
+    for word, meaning in known.items():
+        if word in alone or (len(word) >= _SHORTEST_PART and word in text):
+            return meaning
+    return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tpengine.advice.published import Row, predicted
-from tpengine.advice.published.engines import engine_of
+from tpengine.advice.published.engines import engine_of, recomputation_of
 from tpengine.advice.published.lowering import lowering_of
 from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.predict import _slowed_once
@@ -168,6 +168,31 @@ ENGINES: list[tuple[dict[str, str], str, bool]] = [
     ({"sequence_parallel": "\u2717"}, "all-reduce", True),
     ({"notes": "mlp=swiglu; precision=bf16 (FP8 off); attn=FA3"}, "FlashAttention 3", True),
 ]
+
+
+# Of kinds of recomputation that are named only to say that they are not used.
+RECOMPUTED = [
+    *((words, "none") for words in ("not full", "non-full", "not enabled", "full recompute not used", "0 layers")),
+    *((words, "none") for words in ("no full, no selective", "full (off)", "full: no", "selective=false", "unused")),
+    *(
+        (words, "none")
+        for words in ("none (full is slower)", "full activation checkpointing disabled", "no (full OOMs)")
+    ),
+    *((words, "selective") for words in ("selective, not full", "selective not full", "not full but selective")),
+    *(
+        (words, "selective")
+        for words in ("full: no, selective: yes", "selective (full disabled)", "no full; core attn")
+    ),
+    *(
+        (words, "full")
+        for words in ("full, not selective", "full (no offload)", "full, offload off", "enabled", "block")
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "kind"), RECOMPUTED)
+def test_a_kind_of_recomputation_that_is_negated_is_not_used(words: str, kind: str) -> None:
+    assert recomputation_of(Row.of({**MEGATRON, "recompute": words})) == kind
 
 
 SCHEDULES = [
