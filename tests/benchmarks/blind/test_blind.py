@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.blind.predictions import Prediction, chosen, drawn_model
 from benchmarks.blind.verdict import machine_varied, row_of, verdict
-from benchmarks.blind.visits import Step, machine_speed, reference_by_file
+from benchmarks.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
+from benchmarks.harness.journal import append
 from benchmarks.machine.sizes import sizes_of
 from benchmarks.run import main
 from tpengine.advice.question import Question
@@ -122,3 +123,13 @@ def test_a_step_counts_while_the_machine_is_as_fast_as_its_file_says() -> None:
     assert row_of(of, steps[1:5], 0.1, None, {}) is None
     said = machine_varied(steps, 0.1)
     assert "2 of 6 steps count" in said and "0.50 to 1.30, at the median 0.97 times as fast" in said
+
+
+def test_visits_without_the_machines_speed_are_left_out(tmp_path: Path) -> None:
+    """Of an older journal."""
+    visit = {"layout": "tp 1", "round": 0, "predictions": "digest"}
+    for row in ({"seconds": [1.0]}, {"seconds": [2.0], "speeds": [1.0, 0.9]}, {"peak_bytes": [7]}):
+        append(tmp_path / "journal.jsonl", visit | row)
+    asked = Asked(tmp_path, 1, "cpu", repeats=0, steps=1, still=0.2, is_counted=False, minutes=0.0)
+    of = Prediction("tiny", preset_config("tiny"), "tp 1", 1.0, (1.0,))
+    assert measured(asked, MACHINES["cpu"], [of], "digest") == ([Step("tp 1", 2.0, (1.0, 0.9))], {"tp 1": [7]})
