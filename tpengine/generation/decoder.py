@@ -16,7 +16,6 @@ from torch import Tensor
 from tpkernels.exchange.mailbox import Mailbox
 
 from tpengine.config import Config
-from tpengine.config.settings import round_up
 from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Mesh
 from tpengine.generation.draw import draw
@@ -52,9 +51,9 @@ class Ranks:
     device: torch.device
 
 
-def most_rows(lengths: Sequence[int], tp: int) -> int:
+def most_rows(lengths: Sequence[int]) -> int:
     """Return the rows of the largest pass over prompts of these lengths."""
-    return round_up(len(lengths) * min(max(lengths), max(1, MOST_ROWS // len(lengths))), tp)
+    return len(lengths) * min(max(lengths), max(1, MOST_ROWS // len(lengths)))
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Decoder:
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._next = torch.tensor(padded, device=ranks.device)
         self._plans: dict[int, Plan] = {}
-        self._mailbox = self._open_mailbox(most_rows(lengths, ranks.comms.tp.size))
+        self._mailbox = self._open_mailbox(most_rows(lengths))
 
     def step(self) -> list[int]:
         """Read what is new (first the prompts, then the tokens drawn last), and draw the next token of each sequence.
@@ -125,7 +124,7 @@ class Decoder:
         """Run a pass over tokens [B, S]; return the logits [T, V/tp] on the last stage."""
         ranks, cache, at = self._ranks, self._cache, self._ranks.mesh.at.pp
         cache.follow(tokens.shape[1])
-        batch = _Pass(cache.rows(tokens.flatten()))
+        batch = _Pass(tokens.flatten())
         plan = self._plan_of(len(batch.rows))
         last = len(plan.chunks) - 1
         stages = {

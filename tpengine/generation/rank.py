@@ -81,7 +81,7 @@ class GeneratingRank:
 
     def __init__(self, config: Config, prompts: list[list[int]], room: int, drawing: Drawing, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        rows = most_rows([len(prompt) for prompt in prompts], config.parallel.tp or 1)
+        rows = most_rows([len(prompt) for prompt in prompts])
         self._config = replace(config, train=replace(config.train, seq_len=rows))
         self._prompts, self._room, self._drawing = prompts, room, drawing
 

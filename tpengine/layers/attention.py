@@ -197,19 +197,19 @@ def attend_on_cache(
     """Do as `attend` for tokens that follow on a cache: write their keys and values, then attend to all that are in it.
 
     Args:
-        qkv: [T, (H + 2G) * E], what follows on each sequence, batch first, and padding.
+        qkv: [T, (H + 2G) * E], what follows on each sequence, batch first.
         heads: H, G, G of this rank.
         cache: of the whole model.
         layer: whose keys and values these are.
         scores, head_norms: as attend.
 
     Returns:
-        y[T, H*E]; rows of padding are zero.
+        y[T, H*E].
     """
     qkv = _with_normed_heads(qkv, heads, head_norms)
     # [B, S, heads, E] -> [B, heads, S, E]
     shape = cache.num_sequences, cache.num_new, sum(heads), -1
-    packed = qkv[: cache.num_tokens].view(shape).transpose(1, 2)
+    packed = qkv.view(shape).transpose(1, 2)
     if scores.rotation is None:
         q, k, v = packed.split(heads, dim=1)
     else:
@@ -218,12 +218,12 @@ def attend_on_cache(
         q, k = rope(q_and_k, *angles).split(heads[:2], dim=1)
     seen = cache.extend(layer, k, v)
     if len(seen) == 1:
-        return cache.rows(_attend_to(q, *seen[0], scores).transpose(1, 2).flatten(2).flatten(0, 1))
+        return _attend_to(q, *seen[0], scores).transpose(1, 2).flatten(2).flatten(0, 1)
     parts = [
         _attend_to(queries, keys, values, scores)
         for queries, (keys, values) in zip(q.chunk(len(seen)), seen, strict=True)
     ]
-    return cache.rows(rearrange(torch.cat(parts), "b h s e -> (b s) (h e)"))
+    return rearrange(torch.cat(parts), "b h s e -> (b s) (h e)")
 
 
 def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: T
 
     def make() -> tuple[Tensor, Tensor]:
         cos, sin = tables_of(cache.seq, head_size, rotation, dtype, like.device)
-        places = cache.places[: cache.num_tokens].view(cache.num_sequences, 1, cache.num_new)
+        places = cache.places.view(cache.num_sequences, 1, cache.num_new)
         return cos[places], sin[places]
 
     angles: tuple[Tensor, Tensor] = cache.once((rotation, head_size, dtype), make)

@@ -1,8 +1,8 @@
 """Keys and values of the tokens that have been computed, so that a token that follows costs a token.
 
 Layers are given a cache where they are otherwise given the length of sequences: their tokens then follow on what is in
-it. Nothing else about a layer changes. Tokens are cut over tp as in training, so T must be divisible by tp: where few
-follow, rows of padding behind them fill it up, and nobody reads what becomes of them.
+it. Nothing else about a layer changes. Every tp rank has the rows of all tokens (collectives.WholeRows), so any number
+may follow: T is B * num_new.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from tpengine.layers.documents import Documents
 
@@ -26,7 +25,6 @@ class KeyValueCache:
     Args:
         seq: N, the tokens of a sequence that there is room for.
         lengths: how many tokens of the prompt each sequence has; the longest has no padding.
-        multiple: of the number of rows: tp, or the shards of exact mode.
         device: where places are.
 
     Attributes:
@@ -38,12 +36,10 @@ class KeyValueCache:
     Memory: 2 * B * N * G/tp * E elements per layer (`cache_bytes`), as soon as a layer has run.
     """
 
-    def __init__(
-        self, seq: int, lengths: Sequence[int], multiple: int = 1, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, seq: int, lengths: Sequence[int], device: torch.device | str | None = None) -> None:
         self.seq, self.num_held, self.num_new = seq, 0, 0
         self._padding = [max(lengths) - length for length in lengths]
-        self._multiple, self._device = multiple, device
+        self._device = device
         self._of_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.places = torch.empty(0, dtype=torch.int64, device=device)
         self._of_pass: dict[Hashable, Any] = {}
@@ -52,11 +48,6 @@ class KeyValueCache:
     def num_sequences(self) -> int:
         """B."""
         return len(self._padding)
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of this pass that are no padding behind the last sequence: B * num_new."""
-        return self.num_sequences * self.num_new
 
     def follow(self, num_new: int) -> None:
         """Begin a pass over the next tokens of each sequence, batch first.
@@ -71,18 +62,13 @@ class KeyValueCache:
         self._of_pass = {}
         places = torch.arange(end - num_new, end, device=self._device)
         each = places - torch.tensor(self._padding, device=self._device)[:, None]
-        self.places = self.rows(each.clamp_min(0).flatten())
+        self.places = each.clamp_min(0).flatten()
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what `make` returns: made by the first layer that asks in this pass, and kept for the others."""
         if key not in self._of_pass:
             self._of_pass[key] = make()
         return self._of_pass[key]
-
-    def rows(self, tokens: Tensor) -> Tensor:
-        """Return tokens [B * num_new, ...] and the padding behind them: [T, ...]."""
-        missing = -len(tokens) % self._multiple
-        return pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing)) if missing else tokens
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Write this pass's keys and values of a layer; return all that its queries may see.
