@@ -1,6 +1,7 @@
-"""Rung: gloo ranks. Packed documents: every layout trains as one process does, to the last bit in exact mode.
+"""Rung: gloo ranks. Packed documents: logits are those of each alone, in a layout too; every layout trains as one
+process does, to the last bit in exact mode.
 
-Packed logits against each document's alone are in model/test_documents.py.
+Of every architecture, with gradients, in one process: model/test_documents.py.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import torch
 from support.engine import exactness, parity
 from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
+from torch import Tensor
 
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
+from tpengine.layers import Documents
+from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
 from tpengine.training.evaluation.sampling import read_prompt
 from tpengine.training.trainer import RunError, Trainer
@@ -54,6 +58,43 @@ def test_a_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, dp: int
     (reference,) = ranks.run(parity.train, 1, packed(parity.config_of(1, 1, 1, **options), path))
     config = packed(parity.config_of(dp, tp, pp, **options), path)
     parity.compare(ranks.run(parity.train, dp * tp * pp, config), reference)
+
+
+# Documents of a sequence: of 1 token, of some, the last.
+STARTS = [0, 5, 6, 14, 24]
+
+
+def test_a_packed_documents_logits_are_those_it_has_alone(ranks: RankPool) -> None:
+    """In tp 2 x pp 2, beside one process that reads each document at the beginning of a sequence of its own."""
+    tokens = torch.randint(0, VOCAB, (1, STARTS[-1]), generator=torch.Generator().manual_seed(3))
+    alone = torch.zeros(len(STARTS) - 1, STARTS[-1], dtype=tokens.dtype)
+    for row, (first, last) in zip(alone, itertools.pairwise(STARTS), strict=True):
+        row[: last - first] = tokens[0, first:last]
+    (each,) = ranks.run(logits, 1, parity.config_of(1, 1, 1, tied=True, kv_heads=2), alone, None)
+    assert each is not None
+    want = torch.cat([y[: last - first] for y, (first, last) in zip(each, itertools.pairwise(STARTS), strict=True)])
+    found = ranks.run(logits, 4, parity.config_of(1, 2, 2, tied=True, kv_heads=2), tokens, STARTS)
+    shown = [y for y in found if y is not None]
+    assert len(shown) == 2, "of the last stage's ranks"
+    for (y,) in shown:
+        assert (y - want).abs().max() <= 1e-10 * want.abs().max()
+
+
+def logits(config: Config, tokens: Tensor, starts: list[int] | None) -> list[Tensor] | None:
+    """Logits [T, V] of each sequence, on the ranks of the last stage."""
+    parallel = config.parallel
+    assert parallel.tp and parallel.pp
+    config = validate(config, parallel.tp * parallel.pp)
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    documents = () if starts is None else (Documents.of(starts, config.train.seq_len),)
+    found: list[Tensor] = []
+
+    def keep(y: Tensor, microbatch: int) -> None:
+        found.append(trainer.comms.tp.all_gather(y.T.contiguous())[:VOCAB].T)
+
+    with torch.no_grad():
+        ForwardPass(trainer, len(tokens), 1).run(tokens, keep, documents)
+    return found or None
 
 
 def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
