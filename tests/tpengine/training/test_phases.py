@@ -73,16 +73,27 @@ def go_on(config: Config, dies_before: int) -> dict[int, tuple[str, str, float, 
     return numbers
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+# Layouts, ZeRO, and the step before which all ranks die: after 2 saved steps of 3, in the second phase, at the border
+# to the third, at the end.
+FOUR_RANKS = [(2, 1, 1, 0, 3), (1, 2, 1, 0, 5), (1, 1, 2, 3, 7), (2, 2, 1, 0, STEPS)]
+TWO_RANKS = [(1, 2, 1, 0, 5), (1, 1, 2, 3, STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layouts"),
+    [
+        pytest.param("float32", TWO_RANKS, id="2 ranks"),
+        pytest.param("float32", FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
+        pytest.param("bfloat16", FOUR_RANKS, id="4 ranks, bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_three_phases_killed_in_each_and_resumed_elsewhere_has_the_undisturbed_bits(
-    ranks: RankPool, tmp_path: Path, dtype: str
+    ranks: RankPool, tmp_path: Path, dtype: str, layouts: list[tuple[int, int, int, int, int]]
 ) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     (want,) = ranks.run(go_on, 1, config_of(whole, 1, 1, 1, dtype=dtype), STEPS)
     assert [shards for *_, shards in want.values()] == [4, 4, 4, 2, 2, 2, 4, 4, 4]
-    # Dies after 2 saved steps of 3, in the second phase, at the border to the third.
-    layouts = [(2, 1, 1, 0, 3), (1, 2, 1, 0, 5), (1, 1, 2, 3, 7), (2, 2, 1, 0, 9)]
     for tp, pp, dp, zero, dies in layouts:
         config = config_of(tmp_path, tp, pp, dp, dtype=dtype, zero=zero)
         for found in ranks.run(go_on, tp * pp * dp, config, dies):

@@ -57,7 +57,9 @@ def grown(share: float, of: Callable[[float], float]) -> float:
 
 
 @pytest.mark.parametrize("share", [0.2, pytest.param(0.4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("pp", "dp", "m"), [(2, 1, 16), (4, 1, 32), (1, 2, 4), (2, 2, 16)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "m"), [(2, 1, 16), pytest.param(4, 1, 32, marks=pytest.mark.slow), (1, 2, 4), (2, 2, 16)]
+)
 def test_a_slow_rank(tmp_path: Path, pp: int, dp: int, m: int, share: float) -> None:
     config = config_of(pp, dp, m=m)
     place = (pp - 1, dp - 1, 0) if dp > 1 else (0, 0, 0)

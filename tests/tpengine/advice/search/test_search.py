@@ -54,7 +54,7 @@ def simulated(layout: Candidate, question: Question) -> tuple[float, float] | No
 @pytest.mark.parametrize(
     "question",
     [
-        question_of(2, 8),
+        pytest.param(question_of(2, 8), marks=pytest.mark.slow),
         question_of(4, 8, replace(MACHINES["h200"], memory_bytes=12_000_000_000), schedule="1f1b", tp_comm="fused"),
         pytest.param(question_of(4, 16, MACHINES["a100-40"]), marks=pytest.mark.slow),
         pytest.param(question_of(8, 16, replace(MACHINES["h200"], ranks_per_node=2), zero=1), marks=pytest.mark.slow),

@@ -150,11 +150,8 @@ def test_a_rank_that_fails_is_no_verdict(capsys: pytest.CaptureFixture[str], mon
     assert "planted" in captured.err and "certified" not in captured.out
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
-    ids=lambda number: number.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpengine.cli", "certify", "--tp", "2", "--steps", "1000"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
