@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def main(options: Options) -> int:
     every = [row_of(of, of_layout.get(of.name, []), options.still, counted.get(of.name), said) for of in predictions]
     rows = [row for row in every if row is not None]
     Console(width=170).print(table(rows))
-    for line in verdict(rows):
+    for line in verdict(rows, Counter(of.model for of in predictions)):
         print(line)
     print(machine_varied(steps, options.still))
     return stored(rows, options.out)

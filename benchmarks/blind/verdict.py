@@ -98,10 +98,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def verdict(rows: Sequence[Mapping[str, Any]], num_predicted: Mapping[str, int]) -> list[str]:
     """Return for each model: median and worst error, how many are outside their bar, regret, whether 3 rows suffice.
 
-    The bars count for the steps that count; the errors of all stand beside them.
+    The bars count for the steps that count; the errors of all stand beside them. They are met by all layouts or not.
+
+    Args:
+        rows: of the layouts with steps that count.
+        num_predicted: layouts by model.
     """
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -115,11 +119,13 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         regret = advised[0]["measured_median_seconds"] / fastest["measured_median_seconds"] - 1
         # Not distinguishable: the one is now and then faster.
         suffices = any(row["measured_p20_seconds"] <= fastest["measured_p80_seconds"] for row in advised[:3])
-        met = statistics.median(errors) <= MEDIAN and not outside and regret <= REGRET and suffices
+        met = len(of) == num_predicted[model] and statistics.median(errors) <= MEDIAN
+        met = met and not outside and regret <= REGRET and suffices
         ratios = [(row["least_peak_ratio"], row["largest_peak_ratio"]) for row in of if "least_peak_ratio" in row]
         met = met and all(least >= LEAST_BYTES and most <= MOST_BYTES for least, most in ratios)
         lines.append(
-            f"{model}: {len(of)} layouts, error {statistics.median(errors):.1%} median, {max(errors):.1%} worst, "
+            f"{model}: {len(of)} of {num_predicted[model]} layouts, error {statistics.median(errors):.1%} median, "
+            f"{max(errors):.1%} worst, "
             f"{outside} outside {WORST:.0%} and twice their spread (of all steps {statistics.median(every):.1%} and "
             f"{max(every):.1%}); "
             f"regret of the first row {regret:.1%}; "

@@ -2,8 +2,8 @@
 
 A machine that others share is now and then slower, for seconds or minutes, and no prediction can know when. So three
 products of the machine's file are multiplied before and after each step. A step counts if both times the machine was as
-fast as the file says; whether it agrees with its prediction plays no part. A layout is visited until enough steps
-count, or the time is up. What did not count is kept in the journal and in the rows too.
+fast as the file says; whether it agrees with its prediction plays no part. A layout is visited until a step counts, or
+the time is up. What did not count is kept in the journal and in the rows too.
 
 Whatever is found is in the journal at once, under the hash of the predictions: the same command goes on.
 """
@@ -42,7 +42,7 @@ class Asked:
         directory: of predictions and journal.
         num_ranks, device: that run layouts.
         repeats: visits of each layout, in rounds over all.
-        steps: of a visit that count.
+        steps: of a visit.
         still: a step counts if the machine's speed differs by at most this share from its file's.
         is_counted: whether each layout also runs a step whose bytes are counted.
         minutes: when to stop.
@@ -116,7 +116,7 @@ def measured(
 def _wanted(
     asked: Asked, predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
 ) -> deque[tuple[Prediction, int]]:
-    """Return the visits, (layout, round), that have not enough steps that count."""
+    """Return the visits, (layout, round), without a step that counts."""
     by_name = {of.name: of for of in predictions}
     done = {(row["layout"], row["round"]) for row in rows if "seconds" in row and _suffices(asked, row)}
     rounds = [
