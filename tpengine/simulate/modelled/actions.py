@@ -68,26 +68,12 @@ def _of_chunk(
     known: Sums,
     packed: Packed | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
-    taken = _modelled_chunk(config, tp, machine, chunk, is_first, is_last, engine, known, packed)
+    fast = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
+    taken: Mapping[Kind, ActionSeconds] = fast
+    # A tp that does not divide the shards is refused with the configuration; until then it has no price.
+    if config.train.reduction == "exact" and num_shards_of(config) % tp == 0:
+        held = num_shards_of(config) // tp
+        exact = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
+        taken = {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
     # A recorded run knows better what each kind of action takes.
     return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken
-
-
-def _modelled_chunk(
-    config: Config,
-    tp: int,
-    machine: Machine,
-    chunk: Chunk,
-    is_first: bool,
-    is_last: bool,
-    engine: Engine,
-    known: Sums,
-    packed: Packed | None,
-) -> Mapping[Kind, ActionSeconds]:
-    fast = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
-    # A tp that does not divide the shards is refused with the configuration; until then it has no price.
-    if config.train.reduction != "exact" or num_shards_of(config) % tp:
-        return fast
-    held = num_shards_of(config) // tp
-    exact = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
-    return {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
