@@ -7,7 +7,6 @@ exchange of reports. That layouts compute the same from it: training/layouts/tes
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.draws import over_draws
 from support.mixtures import APART, mixed_config, write_mixture
 from torch import Tensor
 
@@ -181,29 +180,15 @@ def check_shares(drawn: Draw, directory: Path) -> None:
 CHECKS = [check_layouts, check_epochs, check_shares]
 
 
-def over_draws(check: Callable[[Draw, Path], None], directory: Path, number: int) -> None:
-    @settings(max_examples=number, deadline=None, database=None, derandomize=True)
-    @given(drawn=draws())
-    def over_all(drawn: Draw) -> None:
-        place = directory / "now"
-        place.mkdir()
-        try:
-            check(drawn, place)
-        finally:
-            shutil.rmtree(place)
-
-    over_all()
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_samples_over_drawn_mixtures(tmp_path: Path, check: Callable[[Draw, Path], None]) -> None:
-    over_draws(check, tmp_path, 12)
+    over_draws(draws(), check, tmp_path, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_samples_over_a_thousand_drawn_mixtures(tmp_path: Path, check: Callable[[Draw, Path], None]) -> None:
-    over_draws(check, tmp_path, 1000)
+    over_draws(draws(), check, tmp_path, 1000)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.draws import over_draws
 
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
@@ -111,27 +110,13 @@ def config_of(drawn: Draw, directory: Path) -> Config:
     )
 
 
-def over_draws(directory: Path, number: int) -> None:
-    @settings(max_examples=number, deadline=None, database=None, derandomize=True)
-    @given(drawn=draws())
-    def over_all(drawn: Draw) -> None:
-        place = directory / "now"
-        place.mkdir()
-        try:
-            check(drawn, place)
-        finally:
-            shutil.rmtree(place)
-
-    over_all()
-
-
 def test_every_document_comes_once_an_epoch_and_whole(tmp_path: Path) -> None:
-    over_draws(tmp_path, 15)
+    over_draws(draws(), check, tmp_path, 15)
 
 
 @pytest.mark.slow
 def test_every_document_comes_once_an_epoch_and_whole_in_a_thousand_texts(tmp_path: Path) -> None:
-    over_draws(tmp_path, 1000)
+    over_draws(draws(), check, tmp_path, 1000)
 
 
 def counts_padding(original: Any) -> Any:
