@@ -115,7 +115,7 @@ def test_it_ends_when_told_and_reads_on_one_rank_only(path: Path) -> None:
     in_memory = TokenFile(stdlib_text(), 256, "0" * 64)
     for idle in (ContentCheck(text, 1, reads=False, share=1.0), ContentCheck(in_memory, 0, reads=True, share=1.0)):
         with idle:
-            assert set(threading.enumerate()) == before
+            assert not set(threading.enumerate()) - before  # threads of other tests may end meanwhile
 
 
 def test_of_several_texts_the_one_that_changed_is_named(path: Path, tmp_path: Path) -> None:
