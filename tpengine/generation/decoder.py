@@ -57,7 +57,7 @@ def most_rows(lengths: Sequence[int]) -> int:
 
 
 @dataclass
-class _Pass:
+class _Rows:
     """The only micro-batch of a pass (pipeline.stage.Batch); keeps the logits of the last stage."""
 
     rows: Tensor
@@ -74,6 +74,37 @@ class _Pass:
         """See Batch."""
         self.logits = y
         return y
+
+
+class _Pass:
+    """A pass over so many rows on this rank: stages and transfers of one verified plan, made once and run often.
+
+    Args:
+        ranks: this one's model, and the others.
+        cache: what the rows follow on.
+        plan: of so many rows.
+        mailbox: carries the plan's messages.
+    """
+
+    def __init__(self, ranks: Ranks, cache: KeyValueCache, plan: Plan, mailbox: Mailbox | None) -> None:
+        at, last = ranks.mesh.at.pp, len(plan.chunks) - 1
+        self._batch = _Rows(torch.empty(0, dtype=torch.int64, device=ranks.device))
+        stages = {
+            chunk: Stage(
+                partial(ranks.model, seq=cache, chunk=number), self._batch, is_first=chunk == 0, is_last=chunk == last
+            )
+            for number, chunk in enumerate(plan.chunks_of(at))
+        }
+        pipeline = RankPipeline(plan, at, stages, ranks.mesh.pp, ranks.device, mailbox)
+        self._executor = Executor(dist.get_rank(), {**pipeline.handlers(), Kind.WAIT: pipeline.wait})
+        self._actions = plan.actions[at]
+
+    def run(self, rows: Tensor) -> Tensor | None:
+        """Run over tokens [T], which the cache has been told of; return the logits [T, V/tp] on the last stage."""
+        self._batch.rows = rows
+        self._executor.run(self._actions)
+        logits, self._batch.logits = self._batch.logits, None
+        return logits
 
 
 class Decoder:
@@ -95,8 +126,9 @@ class Decoder:
         self._cache = KeyValueCache(longest + room, lengths, device=ranks.device)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._next = torch.tensor(padded, device=ranks.device)
-        self._plans: dict[int, Plan] = {}
-        self._mailbox = self._open_mailbox(most_rows(lengths))
+        self._passes: dict[int, _Pass] = {}
+        plan, seconds = _plan_of(ranks, most_rows(lengths)), exchange_seconds(ranks.config)
+        self._mailbox = open_mailbox([plan], ranks.mesh.pp, ranks.device, seconds)
 
     def step(self) -> list[int]:
         """Read what is new (first the prompts, then the tokens drawn last), and draw the next token of each sequence.
@@ -122,40 +154,29 @@ class Decoder:
 
     def _run(self, tokens: Tensor) -> Tensor | None:
         """Run a pass over tokens [B, S]; return the logits [T, V/tp] on the last stage."""
-        ranks, cache, at = self._ranks, self._cache, self._ranks.mesh.at.pp
-        cache.follow(tokens.shape[1])
-        batch = _Pass(tokens.flatten())
-        plan = self._plan_of(len(batch.rows))
-        last = len(plan.chunks) - 1
-        stages = {
-            chunk: Stage(
-                partial(ranks.model, seq=cache, chunk=number), batch, is_first=chunk == 0, is_last=chunk == last
-            )
-            for number, chunk in enumerate(plan.chunks_of(at))
-        }
-        pipeline = RankPipeline(plan, at, stages, ranks.mesh.pp, ranks.device, self._mailbox)
-        handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
-        Executor(dist.get_rank(), handlers).run(plan.actions[at])
-        ranks.comms.tp.check()
-        return batch.logits
+        self._cache.follow(tokens.shape[1])
+        logits = self._pass_of(tokens.numel()).run(tokens.flatten())
+        self._ranks.comms.tp.check()
+        return logits
 
     def _whole_rows(self, logits: Tensor) -> Tensor:
         """Return the last token's logits of each sequence, of the whole vocabulary: [B, V]."""
-        cache, ranks = self._cache, self._ranks
-        last = torch.arange(1, cache.num_sequences + 1, device=logits.device) * cache.num_new - 1
-        columns = logits[last].T.contiguous()
-        return ranks.comms.tp.all_gather(columns)[: ranks.config.model.vocab_size].T.contiguous()
+        cache, tp = self._cache, self._ranks.comms.tp
+        last = logits[cache.num_new - 1 :: cache.num_new]
+        whole = last if tp.size == 1 else tp.all_gather(last.T.contiguous()).T
+        # Laid out alike in every layout: so draws add up probabilities in one order.
+        return whole[:, : self._ranks.config.model.vocab_size].contiguous()
 
-    def _plan_of(self, num_rows: int) -> Plan:
-        """Return the plan of a pass over so many rows; there are a few kinds."""
-        if num_rows not in self._plans:
-            config = self._ranks.config
-            # Every tp rank has all rows: together as many as a plan with so many times the tokens cuts.
-            seq_len = num_rows * self._ranks.comms.tp.size
-            sized = replace(config, train=replace(config.train, seq_len=seq_len))
-            self._plans[num_rows] = forward_plan(sized, self._ranks.layout, 1, 1)
-        return self._plans[num_rows]
+    def _pass_of(self, num_rows: int) -> _Pass:
+        """Return the pass over so many rows; there are a few kinds."""
+        if num_rows not in self._passes:
+            plan = _plan_of(self._ranks, num_rows)
+            self._passes[num_rows] = _Pass(self._ranks, self._cache, plan, self._mailbox)
+        return self._passes[num_rows]
 
-    def _open_mailbox(self, num_rows: int) -> Mailbox | None:
-        ranks = self._ranks
-        return open_mailbox([self._plan_of(num_rows)], ranks.mesh.pp, ranks.device, exchange_seconds(ranks.config))
+
+def _plan_of(ranks: Ranks, num_rows: int) -> Plan:
+    # Every tp rank has all rows: together as many as a plan with so many times the tokens cuts.
+    seq_len = num_rows * ranks.comms.tp.size
+    sized = replace(ranks.config, train=replace(ranks.config.train, seq_len=seq_len))
+    return forward_plan(sized, ranks.layout, 1, 1)

@@ -227,13 +227,17 @@ def attend_on_cache(
 
 
 def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [B, 1, S, E/2] of what follows on a cache; all layers of a pass share them."""
+    """Return cos and sin [B, 1, S, E/2], or [S, E/2] without padding, of what follows; all layers of a pass share."""
     dtype = accumulation_dtype(like.dtype)
 
     def make() -> tuple[Tensor, Tensor]:
-        cos, sin = tables_of(cache.seq, head_size, rotation, dtype, like.device)
+        tables = tables_of(cache.seq, head_size, rotation, dtype, like.device)
+        if not cache.is_padded:
+            cos, sin = (table[cache.num_held : cache.num_held + cache.num_new] for table in tables)
+            return cos, sin
         places = cache.places.view(cache.num_sequences, 1, cache.num_new)
-        return cos[places], sin[places]
+        cos, sin = (table[places] for table in tables)
+        return cos, sin
 
     angles: tuple[Tensor, Tensor] = cache.once((rotation, head_size, dtype), make)
     return angles

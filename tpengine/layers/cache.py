@@ -31,7 +31,6 @@ class KeyValueCache:
         seq: as given.
         num_held: places of each sequence that earlier passes have filled.
         num_new: places of each sequence that this pass fills.
-        places: int64 [T]: the position of each row's token in its sequence; 0 for padding.
 
     Memory: 2 * B * N * G/tp * E elements per layer (`cache_bytes`), as soon as a layer has run.
     """
@@ -41,13 +40,29 @@ class KeyValueCache:
         self._padding = [max(lengths) - length for length in lengths]
         self._device = device
         self._of_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self.places = torch.empty(0, dtype=torch.int64, device=device)
         self._of_pass: dict[Hashable, Any] = {}
 
     @property
     def num_sequences(self) -> int:
         """B."""
         return len(self._padding)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a sequence begins with padding."""
+        return any(self._padding)
+
+    @property
+    def places(self) -> Tensor:
+        """The position of each row's token in its sequence, int64 [T]; 0 for padding."""
+
+        def make() -> Tensor:
+            places = torch.arange(self.num_held, self.num_held + self.num_new, device=self._device)
+            each = places - torch.tensor(self._padding, device=self._device)[:, None]
+            return each.clamp_min(0).flatten()
+
+        places: Tensor = self.once("places", make)
+        return places
 
     def follow(self, num_new: int) -> None:
         """Begin a pass over the next tokens of each sequence, batch first.
@@ -60,9 +75,6 @@ class KeyValueCache:
             raise ValueError(f"a cache has room for {self.seq} tokens: {end} are too many: make a larger one")
         self.num_held, self.num_new = end - num_new, num_new
         self._of_pass = {}
-        places = torch.arange(end - num_new, end, device=self._device)
-        each = places - torch.tensor(self._padding, device=self._device)[:, None]
-        self.places = each.clamp_min(0).flatten()
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what `make` returns: made by the first layer that asks in this pass, and kept for the others."""
@@ -88,7 +100,7 @@ class KeyValueCache:
         keys, values = (of[:, :, : self.num_held + self.num_new] for of in self._of_layer[layer])
         keys[:, :, self.num_held :] = k
         values[:, :, self.num_held :] = v
-        if not any(self._padding):
+        if not self.is_padded:
             return [(keys, values)]
         return [(keys[i : i + 1, :, first:], values[i : i + 1, :, first:]) for i, first in enumerate(self._padding)]
 

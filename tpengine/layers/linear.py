@@ -25,7 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Parameter
 from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.fused.exchange_matmul import DTYPES, gather_matmul, matmul_scatter, scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix
 
@@ -54,9 +54,15 @@ class PreparedWeight:
         """Return None: a copied layer has another weight, which is not prepared."""
         return None
 
-    def if_current(self, parameters: Sequence[Tensor]) -> PreparedWeight | None:
-        """Return self, or None if a parameter was written to or replaced since it was prepared."""
-        return self if contents_of(parameters) == self._made_of else None
+    def for_product(self, x: Tensor, parameters: Sequence[Tensor]) -> PreparedWeight | None:
+        """Return self, or None: a parameter was written to or replaced since, or x[., in] does not fit.
+
+        If it is self, nothing is left to check: a pass over one token has many products, and little time for each.
+        """
+        weight = self._weight
+        fits = x.ndim == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype and x.device == weight.device
+        is_current = contents_of(parameters) == self._made_of
+        return self if fits and is_current and x.dtype in DTYPES else None
 
 
 def contents_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -263,8 +269,9 @@ class ColumnParallelLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         if _is_traceable((self,)):
             return all_gather_matmul(x, (self.weight,), self.comm)[0]
-        _check_gather(x, (self.weight,), self.comm)
-        prepared = self._prepared and self._prepared.if_current((self.weight,))
+        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
+        if prepared is None:
+            _check_gather(x, (self.weight,), self.comm)
         y: Tensor = applied(_ColumnParallel, x, self.weight.detach(), prepared, (self,), self.comm, self.weight)
         return y
 
@@ -337,9 +344,10 @@ class PackedWeights:
         if _is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
         comm = self.layers[0].comm
-        _check_gather(x, weights, comm)
-        self._update(weights)
-        prepared = self._prepared and self._prepared.if_current(weights)
+        prepared = self._prepared and self._prepared.for_product(x, weights)
+        if prepared is None:
+            _check_gather(x, weights, comm)
+            self._update(weights)
         y: Tensor = applied(_ColumnParallel, x, self._storage, prepared, self.layers, comm, *weights)
         return y
 
@@ -484,9 +492,9 @@ class RowParallelLinear(nn.Module):
         check_tokens(x.shape[0], self.comm.num_row_parts)
         if _is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)
-        if problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None):
+        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
+        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None)):
             self.comm.refuse(x, problem)
-        prepared = self._prepared and self._prepared.if_current((self.weight,))
         y: Tensor = applied(_RowParallel, x, self.weight, prepared, self)
         return y
 

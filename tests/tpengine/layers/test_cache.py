@@ -90,11 +90,11 @@ def test_a_cache_refuses_more_than_it_has_room_for() -> None:
 
 @pytest.mark.parametrize("mutation", ["positions begin anew", "keys are not kept", "padding is seen"])
 def test_a_mutation_moves_logits(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, follow = model_with("gpt2"), KeyValueCache.follow
+    net, places = model_with("gpt2"), KeyValueCache.places.fget
+    assert places is not None
 
-    def anew(cache: KeyValueCache, num_new: int) -> None:
-        follow(cache, num_new)
-        cache.places = cache.places - cache.num_held
+    def anew(cache: KeyValueCache) -> Tensor:
+        return places(cache) - cache.num_held
 
     def new_alone(cache: KeyValueCache, layer: torch.nn.Module, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(k, v)]
@@ -107,7 +107,8 @@ def test_a_mutation_moves_logits(mutation: str, monkeypatch: pytest.MonkeyPatch)
         difference = float((got - want).abs().max() / want.abs().max())
     else:
         assert largest_difference(net, [5, 9]) <= 1e-12
-        name, broken = ("follow", anew) if mutation == "positions begin anew" else ("extend", new_alone)
+        begins_anew = mutation == "positions begin anew"
+        name, broken = ("places", property(anew)) if begins_anew else ("extend", new_alone)
         monkeypatch.setattr(KeyValueCache, name, broken)
         difference = largest_difference(net, [5, 9])
     assert difference > 1e-3

@@ -112,3 +112,30 @@ def check_a_stale_layout_is_noticed() -> None:
 
 def test_a_stale_layout_is_noticed(ranks: RankPool) -> None:
     ranks.run(check_a_stale_layout_is_noticed, 2)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize(
+    ("operand", "reason"),
+    [
+        (torch.randn(4, 23), "dim"),
+        (torch.randn(4), "D"),
+        (torch.randn(4, 24, dtype=torch.float64), "needs one dtype and device"),
+    ],
+    ids=["columns", "dims", "dtype"],
+)
+def test_what_does_not_fit_is_refused_in_the_same_words(operand: Tensor, reason: str, is_prepared: bool) -> None:
+    alone = Communicator(None)
+    for layer in (ColumnParallelLinear(24, 48, alone), SwiGLU(24, 48, alone), RowParallelLinear(24, 48, alone)):
+        if is_prepared:
+            layer.prepare(4)
+        with pytest.raises(ValueError, match=r"(all_gather_matmul|matmul_reduce_scatter) needs") as refused:
+            layer(operand)
+        assert reason in str(refused.value)
+
+
+def test_a_dtype_that_is_not_multiplied_is_refused_although_the_weight_is_prepared() -> None:
+    layer = RowParallelLinear(24, 48, Communicator(None), dtype=torch.complex64)
+    layer.prepare(4)
+    with pytest.raises(ValueError, match="multiplies float16"):
+        layer(torch.randn(4, 24, dtype=torch.complex64))
