@@ -42,12 +42,14 @@ def message_seconds(clock: Clock, sizes_bytes: Sequence[int]) -> list[tuple[floa
     return found
 
 
-def _of_rounds(clock: Clock, call: object, number: int = 20) -> float:
-    """Return the time of as many calls on every rank."""
+def _of_rounds(clock: Clock, call: object, number: int = 20, *, is_cold: bool = False) -> float:
+    """Return the time of as many calls on every rank; `is_cold` if their operands were used long ago."""
     assert callable(call)
     call()
     taken = []
     for _ in range(number):
+        if is_cold:
+            clock.evict()
         clock.together()
         begin = clock.now()
         call()
@@ -56,11 +58,14 @@ def _of_rounds(clock: Clock, call: object, number: int = 20) -> float:
 
 
 def sum_rates(clock: Clock, sizes_bytes: Sequence[int]) -> Points:
-    """Return the bus bandwidth of half an all-reduce over all ranks, by bytes, as buckets are summed."""
+    """Return the bus bandwidth of half an all-reduce over all ranks, by bytes.
+
+    Buckets are cold: gradients were written a chunk ago, slices of weights a step ago.
+    """
     comm, found = Communicator(dist.group.WORLD, arena_bytes=SUM_ARENA_BYTES), []
     for num_bytes in sizes_bytes:
         x = torch.zeros(num_bytes // 4)
-        seconds = _of_rounds(clock, lambda x=x: comm.start_all_reduce(x).wait(), 10)
+        seconds = _of_rounds(clock, lambda x=x: comm.start_all_reduce(x).wait(), 10, is_cold=True)
         found.append((float(num_bytes), (comm.size - 1) / comm.size * num_bytes / (seconds / 2)))
     return found
 

@@ -60,7 +60,7 @@ def model_costs(
     # What each replica's optimizer updates.
     updated = -(-numel // layout.dp) if layout.zero else numel
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
-    replicas, neighbours = machine.link(layout.dp, layout.tp), machine.link(2, layout.dp * layout.tp)
+    neighbours = machine.link(2, layout.dp * layout.tp)
     ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp)
     # What a recorded run took for its updates, over what the rates say.
     update = machine.recorded.get(Kind.STEP, 1.0)
@@ -73,7 +73,7 @@ def model_costs(
             for bucket in plan.buckets
         },
         gathers={
-            bucket.index: replicas.gather_seconds(sizes[bucket.index] * item, layout.dp)
+            bucket.index: _gather(bucket.weights, sizes[bucket.index] * item, layout, machine, dtype)
             for bucket in plan.buckets
             if bucket.weights is not Weights.WHOLE
         },
@@ -165,6 +165,18 @@ def _engine_bytes(config: Config, layout: Layout, engine: Engine) -> list[tuple[
 def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     """Return (weights, bytes) by pipeline rank: elements that it computes with; what its state takes between steps."""
     return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
+
+
+def _gather(weights: Weights, num_bytes: int, layout: Layout, machine: Machine, dtype: str) -> float:
+    """Return how long a bucket's weights are gathered.
+
+    Through shared memory a slice that is a tensor of its own is copied twice: for the other replicas, and into the
+    buffer, where a slice of weights that stay lies already (tpkernels/exchange/background.py).
+    """
+    seconds = machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
+    if weights is Weights.SLICED and not machine.is_asynchronous:
+        seconds += machine.other_seconds(Work(memory_bytes=2 * num_bytes // layout.dp), dtype)
+    return seconds
 
 
 def _reduction(

@@ -170,6 +170,20 @@ def test_replicas_are_in_the_reductions() -> None:
             assert 0.0 < seconds == pytest.approx(ring_time(num_bytes, num_ranks, 0.65e9, 20e-6))
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["shared memory", "kernels"])
+def test_a_slice_of_its_own_is_also_copied_into_the_buffer_through_shared_memory(is_asynchronous: bool) -> None:
+    bytes_per_s = 1e9
+    machine = machine_of(link=bytes_per_s, is_asynchronous=is_asynchronous, memory_bytes_per_s=bytes_per_s)
+    stays, comes_and_goes = (costs_of(config_of(dp=4, zero=zero), machine) for zero in (2, 3))
+    assert stays.gathers and stays.gathers.keys() == comes_and_goes.gathers.keys()
+    for index, seconds in stays.gathers.items():
+        slice_bytes = comes_and_goes.weights[index] / 4
+        assert seconds == pytest.approx(3 * slice_bytes / bytes_per_s)
+        # Read and written once.
+        copied = 0.0 if is_asynchronous else 2 * slice_bytes / bytes_per_s
+        assert comes_and_goes.gathers[index] - seconds == pytest.approx(copied)
+
+
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"pp": 4, "tp": 2, "dp": 2},
