@@ -6,6 +6,7 @@ together is what a step attains. Each figure is the mean over them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +36,8 @@ class Options:
     """Dtypes of activations."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to measure. On cuda one process does, and exchanges are copies within its memory."""
-    passes: int = 6
-    """How often everything is measured; of each figure that of the faster quarter counts."""
+    passes: int = 8
+    """How often everything is measured; of the faster half the middle figures count."""
     tiny: bool = False
     """Tiny sizes, each once: the file is valid and tells nothing."""
 
@@ -68,7 +69,7 @@ def measured_machine(options: Options) -> Machine:
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
         passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
-    found = {name: _of_each([of[name] for of in passes], way) for name, way in _OF_PASSES.items()}
+    found = _of_each(_calm(passes), statistics.median)
     rates, copies, host = (found[name] for name in ("rates", "copies", "host"))
     peaks = {dtype: max(_all_rates(of["products"])) for dtype, of in rates.items()}
     peak_bytes = max(rate for _, rate in copies)
@@ -95,25 +96,18 @@ def measured_machine(options: Options) -> Machine:
     )
 
 
-def _fast(rates: Sequence[float]) -> float:
-    """Return the rate that a quarter of the passes exceed: others slow a machine down, and never make it faster."""
-    return rates[0] if len(rates) == 1 else statistics.quantiles(rates, n=4, method="inclusive")[2]
+def _calm(passes: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the half of the passes in which products and copies were fastest.
 
+    Others slow a shared machine down for seconds to minutes, and never make it faster. Whole passes are chosen, not
+    figures: some figures are differences of two times, of which the largest would be the most disturbed.
+    """
 
-def _short(seconds: Sequence[float]) -> float:
-    """Return the time that a quarter of the passes stay below."""
-    return -_fast([-of for of in seconds])
+    def speed(of: dict[str, Any]) -> float:
+        rates = [rate for each in of["rates"].values() for rate in _all_rates(each["products"])]
+        return statistics.fmean(map(math.log, [*rates, *(rate for _, rate in of["copies"])]))
 
-
-# Which of several passes counts. What fused matmuls take longer is a difference: others make it shorter as often.
-_OF_PASSES: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "rates": _fast,
-    "copies": _fast,
-    "host": _short,
-    "messages": _short,
-    "sums": _fast,
-    "fused": statistics.median,
-}
+    return sorted(passes, key=speed, reverse=True)[: -(-len(passes) // 2)]
 
 
 def _measured(ranks: Ranks, dtypes: Sequence[str]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def most_rows(lengths: Sequence[int]) -> int:
 
 
 @dataclass
-class _Rows:
+class _Batch:
     """The only micro-batch of a pass (pipeline.stage.Batch); keeps the logits of the last stage."""
 
     rows: Tensor
@@ -82,13 +82,15 @@ class _Pass:
     Args:
         ranks: this one's model, and the others.
         cache: what the rows follow on.
+        num_rows: of a pass.
         plan: of so many rows.
         mailbox: carries the plan's messages.
     """
 
-    def __init__(self, ranks: Ranks, cache: KeyValueCache, plan: Plan, mailbox: Mailbox | None) -> None:
+    def __init__(self, ranks: Ranks, cache: KeyValueCache, num_rows: int, plan: Plan, mailbox: Mailbox | None) -> None:
+        self.num_rows = num_rows
         at, last = ranks.mesh.at.pp, len(plan.chunks) - 1
-        self._batch = _Rows(torch.empty(0, dtype=torch.int64, device=ranks.device))
+        self._batch = _Batch(torch.empty(0, dtype=torch.int64, device=ranks.device))
         stages = {
             chunk: Stage(
                 partial(ranks.model, seq=cache, chunk=number), self._batch, is_first=chunk == 0, is_last=chunk == last
@@ -126,9 +128,11 @@ class Decoder:
         self._cache = KeyValueCache(longest + room, lengths, device=ranks.device)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._next = torch.tensor(padded, device=ranks.device)
-        self._passes: dict[int, _Pass] = {}
-        plan, seconds = _plan_of(ranks, most_rows(lengths)), exchange_seconds(ranks.config)
+        most = most_rows(lengths)
+        plan, seconds = _plan_of(ranks, most), exchange_seconds(ranks.config)
         self._mailbox = open_mailbox([plan], ranks.mesh.pp, ranks.device, seconds)
+        # Prompts come first, in pieces of one size and a smaller one, then token after token: one is enough to keep.
+        self._pass = _Pass(ranks, self._cache, most, plan, self._mailbox)
 
     def step(self) -> list[int]:
         """Read what is new (first the prompts, then the tokens drawn last), and draw the next token of each sequence.
@@ -168,11 +172,10 @@ class Decoder:
         return whole[:, : self._ranks.config.model.vocab_size].contiguous()
 
     def _pass_of(self, num_rows: int) -> _Pass:
-        """Return the pass over so many rows; there are a few kinds."""
-        if num_rows not in self._passes:
+        if self._pass.num_rows != num_rows:
             plan = _plan_of(self._ranks, num_rows)
-            self._passes[num_rows] = _Pass(self._ranks, self._cache, plan, self._mailbox)
-        return self._passes[num_rows]
+            self._pass = _Pass(self._ranks, self._cache, num_rows, plan, self._mailbox)
+        return self._pass
 
 
 def _plan_of(ranks: Ranks, num_rows: int) -> Plan:

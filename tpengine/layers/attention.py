@@ -227,7 +227,7 @@ def attend_on_cache(
 
 
 def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [B, 1, S, E/2], or [S, E/2] without padding, of what follows; all layers of a pass share."""
+    """Return cos and sin of what follows: [B, 1, S, E/2], or [S, E/2] without padding. A pass's layers share them."""
     dtype = accumulation_dtype(like.dtype)
 
     def make() -> tuple[Tensor, Tensor]:

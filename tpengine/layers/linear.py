@@ -44,6 +44,7 @@ class PreparedWeight:
         self._weight, self._num_rows = weight, num_rows
         self.forward = PreparedMatrix(weight.T, num_rows)
         self._made_of = contents_of(parameters)
+        self._is_multiplied = weight.dtype in DTYPES
 
     @functools.cached_property
     def dgrad(self) -> PreparedMatrix:
@@ -61,8 +62,7 @@ class PreparedWeight:
         """
         weight = self._weight
         fits = x.ndim == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype and x.device == weight.device
-        is_current = contents_of(parameters) == self._made_of
-        return self if fits and is_current and x.dtype in DTYPES else None
+        return self if fits and self._is_multiplied and contents_of(parameters) == self._made_of else None
 
 
 def contents_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -5,11 +5,19 @@ Sizes are tiny and no time is asserted. What only a GPU checks: that one is meas
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.ranks.rank_pool import RankPool
 
 from benchmarks.blind.predictions import drawn_model, predicted
-from benchmarks.machine.command import _OF_PASSES, _of_each
+from benchmarks.machine.clock import Clock
+from benchmarks.machine.command import _calm, _of_each
+from benchmarks.machine.exchanges import message_seconds, sum_rates
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import read_machine
@@ -32,10 +40,34 @@ def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
     assert len(found) == 6 and all(of.seconds > 0 and min(of.peak_bytes) > 0 for of in found)
 
 
-def test_a_pass_that_was_disturbed_changes_no_figure() -> None:
-    """Rates of the disturbed half are half as large, times twice as long; a lone pass is taken as it is."""
-    calm = {"rates": {"float32": {"forward": [(64, 8.0), (128, 10.0)]}}, "host": (1.0, 2.0)}
-    disturbed = {"rates": {"float32": {"forward": [(64, 4.0), (128, 5.0)]}}, "host": (2.0, 4.0)}
-    for passes in ([calm, disturbed] * 3, [calm]):
-        found = {name: _of_each([of[name] for of in passes], _OF_PASSES[name]) for name in calm}
-        assert found == calm
+def test_disturbed_passes_change_no_figure_and_whole_passes_are_chosen() -> None:
+    def of_speed(speed: float, **others: object) -> dict[str, Any]:
+        products = {"forward": {64: [(128.0, 8.0 * speed), (256.0, 10.0 * speed)]}}
+        host = (1.0 / speed, 2.0 / speed)
+        return {"rates": {"float32": {"products": products}}, "copies": [(64.0, 3.0 * speed)], "host": host} | others
+
+    # Of these the faster half is the first and the last two; one figure of the last was disturbed alone.
+    passes = [
+        of_speed(1.0),
+        *(of_speed(speed) for speed in (0.5, 0.8, 0.6)),
+        of_speed(1.02),
+        of_speed(1.01, host=(9, 9)),
+    ]
+    assert _calm(passes) == [passes[4], passes[5], passes[0]]
+    found = _of_each(_calm(passes), statistics.median)
+    assert found["host"] == (1.0, 2.0) and found["copies"] == [(64.0, 3.0 * 1.01)]
+    assert _calm(passes[:1]) == passes[:1] and len(_calm(passes[:3])) == 2
+
+
+def test_sums_are_timed_cold_and_messages_as_they_come(ranks: RankPool) -> None:
+    assert ranks.run(evictions, 2) == [(0, 10), (0, 10)]
+
+
+def evictions() -> tuple[int, int]:
+    """How often caches were emptied for messages, and for the sums of one size: ten rounds."""
+    clock, counts = Clock(torch.device("cpu"), 0.0, 4), []
+    for measure in (message_seconds, sum_rates):
+        with patch.object(Clock, "evict", autospec=True) as evict:
+            measure(clock, [64])
+        counts.append(evict.call_count)
+    return counts[0], counts[1]

@@ -114,24 +114,34 @@ def test_a_stale_layout_is_noticed(ranks: RankPool) -> None:
     ranks.run(check_a_stale_layout_is_noticed, 2)
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize(
-    ("operand", "reason"),
-    [
-        (torch.randn(4, 23), "dim"),
-        (torch.randn(4), "D"),
-        (torch.randn(4, 24, dtype=torch.float64), "needs one dtype and device"),
-    ],
-    ids=["columns", "dims", "dtype"],
-)
-def test_what_does_not_fit_is_refused_in_the_same_words(operand: Tensor, reason: str, is_prepared: bool) -> None:
-    alone = Communicator(None)
-    for layer in (ColumnParallelLinear(24, 48, alone), SwiGLU(24, 48, alone), RowParallelLinear(24, 48, alone)):
-        if is_prepared:
-            layer.prepare(4)
-        with pytest.raises(ValueError, match=r"(all_gather_matmul|matmul_reduce_scatter) needs") as refused:
-            layer(operand)
-        assert reason in str(refused.value)
+def check_what_does_not_fit_is_refused_in_the_same_words() -> None:
+    comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(32, 4 * 24, dist.get_world_size()))
+    for layer in (ColumnParallelLinear(24, 48, comm), SwiGLU(24, 48, comm), RowParallelLinear(24, 48, comm)):
+        width = 24 // comm.size if isinstance(layer, RowParallelLinear) else 24
+        layer.prepare(8)
+        for operand in (
+            torch.randn(4, width - 1),
+            torch.randn(4),
+            torch.randn(4, width, dtype=torch.float64),
+            torch.randn(4, width, device="meta"),
+        ):
+            prepared = said_of(layer, operand)
+            layer.release()
+            assert prepared == said_of(layer, operand)
+            layer.prepare(8)
+            assert "needs" in prepared and "\n" not in prepared
+        # The group is not poisoned.
+        assert torch.isfinite(layer(torch.randn(4, width))).all()
+
+
+def said_of(layer: torch.nn.Module, operand: Tensor) -> str:
+    with pytest.raises(ValueError) as refused:
+        layer(operand)
+    return str(refused.value)
+
+
+def test_what_does_not_fit_is_refused_in_the_same_words(ranks: RankPool) -> None:
+    ranks.run(check_what_does_not_fit_is_refused_in_the_same_words, 2)
 
 
 def test_a_dtype_that_is_not_multiplied_is_refused_although_the_weight_is_prepared() -> None:

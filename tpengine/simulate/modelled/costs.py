@@ -17,7 +17,7 @@ from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
-from tpengine.plan import Kind, Plan, Reduced, Weights
+from tpengine.plan import Bucket, Kind, Plan, Reduced, Weights
 from tpengine.simulate import Costs
 from tpengine.simulate.costs import spec_bytes
 from tpengine.simulate.machine import CPU_CORE, Machine
@@ -73,7 +73,7 @@ def model_costs(
             for bucket in plan.buckets
         },
         gathers={
-            bucket.index: _gather(bucket.weights, sizes[bucket.index] * item, layout, machine, dtype)
+            bucket.index: _gather(config, layout, bucket, sizes[bucket.index] * item, machine)
             for bucket in plan.buckets
             if bucket.weights is not Weights.WHOLE
         },
@@ -167,16 +167,19 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
 
 
-def _gather(weights: Weights, num_bytes: int, layout: Layout, machine: Machine, dtype: str) -> float:
-    """Return how long a bucket's weights are gathered.
+def _gather(config: Config, layout: Layout, bucket: Bucket, num_bytes: float, machine: Machine) -> float:
+    """Return how long a bucket's weights are gathered: exchanged, and copied by those who gather.
 
-    Through shared memory a slice that is a tensor of its own is copied twice: for the other replicas, and into the
-    buffer, where a slice of weights that stay lies already (tpkernels/exchange/background.py).
+    On a CPU a slice that is a tensor of its own is read twice: for the other replicas, and into the buffer, where a
+    slice of fast mode's weights that stay lies already (tpkernels/exchange/background.py). Exact mode gathers blocks
+    of rows in another order, and then puts them into their places (data_parallel/exact_slices.py).
     """
+    is_exact = config.train.reduction == "exact"
+    has_slices_apart = is_exact or bucket.weights is Weights.SLICED
+    copied = num_bytes / layout.dp * (has_slices_apart and not machine.is_asynchronous) + num_bytes * is_exact
     seconds = machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
-    if weights is Weights.SLICED and not machine.is_asynchronous:
-        seconds += machine.other_seconds(Work(memory_bytes=2 * num_bytes // layout.dp), dtype)
-    return seconds
+    # Read and written.
+    return seconds + (machine.other_seconds(Work(memory_bytes=int(2 * copied)), config.train.dtype) if copied else 0.0)
 
 
 def _reduction(

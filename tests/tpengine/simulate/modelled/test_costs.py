@@ -184,6 +184,18 @@ def test_a_slice_of_its_own_is_also_copied_into_the_buffer_through_shared_memory
         assert comes_and_goes.gathers[index] - seconds == pytest.approx(copied)
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["shared memory", "kernels"])
+def test_exact_mode_puts_the_blocks_that_it_gathers_into_their_places(is_asynchronous: bool) -> None:
+    bytes_per_s = 1e9
+    machine = machine_of(link=bytes_per_s, is_asynchronous=is_asynchronous, memory_bytes_per_s=bytes_per_s)
+    stays, comes_and_goes = (costs_of(config_of({"reduction": "exact"}, dp=4, zero=zero), machine) for zero in (2, 3))
+    assert stays.gathers == pytest.approx(comes_and_goes.gathers)
+    for index, seconds in stays.gathers.items():
+        num_bytes = comes_and_goes.weights[index]
+        copied = num_bytes + (0 if is_asynchronous else num_bytes / 4)
+        assert seconds == pytest.approx((0.75 * num_bytes + 2 * copied) / bytes_per_s)
+
+
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"pp": 4, "tp": 2, "dp": 2},
