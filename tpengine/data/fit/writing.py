@@ -22,9 +22,11 @@ from tpengine.data.fit.best_fit import best_fit, pieces_of
 from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, FitIndex, identity_of
 from tpengine.files import written_beside
 
-# Documents that are fitted together: enough that hardly any room stays, and a fraction of a second each. Another number
-# gives other samples: indices that are there would be called wrong, so it needs another VERSION.
+# Documents that are fitted together, and their pieces, for which there must be memory (100 bytes each): enough that
+# hardly any room stays, and a fraction of a second each. Other numbers give other samples: indices that are there would
+# be called wrong, so they need another VERSION.
 WINDOW = 1 << 16
+WINDOW_PIECES = 1 << 20
 
 
 class Fitted(NamedTuple):
@@ -66,7 +68,7 @@ def write_index(
         file.write(bytes(HEADER.size))
         for begin, end in ((0, num_train), (num_train, num_tokens)):
             num_pieces = num_samples = 0
-            for of_window, lengths in _windows(starts, begin, end):
+            for of_window, lengths in _windows(starts, begin, end, seq_len):
                 pieces, ends = _fitted(of_window - begin, lengths, seq_len)
                 digest.update(pieces.data)
                 file.write(pieces.data)
@@ -105,7 +107,7 @@ def is_fitted(index: FitIndex, starts: Starts) -> bool:
     begin = 0
     for part in (index.train, index.held_out):
         num_pieces = num_samples = 0
-        for of_window, lengths in _windows(starts, begin, begin + part.num_tokens):
+        for of_window, lengths in _windows(starts, begin, begin + part.num_tokens, index.seq_len):
             pieces, ends = _fitted(of_window - begin, lengths, index.seq_len)
             of_pieces = slice(num_pieces, num_pieces + len(pieces))
             of_samples = slice(num_samples, num_samples + len(ends))
@@ -120,8 +122,10 @@ def is_fitted(index: FitIndex, starts: Starts) -> bool:
     return True
 
 
-def _windows(starts: Starts, begin: int, end: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield starts and lengths of the documents in [begin, end), WINDOW at a time; empty ones are left out.
+def _windows(
+    starts: Starts, begin: int, end: int, seq_len: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield starts and lengths of the documents in [begin, end), a window at a time; empty ones are left out.
 
     A file of one document is cut inside it: then its second part begins at `begin`.
     """
@@ -133,8 +137,19 @@ def _windows(starts: Starts, begin: int, end: int) -> Iterator[tuple[NDArray[np.
         edges = np.append(edges[: high - low], end if high == last else edges[-1])
         edges[0] = max(int(edges[0]), begin)
         lengths = np.diff(edges)
-        if lengths.any():
-            yield edges[:-1][lengths > 0], lengths[lengths > 0]
+        yield from _of_few_pieces(edges[:-1][lengths > 0], lengths[lengths > 0], seq_len)
+
+
+def _of_few_pieces(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the documents in parts of at most WINDOW_PIECES pieces, or of one document."""
+    num_pieces = np.cumsum(-(-lengths // seq_len))
+    first = before = 0
+    while first < len(lengths):
+        last = max(first + 1, int(np.searchsorted(num_pieces, before + WINDOW_PIECES, side="right")))
+        yield starts[first:last], lengths[first:last]
+        first, before = last, int(num_pieces[last - 1])
 
 
 def _fitted(

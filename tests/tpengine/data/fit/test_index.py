@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of
@@ -15,6 +17,7 @@ from tpengine.data import StoredTokens, change_of, open_corpora, open_corpus, wr
 from tpengine.data.files.content.hash import content_sha256
 from tpengine.data.files.source import open_text
 from tpengine.data.fit import writing
+from tpengine.data.fit.best_fit import best_fit
 from tpengine.data.fit.index import open_index
 
 LENGTHS = [5, 3, 20, 8, 1, 7, 8, 2, 9, 4, 30, 6, 5]
@@ -85,6 +88,26 @@ def test_another_index_of_the_same_text_is_named_on_resume(tmp_path: Path, monke
             fit_data(config.data.path, "8", 0.2)
         change = change_of(before, open_corpus(config).fingerprint())
         assert change is not None and change.what == "the fit index"
+
+
+def test_a_window_has_few_pieces_or_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long documents have many pieces, and what is fitted together must fit into memory."""
+    windows: list[int] = []
+
+    def noted(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+        windows.append(len(lengths))
+        return best_fit(lengths, capacity)
+
+    monkeypatch.setattr(writing, "WINDOW_PIECES", 3)
+    monkeypatch.setattr(writing, "best_fit", noted)
+    path = written(tmp_path / "t")
+    # Of the lengths 5, 3 | 20 | 8, 1, 7 | 8, 2, 9 ... in samples of 8; the documents held out begin anew.
+    assert windows == [2, 3, 3, 2, 3, 4, 2]
+    text = open_text(str(path))
+    index = open_index(text, str(path), 8)
+    read = sorted(piece[:2] for number in range(index.train.num_samples) for piece in index.train.sample(number))
+    assert sum(length for _, length in read) == index.train.num_tokens
+    assert all(start + length == following for (start, length), (following, _) in itertools.pairwise(read))
 
 
 def test_places_beyond_32_bits_are_read(tmp_path: Path) -> None:
