@@ -29,7 +29,7 @@ TORCH_FREE = [
     "tpengine.simulate.profiles.file",
     "tpengine.observe.chrome_trace",
     "tpengine.layout.step_plan",
-    "tpengine.simulate.modelled.bytes",
+    "tpengine.simulate.modelled.held.bytes",
     "tpengine.simulate.modelled.costs",
     "tpengine.data",
     "tpengine.last_words",

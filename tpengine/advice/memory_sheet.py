@@ -8,7 +8,7 @@ from tpengine.advice.sheet import Sheet
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import dtype_bytes, gradient_bytes
 from tpengine.plan import Recompute
-from tpengine.simulate.modelled.bytes import BlockBytes
+from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 _LEGEND = (
     "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"

@@ -21,8 +21,8 @@ from typing import Any
 
 from tpengine.advice.published.row import Row, meaning_of
 from tpengine.advice.published.sizes import Sizes, schedule_words
-from tpengine.simulate.modelled.engine import Beside, Engine, Steps
-from tpengine.simulate.modelled.flash import (
+from tpengine.simulate.modelled.engines.engine import Beside, Engine, Steps
+from tpengine.simulate.modelled.engines.flash import (
     CUDNN_ON_HOPPER,
     FLASH_1_IN_CUDA_ON_AMPERE,
     FLASH_1_ON_AMPERE,

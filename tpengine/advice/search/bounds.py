@@ -39,9 +39,9 @@ from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
 from tpengine.plan.schedules.schedule import looping, vee
 from tpengine.simulate import ChunkBytes
 from tpengine.simulate.modelled.actions import chunk_seconds
-from tpengine.simulate.modelled.activations import bytes_of_chunks
-from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.operators import ActionSeconds, Sums
+from tpengine.simulate.modelled.held.activations import bytes_of_chunks
+from tpengine.simulate.modelled.held.bytes import BlockBytes
+from tpengine.simulate.modelled.times.operators import ActionSeconds, Sums
 
 # tp, micro-batch size, recompute, gathered, tp_comm: what an action's time depends on, beside its layers.
 Key = tuple[int, int, str, str, str]

@@ -17,7 +17,7 @@ from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.packed import Packed, packed_of
+from tpengine.simulate.modelled.times.packed import Packed, packed_of
 
 # Sequences that are looked at: the first ones of the run's own order, which is a random one.
 _MOST_SAMPLES = 4096

@@ -1,8 +1,11 @@
 """Costs and bytes of a step from its configuration alone.
 
-operators.py (the operators of a chunk, on a machine), actions.py (what each action takes), costs.py (the step's
-durations and sizes), packed.py (pairs of queries and keys in packed documents), bytes.py (what a block keeps),
-activations.py and working.py (what an action holds), prepared.py (copies of weights on a CPU), memory.py (what a rank
-holds, by kind). Of other engines: engine.py (what they do differently), flash.py (attention kernels), kept.py (what
-their layers keep).
+costs.py    the step's durations and sizes
+actions.py  what each action takes
+memory.py   what a rank holds, by kind
+times/      seconds of operators on a machine, and of the actions that they make up
+engines/    other engines: what they do differently
+held/       bytes: what is kept of a micro-batch, what actions hold, prepared copies of weights
+
+The rooms import each other from top to bottom.
 """

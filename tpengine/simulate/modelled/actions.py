@@ -1,4 +1,4 @@
-"""What each compute action of a plan takes: its chunk's operators (operators.py), exact mode's price, recorded runs.
+"""What each compute action of a plan takes: its chunk's operators (times/), exact mode's price, recorded runs.
 
 No torch.
 """
@@ -11,9 +11,9 @@ from dataclasses import replace
 from tpengine.config import Config, num_shards_of
 from tpengine.plan import Chunk, Kind, Plan
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.engine import OURS, Engine
-from tpengine.simulate.modelled.operators import ActionSeconds, ChunkOperators, Sums
-from tpengine.simulate.modelled.packed import Packed
+from tpengine.simulate.modelled.engines.engine import OURS, Engine
+from tpengine.simulate.modelled.times.operators import ActionSeconds, ChunkOperators, Sums
+from tpengine.simulate.modelled.times.packed import Packed
 
 
 def action_seconds(

@@ -1,8 +1,8 @@
 """A cost model of the step: durations and bytes for the simulator, from a configuration and a machine.
 
-An action is the sum of its operators (actions.py, operators.py), each of which takes the time that the machine needs
-for it (simulate/machine). Use it to predict which layout or schedule is faster before anything has run; costs that a
-run has measured predict its own machine better. bytes.py has the bytes of activations.
+An action is the sum of its operators (actions.py, times/), each of which takes the time that the machine needs for it
+(simulate/machine). Use it to predict which layout or schedule is faster before anything has run; costs that a run has
+measured predict its own machine better. held/ has the bytes of activations.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tpengine.simulate import Costs
 from tpengine.simulate.costs import spec_bytes
 from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.modelled.actions import action_seconds
-from tpengine.simulate.modelled.activations import activation_bytes
-from tpengine.simulate.modelled.engine import OURS, Engine
-from tpengine.simulate.modelled.kept import engine_activations
-from tpengine.simulate.modelled.packed import Packed
-from tpengine.simulate.modelled.prepared import prepared_bytes, prepares
+from tpengine.simulate.modelled.engines.engine import OURS, Engine
+from tpengine.simulate.modelled.engines.kept import engine_activations
+from tpengine.simulate.modelled.held.activations import activation_bytes
+from tpengine.simulate.modelled.held.prepared import prepared_bytes, prepares
+from tpengine.simulate.modelled.times.packed import Packed
 
 
 def model_costs(

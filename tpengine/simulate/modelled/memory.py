@@ -21,7 +21,7 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.memory import memory_curve, slot_bytes
 from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.prepared import prepared_bytes
+from tpengine.simulate.modelled.held.prepared import prepared_bytes
 
 _Curve = tuple[tuple[float, float], ...]
 

@@ -23,7 +23,7 @@ from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lowe
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES
 from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.flash import FLASH_1_ON_AMPERE, FLASH_2_ON_AMPERE, FLASH_2_ON_HOPPER
+from tpengine.simulate.modelled.engines.flash import FLASH_1_ON_AMPERE, FLASH_2_ON_AMPERE, FLASH_2_ON_HOPPER
 
 # A small GPT on 8 GPUs, as a table has it.
 GPT = {

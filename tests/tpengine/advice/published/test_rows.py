@@ -18,7 +18,7 @@ from tpengine.plan import Kind
 from tpengine.simulate import Costs
 from tpengine.simulate.machine import MACHINES
 from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.engine import Engine
+from tpengine.simulate.modelled.engines.engine import Engine
 
 # Llama 3.1 8B in torchtitan, and a Llama 2 7B in Megatron-LM.
 TITAN = {

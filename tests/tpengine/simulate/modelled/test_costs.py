@@ -17,9 +17,9 @@ from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import ring_time
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
 from tpengine.simulate.modelled.actions import action_seconds
-from tpengine.simulate.modelled.activations import activation_bytes
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
-from tpengine.simulate.modelled.packed import Packed
+from tpengine.simulate.modelled.held.activations import activation_bytes
+from tpengine.simulate.modelled.times.packed import Packed
 from tpengine.training.update.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)

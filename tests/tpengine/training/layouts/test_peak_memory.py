@@ -23,7 +23,7 @@ from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
-from tpengine.simulate.modelled import prepared
+from tpengine.simulate.modelled.held import prepared
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
 

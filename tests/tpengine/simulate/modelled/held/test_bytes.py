@@ -26,7 +26,7 @@ from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
 from tpengine.plan import Chunk, Gathered, Plan, Recompute, TensorSpec
 from tpengine.simulate import ChunkBytes
-from tpengine.simulate.modelled.activations import ChunkWalks, activation_bytes
+from tpengine.simulate.modelled.held.activations import ChunkWalks, activation_bytes
 
 SMALL = ModelConfig(hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=40, vocab_size=50)
 DROPS = {"residual_dropout": 0.1, "attention_dropout": 0.2, "mlp_dropout": 0.3}

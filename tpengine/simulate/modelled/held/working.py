@@ -11,7 +11,7 @@ With `defers` a backward is an input half: what the weight half needs stays.
 from __future__ import annotations
 
 from tpengine.plan import Recompute
-from tpengine.simulate.modelled.bytes import BlockBytes
+from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # Attention's backward takes blocks of so many keys (tpkernels/ops/attention/host.py).
 _KEYS_PER_BLOCK = 32

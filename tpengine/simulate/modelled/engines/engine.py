@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpengine.config import Config
-from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.flash import FlashKernel
+from tpengine.simulate.modelled.engines.flash import FlashKernel
+from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 
 @dataclass(frozen=True)

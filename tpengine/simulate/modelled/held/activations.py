@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from tpengine.config import Config
 from tpengine.plan import Chunk, Kind, Plan, Recompute
 from tpengine.simulate import ChunkBytes
-from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.working import (
+from tpengine.simulate.modelled.held.bytes import BlockBytes
+from tpengine.simulate.modelled.held.working import (
     Ledger,
     backward_block,
     backward_head,

@@ -31,9 +31,9 @@ from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.engine import Beside, Engine, num_logits, sizes_for
-from tpengine.simulate.modelled.packed import Packed
-from tpengine.simulate.modelled.prepared import prepares
+from tpengine.simulate.modelled.engines.engine import Beside, Engine, num_logits, sizes_for
+from tpengine.simulate.modelled.held.prepared import prepares
+from tpengine.simulate.modelled.times.packed import Packed
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).

@@ -12,7 +12,7 @@ import pytest
 from tpengine.cli import main
 from tpengine.config.presets import preset_config
 from tpengine.data import open_corpus
-from tpengine.simulate.modelled.packed import Packed, packed_of
+from tpengine.simulate.modelled.times.packed import Packed, packed_of
 
 
 def pairs_of(documents: list[int], window: int | None) -> int:

@@ -1,7 +1,7 @@
 """What other engines' layers keep of a micro-batch, in bytes: sums over the tensors that autograd keeps. No torch.
 
-For our own layers bytes.py and working.py count what is there, tensor by tensor; of other engines only the operators
-are known (engine.py), so these figures are estimates.
+For our own layers held/bytes.py and held/working.py count what is there, tensor by tensor; of other engines only the
+operators are known (engine.py), so these figures are estimates.
 
 Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023, section 4,
 whose s b h (10 + 24/t + 5 a s / (h t)) and s b h / t (34 + 5 a s / h) these sums are for GPT in 16 bits.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tpengine.config import Config
 from tpengine.plan import Kind, Plan, Recompute
 from tpengine.simulate.costs import ChunkBytes
-from tpengine.simulate.modelled.bytes import BlockBytes
-from tpengine.simulate.modelled.engine import Engine, num_logits, sizes_for
+from tpengine.simulate.modelled.engines.engine import Engine, num_logits, sizes_for
+from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # Statistics of attention are float32.
 _WIDE = 4

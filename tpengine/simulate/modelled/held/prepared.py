@@ -12,7 +12,7 @@ from tpengine.config import Config, num_shards_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.step_plan import Layout
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.bytes import BlockBytes
+from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # As tpkernels.ops.matmul.host has it, which needs torch; nothing here does.
 FEWEST_MULTIPLICATIONS = 8_000_000
