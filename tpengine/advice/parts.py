@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from tpengine.plan import Kind, Plan, Timeline
 from tpengine.plan.actions import BUCKET, COMPUTE
 from tpengine.simulate import StepFigures
-from tpengine.simulate.modelled.times.operators import ActionSeconds
+from tpengine.simulate.modelled.times.sums import ActionSeconds
 
 
 @dataclass(frozen=True)

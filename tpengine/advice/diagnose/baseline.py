@@ -16,7 +16,7 @@ from tpengine.plan import Kind, Plan, Timeline
 from tpengine.simulate import Costs, StepFigures, simulate
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
 from tpengine.simulate.modelled.actions import action_seconds, chunk_seconds
-from tpengine.simulate.modelled.times.operators import ActionSeconds
+from tpengine.simulate.modelled.times.sums import ActionSeconds
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import CostProfile
 from tpengine.simulate.profiles.ranks import RankProfile

@@ -41,7 +41,7 @@ from tpengine.simulate import ChunkBytes
 from tpengine.simulate.modelled.actions import chunk_seconds
 from tpengine.simulate.modelled.held.activations import bytes_of_chunks
 from tpengine.simulate.modelled.held.bytes import BlockBytes
-from tpengine.simulate.modelled.times.operators import ActionSeconds, Sums
+from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums
 
 # tp, micro-batch size, recompute, gathered, tp_comm: what an action's time depends on, beside its layers.
 Key = tuple[int, int, str, str, str]
@@ -89,7 +89,7 @@ class Bounds:
         self._walked: dict[Key, dict[object, ChunkBytes]] = {}
         self._numel: dict[tuple[Any, ...], int] = {}
         self._chunks: dict[tuple[Any, ...], Mapping[Kind, ActionSeconds]] = {}
-        self._sums: dict[Key, Sums] = {}
+        self._sums: dict[Key, KnownSums] = {}
         self._played: dict[tuple[Any, ...], Played] = {}
         self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
         if known is not None and known.question.base == question.base:

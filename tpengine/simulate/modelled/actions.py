@@ -1,4 +1,4 @@
-"""What each compute action of a plan takes: its chunk's operators (times/), exact mode's price, recorded runs.
+"""What each compute action of a plan takes: its chunk's operators (times/chunk.py), exact mode's price, recorded runs.
 
 No torch.
 """
@@ -12,8 +12,11 @@ from tpengine.config import Config, num_shards_of
 from tpengine.plan import Chunk, Kind, Plan
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.engines.engine import OURS, Engine
-from tpengine.simulate.modelled.times.operators import ActionSeconds, ChunkOperators, Sums
+from tpengine.simulate.modelled.times.attention import AttentionOperators
+from tpengine.simulate.modelled.times.chunk import ChunkActions
+from tpengine.simulate.modelled.times.operators import Operators
 from tpengine.simulate.modelled.times.packed import Packed
+from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums
 
 
 def action_seconds(
@@ -31,7 +34,7 @@ def action_seconds(
     """
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
-    sums: Sums = {}
+    sums: KnownSums = {}
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
         # Chunks of equally many layers in the middle are alike, unless layers differ.
@@ -44,7 +47,14 @@ def action_seconds(
 
 
 def chunk_seconds(
-    config: Config, tp: int, machine: Machine, chunk: Chunk, *, is_first: bool, is_last: bool, known: Sums | None = None
+    config: Config,
+    tp: int,
+    machine: Machine,
+    chunk: Chunk,
+    *,
+    is_first: bool,
+    is_last: bool,
+    known: KnownSums | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
     """Return what F, B, I and W of one chunk take.
 
@@ -65,15 +75,19 @@ def _of_chunk(
     is_first: bool,
     is_last: bool,
     engine: Engine,
-    known: Sums,
+    known: KnownSums,
     packed: Packed | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
-    fast = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, 0, packed).by_kind()
-    taken: Mapping[Kind, ActionSeconds] = fast
+    def with_shards(shards: int) -> Mapping[Kind, ActionSeconds]:
+        operators = Operators(config, tp, machine, engine, shards)
+        attention = AttentionOperators(operators, config.train.micro_batch_size, packed)
+        return ChunkActions(operators, attention, config.model, chunk, is_first, is_last, known).by_kind()
+
+    fast = with_shards(0)
+    taken = fast
     # A tp that does not divide the shards is refused with the configuration; until then it has no price.
     if config.train.reduction == "exact" and num_shards_of(config) % tp == 0:
-        held = num_shards_of(config) // tp
-        exact = ChunkOperators(config, tp, machine, chunk, is_first, is_last, engine, known, held, packed).by_kind()
+        exact = with_shards(num_shards_of(config) // tp)
         taken = {kind: replace(of, exact=exact[kind].total - of.total) for kind, of in fast.items()}
     # A recorded run knows better what each kind of action takes.
     return {kind: of * machine.recorded.get(kind, 1.0) for kind, of in taken.items()} if machine.recorded else taken

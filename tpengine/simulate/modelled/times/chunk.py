@@ -1,0 +1,199 @@
+"""Which operators the actions of a chunk have, and so what each action takes. No torch.
+
+Backward is an input half and a weight half; before them runs what is computed again. Operators are summed by blocks and
+ends, which most chunks have in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tpengine.config import ModelConfig
+from tpengine.plan import Chunk, Gathered, Kind, Recompute
+from tpengine.simulate.modelled.times.attention import AttentionOperators
+from tpengine.simulate.modelled.times.operators import Operators
+from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums, OperatorSum, total_of
+
+
+class ChunkActions:
+    """One chunk's actions on one tp rank.
+
+    Args:
+        operators, attention: of the rank.
+        model: which tokens its layers see.
+        chunk: its layers, with what it recomputes and gathers again.
+        is_first, is_last: which ends of the model it holds.
+        known: what chunks of one configuration, tp, machine and engine have in common, kept from chunk to chunk.
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        attention: AttentionOperators,
+        model: ModelConfig,
+        chunk: Chunk,
+        is_first: bool,
+        is_last: bool,
+        known: KnownSums,
+    ) -> None:
+        self.operators, self.attention, self.known = operators, attention, known
+        self.chunk, self.is_first, self.is_last = chunk, is_first, is_last
+        size = operators.size
+        windows = model.details.windows or (0,) * model.num_layers
+        # Blocks that see equally far are alike: their number by window.
+        self.windows = Counter(of if 0 < of < size.seq else None for of in windows[slice(*chunk.layers)])
+        gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
+        # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
+        self.columns_again = int(gathers_again)
+
+    def by_kind(self) -> Mapping[Kind, ActionSeconds]:
+        """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
+        attention = self._each_block(self._attention)
+        mlp = self._once(self._mlp) * self.num_blocks
+        forward = attention + mlp + self._once(self._ends)
+        again = self._again(attention, mlp, forward)
+        inputs = self._each_block(self._input_half) + self._once(self._input_half_of_ends)
+        weights = self._weight_half(0)
+        copied, nothing = self.operators.copied_weights() * self.num_blocks, OperatorSum()
+        return {
+            Kind.F: self._action(forward + copied, nothing),
+            Kind.B: self._action(inputs + weights + copied, again),
+            Kind.I: self._action(inputs + copied, again),
+            Kind.W: self._action(self._weight_half(self.columns_again), nothing),
+        }
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of the chunk's blocks."""
+        return self.windows.total()
+
+    def _action(self, sums: OperatorSum, again: OperatorSum) -> ActionSeconds:
+        machine, number = self.operators.machine, sums.number + again.number
+        kernels = sums.operators + again.operators + sums.exchanges + again.exchanges
+        host = machine.host_s_per_action + number * machine.host_s_per_operator
+        exposed = max(0.0, host - kernels) if machine.is_asynchronous else host
+        return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
+
+    def _each_block(self, operators: Callable[[int | None], OperatorSum]) -> OperatorSum:
+        total = OperatorSum()
+        for window, number in self.windows.items():
+            total += self._once(operators, window) * number
+        return total
+
+    def _once(self, operators: Callable[..., OperatorSum], *of: object) -> OperatorSum:
+        """Return what operators take, which are worked out once for all chunks that have them alike."""
+        key = (operators.__name__, *of, self.operators.shards, self.columns_again, self.is_first, self.is_last)
+        if key not in self.known:
+            self.known[key] = operators(*of)
+        return self.known[key]
+
+    def _again(self, attention: OperatorSum, mlp: OperatorSum, forward: OperatorSum) -> OperatorSum:
+        """Return what backward computes again: parts of forward, or of each block what the engine does not keep."""
+        engine = self.operators.engine
+        if self.chunk.recompute is not Recompute.NONE:
+            return {
+                Recompute.ATTENTION: attention,
+                Recompute.BLOCK: attention + mlp,
+                Recompute.FULL: forward,
+            }[self.chunk.recompute]
+        if engine.computes_half_again:
+            return self._half_again() * self.num_blocks
+        return self._each_block(self.attention.attend) if engine.computes_scores_again else OperatorSum()
+
+    def _half_again(self) -> OperatorSum:
+        """Return what selective checkpointing by operator computes again of one block.
+
+        Of the products q, k, v, attention's output, gate, up, down every second is: k, attention's output, up. Gathers
+        are made again, scatters and attention are not.
+        """
+        operators, size = self.operators, self.operators.size
+        return total_of(
+            [
+                operators.norm(),
+                operators.norm(residual=True),
+                operators.by_columns(size.kv_heads * size.head_size, 1),
+                operators.rope(),
+                operators.by_rows(size.heads * size.head_size, 0),
+                operators.by_columns(size.ffn, 1),
+                operators.activation(),
+                operators.steps(),
+            ]
+        )
+
+    def _attention(self, window: int | None) -> OperatorSum:
+        operators = self.operators
+        qkv, output, _, _ = operators.products(1)
+        output += operators.tree()
+        attended = self.attention.attend(window)
+        return operators.norm() + qkv + operators.rope() + attended + output + operators.dropped()
+
+    def _mlp(self) -> OperatorSum:
+        operators = self.operators
+        _, _, gate_up, down = operators.products(1)
+        return (
+            gate_up
+            + down
+            + operators.tree()
+            + operators.norm(residual=operators.engine.joins_residuals)
+            + operators.activation()
+            + operators.dropped()
+            + operators.added()
+            + operators.steps()
+        )
+
+    def _input_half(self, window: int | None) -> OperatorSum:
+        operators = self.operators
+        between = (
+            operators.rope(backward=True)
+            + self.attention.attend(window, backward=True)
+            + (operators.norm(backward=True) + operators.norm(residual=True, backward=True))
+            + operators.activation(backward=True)
+            + operators.dropped() * 2
+            + operators.added()
+            + operators.norms_again()
+            + operators.steps(backward=True)
+            + operators.gate_apart()
+        )
+        return total_of([between, *operators.products(1, "input_gradient"), operators.tree() * 2])
+
+    def _weight_half(self, rows_again: int) -> OperatorSum:
+        of_blocks = self._once(self._weight_half_of_block, rows_again) * self.num_blocks
+        return of_blocks + self._once(self._weight_half_of_ends)
+
+    def _weight_half_of_block(self, rows_again: int) -> OperatorSum:
+        operators = self.operators
+        qkv, _, gate_up, _ = operators.products(self.columns_again, "weight_gradient")
+        _, output, _, down = operators.products(rows_again, "weight_gradient")
+        return total_of([qkv, output, gate_up, down, operators.added_gradients()])
+
+    def _ends(self) -> OperatorSum:
+        """Return lookup before the first block; norm, logits and loss behind the last."""
+        operators, total = self.operators, OperatorSum()
+        if self.is_first:
+            total += operators.lookup()
+        if self.is_last:
+            total += operators.by_columns(operators.size.vocab, 1)
+            total += operators.norm()
+            total += operators.cross_entropy()
+            total += operators.gathered_logits() + operators.wide_loss()
+        return total
+
+    def _input_half_of_ends(self) -> OperatorSum:
+        operators = self.operators
+        # The embedding's gradient needs all tokens: a gather that no operator hides.
+        total = OperatorSum(exchanges=operators.exchange_seconds * self.is_first)
+        if self.is_last:
+            total += operators.by_columns(operators.size.vocab, 1, "input_gradient")
+            total += operators.norm(backward=True)
+            total += operators.cross_entropy(backward=True)
+            total += operators.wide_loss(backward=True)
+        return total
+
+    def _weight_half_of_ends(self) -> OperatorSum:
+        operators, ends = self.operators, OperatorSum()
+        if self.is_first:
+            ends += operators.lookup_backward()
+        if self.is_last:
+            ends += operators.by_columns(operators.size.vocab, self.columns_again, "weight_gradient")
+        return ends
