@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tpengine.advice.candidates import Candidate, candidates, shapes
 from tpengine.advice.question import Question
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.files import write_beside
 from tpengine.simulate.machine import Machine

@@ -1,9 +1,9 @@
 """Advice on runs, without torch: what to change, and what the simulator says that it brings.
 
 question.py, candidates.py    what is asked; every layout that it allows
-sheet.py, parts.py            one layout's plan, simulated: its time by cause, its memory
-memory_sheet.py               its memory as formulas with numbers put in
 changes.py, words.py          what would change the answer; the answer in words and in JSON
+recorded.py                   a machine as a recorded run found it
+sheets/      one layout's plan, simulated: its time by cause, its memory
 search/      what is left out without a plan; the fastest that fit
 diagnose/    a run that has recorded steps: why its step takes as long as it does
 published/   published training runs of any engine, predicted row by row

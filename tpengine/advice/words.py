@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tpengine.advice.changes import Change
-from tpengine.advice.parts import StepParts
 from tpengine.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.advice.search import Found, Row, TooLarge
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.parts import StepParts
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import Config, num_blocks, num_shards_of
 
 # Parts in the order in which they are told, by their names in StepParts.

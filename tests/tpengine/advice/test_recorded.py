@@ -14,7 +14,7 @@ from tpengine.advice.diagnose.evidence import read_evidence
 from tpengine.advice.question import Question
 from tpengine.advice.recorded import machine_as_recorded
 from tpengine.advice.search.bounds import Bounds
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.cli import main
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.simulate.machine import MACHINES, Machine

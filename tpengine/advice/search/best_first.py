@@ -20,7 +20,7 @@ from tpengine.advice.question import Question
 from tpengine.advice.search.bounds import Bounds, Key
 from tpengine.advice.search.found import CLOSE, Found, Row, TooLarge
 from tpengine.advice.search.nearest import nearest
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.layout.step_plan import lowered
 from tpengine.plan import SCHEDULES, Gathered, verify
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tpengine.advice.candidates import Candidate
 from tpengine.advice.search.bounds import Bounds
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.simulate.modelled.memory import RankMemory
 
 # A layout is not looked for that is faster than the best one of its axes by less than this share.

@@ -11,7 +11,7 @@ from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
 from tpengine.advice.search.bounds import Bounds
 from tpengine.advice.search.found import TooLarge
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.step_plan import lowered
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpengine.advice.candidates import Candidate
-from tpengine.advice.memory_sheet import memory_lines
 from tpengine.advice.question import Question
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.memory import memory_lines
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.advise import (

@@ -17,7 +17,7 @@ from tpengine.advice.question import Question
 from tpengine.advice.search import CLOSE, Found, search
 from tpengine.advice.search.bounds import Bounds
 from tpengine.advice.search.nearest import smaller
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.details import ModelDetails

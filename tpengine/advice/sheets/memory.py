@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tpengine.advice.sheet import Sheet
+from tpengine.advice.sheets.sheet import Sheet
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import dtype_bytes, gradient_bytes
 from tpengine.plan import Recompute

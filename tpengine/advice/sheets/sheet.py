@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from tpengine.advice.parts import StepParts
+from tpengine.advice.sheets.parts import StepParts
 from tpengine.config import Config, validate
 from tpengine.layout.flops import step_flops
 from tpengine.layout.step_plan import Layout, layout_of, training_plan
