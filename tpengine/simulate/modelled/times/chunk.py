@@ -13,7 +13,7 @@ from tpengine.config import ModelConfig
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.simulate.modelled.times.attention import AttentionOperators
 from tpengine.simulate.modelled.times.operators import Operators
-from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums, OperatorSum, total_of
+from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums, OperatorSum
 
 
 class ChunkActions:
@@ -108,18 +108,17 @@ class ChunkActions:
         are made again, scatters and attention are not.
         """
         operators, size = self.operators, self.operators.size
-        return total_of(
-            [
-                operators.norm(),
-                operators.norm(residual=True),
-                operators.by_columns(size.kv_heads * size.head_size, 1),
-                operators.rope(),
-                operators.by_rows(size.heads * size.head_size, 0),
-                operators.by_columns(size.ffn, 1),
-                operators.activation(),
-                operators.steps(),
-            ]
+        parts = (
+            operators.norm(),
+            operators.norm(residual=True),
+            operators.by_columns(size.kv_heads * size.head_size, 1),
+            operators.rope(),
+            operators.by_rows(size.heads * size.head_size, 0),
+            operators.by_columns(size.ffn, 1),
+            operators.activation(),
+            operators.steps(),
         )
+        return sum(parts, OperatorSum())
 
     def _attention(self, window: int | None) -> OperatorSum:
         operators = self.operators
@@ -155,7 +154,7 @@ class ChunkActions:
             + operators.steps(backward=True)
             + operators.gate_apart()
         )
-        return total_of([between, *operators.products(1, "input_gradient"), operators.tree() * 2])
+        return sum((between, *operators.products(1, "input_gradient"), operators.tree() * 2), OperatorSum())
 
     def _weight_half(self, rows_again: int) -> OperatorSum:
         of_blocks = self._once(self._weight_half_of_block, rows_again) * self.num_blocks
@@ -165,7 +164,7 @@ class ChunkActions:
         operators = self.operators
         qkv, _, gate_up, _ = operators.products(self.columns_again, "weight_gradient")
         _, output, _, down = operators.products(rows_again, "weight_gradient")
-        return total_of([qkv, output, gate_up, down, operators.added_gradients()])
+        return sum((qkv, output, gate_up, down, operators.added_gradients()), OperatorSum())
 
     def _ends(self) -> OperatorSum:
         """Return lookup before the first block; norm, logits and loss behind the last."""

@@ -26,7 +26,7 @@ from tpengine.config import Config
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.engines.engine import Beside, Engine, num_logits, sizes_for
 from tpengine.simulate.modelled.held.prepared import prepares
-from tpengine.simulate.modelled.times.sums import OperatorSum, total_of
+from tpengine.simulate.modelled.times.sums import OperatorSum
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
@@ -273,4 +273,4 @@ class Operators:
         if kind == "input_gradient" and len(columns) > 1:
             added = Work(0, 3 * self.size.tokens * self.size.hidden * self.size.item)
             products.append(self.others(*[added] * (len(columns) - 1)))
-        return total_of(products)
+        return sum(products, OperatorSum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 
@@ -59,11 +58,3 @@ class OperatorSum:
 
 # What blocks and ends take, by what they depend on: chunks of one configuration have them in common.
 KnownSums = dict[tuple[object, ...], OperatorSum]
-
-
-def total_of(sums: Iterable[OperatorSum]) -> OperatorSum:
-    """Return the sum of operators, in their order: floating point numbers add up to the same bits each time."""
-    total = OperatorSum()
-    for each in sums:
-        total += each
-    return total
