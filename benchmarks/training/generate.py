@@ -28,7 +28,7 @@ from tpengine.commands.generate.command import Options as Asked
 from tpengine.commands.generate.command import find_model
 from tpengine.config.settings import round_up
 from tpengine.distributed.local_ranks import Ranks
-from tpengine.generation.decoder import MOST_ROWS, Decoder
+from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare
 from tpengine.generation.drawing import Drawing
 from tpengine.generation.rank import build, fill
 from tpengine.layout.step_plan import layout_of
@@ -80,9 +80,9 @@ class Member:
         parts = FastParts(config.model, comms.tp, replicas=comms.replica, dtype=torch.float32)
         with Undrawn():
             self._training = Transformer(parts).requires_grad_(False)
-        for model in (self._ranks.model, self._training):
+        for model, num_rows in ((self._ranks.model, rows_to_prepare(1)), (self._training, MOST_ROWS)):
             fill(model, config)
-            model.prepare(MOST_ROWS)
+            model.prepare(num_rows)
 
     @torch.no_grad()
     def cached(self) -> tuple[list[int], float, float]:

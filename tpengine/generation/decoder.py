@@ -56,6 +56,14 @@ def most_rows(lengths: Sequence[int]) -> int:
     return len(lengths) * min(max(lengths), max(1, MOST_ROWS // len(lengths)))
 
 
+def rows_to_prepare(num_sequences: int) -> int:
+    """Return the rows of the passes that a model's matrices are laid out for, where so many sequences are continued.
+
+    One sequence: passes of one row. Several: any number, since those of few rows are as fast as for many.
+    """
+    return 1 if num_sequences == 1 else MOST_ROWS
+
+
 @dataclass
 class _Batch:
     """The only micro-batch of a pass (pipeline.stage.Batch); keeps the logits of the last stage."""

@@ -18,7 +18,7 @@ from tpengine.distributed.groups import Communicators
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
-from tpengine.generation.decoder import MOST_ROWS, Decoder, Ranks, most_rows
+from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
 from tpengine.generation.drawing import Drawing
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layers.cache import cache_bytes
@@ -99,8 +99,8 @@ class GeneratingRank:
             on_all_ranks(lambda: _check_memory((2 if device.type == "cpu" else 1) * weights, cache, device))
             ranks = build(config, layout, device)
             fill(ranks.model, config)
-            # On a CPU: a copy of the weights that products of few rows read almost twice as fast.
-            ranks.model.prepare(MOST_ROWS)
+            # On a CPU: a copy of the weights that products of few rows read up to twice as fast.
+            ranks.model.prepare(rows_to_prepare(len(self._prompts)))
         except (RunError, ValueError) as problem:  # a CheckpointError is one
             return str(problem), 0
         self._decoder = Decoder(ranks, self._prompts, self._room, self._drawing)

@@ -283,7 +283,7 @@ class ColumnParallelLinear(nn.Module):
 
         Cost: memory of two copies of the weight, until `release`.
         """
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
+        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""
@@ -321,7 +321,7 @@ class PackedWeights:
         """Prepare the packed weights as one matrix: see ColumnParallelLinear.prepare."""
         weights = [layer.weight for layer in self.layers]
         self._update(weights)
-        self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.size, weights)
+        self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.num_row_parts, weights)
 
     def release(self) -> None:
         """Free the prepared copies. The next forward copies weights again that are copied, even if autograd saw no
@@ -500,7 +500,7 @@ class RowParallelLinear(nn.Module):
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.size, (self.weight,))
+        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""

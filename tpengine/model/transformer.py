@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         """Bring the weights into the layout their products read fastest; used until a weight changes.
 
         Args:
-            num_tokens: of a micro-batch, all tp ranks'.
+            num_tokens: of a micro-batch, all tp ranks'; 1 if most passes are over one token.
 
         Memory: on CPUs where it helps (tpkernels.ops.matmul.host), two more copies of the matrices.
         """

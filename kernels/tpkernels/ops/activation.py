@@ -230,12 +230,7 @@ def _wide(y: Tensor) -> Tensor:
 
 
 def _activated_on_host(gate: Tensor, kind: str) -> Tensor:
-    h = gate.new_empty(gate.shape)
-    if kind == "silu":
-        torch.ops.aten.silu(gate, out=h)
-    else:
-        torch.ops.aten.gelu(gate, approximate=_approximate(kind), out=h)
-    return h
+    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_approximate(kind))
 
 
 def activation_forward(y: Tensor, kind: str, gated: bool) -> Tensor:

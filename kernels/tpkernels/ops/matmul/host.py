@@ -3,7 +3,8 @@
 torch.mm in float32 calls MKL, which does not use processors other than Intel's fully. oneDNN, which torch calls for
 compiled linear layers, does (rows overlap/... of benchmarks/results). oneDNN also multiplies faster by a matrix that
 was converted once into its own layout (`PreparedMatrix`), and is as fast with parts of the rows as with all of them. A
-weight needs both: several micro-batches, cut over the ranks, are multiplied by it.
+weight needs both: several micro-batches, cut over the ranks, are multiplied by it. For a single row it is the other way
+round: the product takes as long as reading the matrix, and MKL reads it faster where the longer side is contiguous.
 
 This is the only file that uses these operators, which are not part of torch's documented interface; if they are
 missing, MKL does everything. The choice depends on the machine and the shapes, never on timing, so the same run gives
@@ -28,22 +29,27 @@ class PreparedMatrix:
 
     Args:
         matrix: m [K, N], any strides. Later changes are not seen: prepare it again after each.
-        num_rows: of the left-hand sides, approximately.
+        num_rows: of the left-hand sides, approximately; 1 means that most have a single row.
 
     Attributes:
         shape: (K, N).
         num_rows: as given.
+        plain: the matrix, for who does not read the layouts below.
+        laid_out: in oneDNN's own layout, for any number of rows; None if it is not used.
+        for_one_row: its longer side contiguous, for one row; None unless prepared for that.
 
-    Memory: K*N elements; none if oneDNN is not used, then `matrix` itself is.
+    Memory: K*N elements; none if oneDNN is not used, or the longer side is contiguous already.
     """
 
     def __init__(self, matrix: Tensor, num_rows: int) -> None:
         self.shape, self.num_rows = tuple(matrix.shape), num_rows
         self.plain = matrix
         self.laid_out: Tensor | None = None
-        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-        if reorder is not None and _is_for_onednn(matrix, num_rows):
-            self.laid_out = reorder(matrix.t(), num_rows)
+        self.for_one_row: Tensor | None = None
+        if num_rows == 1 and _is_onednns(matrix):
+            self.for_one_row = matrix.contiguous() if matrix.shape[1] >= matrix.shape[0] else matrix.T.contiguous().T
+        elif _is_for_onednn(matrix, num_rows) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+            self.laid_out = torch.ops.mkldnn._reorder_linear_weight(matrix.t(), num_rows)
 
 
 Matrix = Tensor | PreparedMatrix
@@ -65,7 +71,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return y if out is None else out.copy_(y)
-    plain = matrix.plain if isinstance(matrix, PreparedMatrix) else matrix
+    plain = _for_mkl(matrix, x.shape[0])
     return torch.mm(x, plain) if out is None else torch.mm(x, plain, out=out)
 
 
@@ -77,7 +83,7 @@ def accumulate_product(out: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return out.add_(y)
-    return out.addmm_(x, matrix.plain if isinstance(matrix, PreparedMatrix) else matrix)
+    return out.addmm_(x, _for_mkl(matrix, x.shape[0]))
 
 
 def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) -> bool:
@@ -108,11 +114,20 @@ def _parts_give_the_same(
     return torch.equal(product(x, matrix), torch.cat([product(part, matrix) for part in x.split(parts)]))
 
 
+def _for_mkl(matrix: Matrix, num_rows: int) -> Tensor:
+    if isinstance(matrix, Tensor):
+        return matrix
+    return matrix.plain if matrix.for_one_row is None or num_rows != 1 else matrix.for_one_row
+
+
 def _by_onednn(x: Tensor, matrix: Matrix) -> Tensor | None:
-    if isinstance(matrix, PreparedMatrix):
-        right = matrix.laid_out if len(x) else None
+    num_rows = x.shape[0]
+    if isinstance(matrix, Tensor):
+        right = matrix.t() if _is_for_onednn(matrix, num_rows) else None
+    elif matrix.for_one_row is None:
+        right = matrix.laid_out if num_rows else None
     else:
-        right = matrix.t() if _is_for_onednn(matrix, len(x)) else None
+        right = matrix.plain.t() if num_rows > 1 and _is_for_onednn(matrix.plain, num_rows) else None
     if right is None:
         return None
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, right, None, "none", [], "")
@@ -120,12 +135,12 @@ def _by_onednn(x: Tensor, matrix: Matrix) -> Tensor | None:
 
 
 def _is_for_onednn(matrix: Tensor, num_rows: int) -> bool:
-    return (
-        matrix.dtype == torch.float32
-        and matrix.device.type == "cpu"
-        and num_rows * matrix.shape[0] * matrix.shape[1] >= FEWEST_MULTIPLICATIONS
-        and has_onednn()
-    )
+    return num_rows * matrix.shape[0] * matrix.shape[1] >= FEWEST_MULTIPLICATIONS and _is_onednns(matrix)
+
+
+def _is_onednns(matrix: Tensor) -> bool:
+    """Return whether oneDNN multiplies by such a matrix where the call is worth its cost."""
+    return matrix.dtype == torch.float32 and matrix.device.type == "cpu" and has_onednn()
 
 
 @functools.cache
