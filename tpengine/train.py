@@ -23,7 +23,7 @@ from tpengine.observe.activity import Activity
 if TYPE_CHECKING:
     import torch
 
-    from tpengine.checkpoint.resume import Checkpoint
+    from tpengine.checkpoint.run.resume import Checkpoint
     from tpengine.config import Config
     from tpengine.data import Corpus
     from tpengine.distributed.launch import Launch
@@ -98,9 +98,9 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     Raises:
         ValueError: in one line.
     """
-    from tpengine.checkpoint.resume import find_checkpoint
-    from tpengine.checkpoint.run_directory import open_run_dir
-    from tpengine.checkpoint.upload import check_program
+    from tpengine.checkpoint.run.resume import find_checkpoint
+    from tpengine.checkpoint.run.run_directory import open_run_dir
+    from tpengine.checkpoint.run.upload import check_program
     from tpengine.commands.arguments import parse_config
     from tpengine.config import phases_of
     from tpengine.data import open_corpora
@@ -119,7 +119,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from tpengine.training.memory_limit import fitting_residency
+    from tpengine.training.run.memory_limit import fitting_residency
 
     residency = fitting_residency(config, launch, device)
     if launch.rank == 0:

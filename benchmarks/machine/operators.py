@@ -17,10 +17,10 @@ from benchmarks.machine.clock import Clock
 from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.embedding import VocabParallelEmbedding
-from tpengine.layers.loss import vocab_parallel_cross_entropy
 from tpengine.layers.mlp import gated_silu
 from tpengine.layers.norm import RMSNorm
+from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
+from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
 from tpengine.training.update.optimizer import AdamW
 
 Points = dict[str, list[tuple[float, float]]]

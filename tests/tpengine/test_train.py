@@ -19,7 +19,7 @@ from support.programs import Running, finish_all, run_module, run_ranks
 from support.ranks.progress import run_program
 
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.config.toml import load_toml
 from tpengine.data import write_tokens

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.retention import Retention
+from tpengine.checkpoint.run.retention import Retention
 from tpengine.checkpoint.storage import Writer
 from tpengine.distributed.messages import broadcast_json, gather_bytes
 from tpengine.last_words import one_line

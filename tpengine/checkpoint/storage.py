@@ -30,7 +30,7 @@ from tpengine.checkpoint.index import (
     unreadable,
     write_index,
 )
-from tpengine.checkpoint.retention import Retention
+from tpengine.checkpoint.run.retention import Retention
 from tpengine.checkpoint.tensor_file import DTYPE_NAMES, save_file
 
 

@@ -22,7 +22,7 @@ import tyro
 
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
-from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
+from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.config import Config, decay_steps_of, validate_run
 from tpengine.config.details import ModelDetails
 from tpengine.config.presets import PRESETS, preset_config

@@ -126,7 +126,7 @@ class Decoder:
         room: how many tokens each is continued by at most.
         drawing: how.
 
-    Memory: layers.cache.cache_bytes.
+    Memory: layers.rows.cache.cache_bytes.
     """
 
     def __init__(self, ranks: Ranks, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing) -> None:

@@ -21,8 +21,8 @@ from tpengine.distributed.process import choose_device, link_device
 from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
 from tpengine.generation.drawing import Drawing
 from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.layers.cache import cache_bytes
 from tpengine.layers.collectives import WholeRows
+from tpengine.layers.rows.cache import cache_bytes
 from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
 from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.model.parts import FastParts

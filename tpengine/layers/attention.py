@@ -18,13 +18,14 @@ from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
 from tpkernels.ops.rope import rope as rope_of_tokens
 
-from tpengine.layers.cache import KeyValueCache, Rows, length_of
 from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
-from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear.packed import PackedWeights
 from tpengine.layers.norm import Norm
+from tpengine.layers.rows.cache import KeyValueCache, Rows, length_of
+from tpengine.layers.rows.documents import Documents
 
 
 @dataclass(frozen=True)

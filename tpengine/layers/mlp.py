@@ -12,7 +12,8 @@ from tpkernels.ops.activation import activation_backward, activation_forward
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear import ColumnParallelLinear, PackedWeights, RowParallelLinear
+from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear.packed import PackedWeights
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tpengine.architectures import describe
-from tpengine.layers.cache import Rows
 from tpengine.layers.dropout import LayerDropouts
+from tpengine.layers.rows.cache import Rows
 from tpengine.model.parts import Parts
 
 Order = Callable[["Block", Tensor, Rows], Tensor]
@@ -51,7 +51,7 @@ class Block(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
-        """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.cache.Rows."""
+        """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.rows.cache.Rows."""
         return self.order(self, x, seq)
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:

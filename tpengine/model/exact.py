@@ -32,11 +32,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
-from tpengine.layers.bias import LearnedPositions
-from tpengine.layers.cache import Rows
 from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear, check_tokens, contents_of
+from tpengine.layers.linear.bias import LearnedPositions
+from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear.prepared import contents_of
+from tpengine.layers.linear.sizes import check_tokens
 from tpengine.layers.norm import Norm
+from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from tpkernels.random import normal_block
 
 from tpengine.architectures.registry import architecture_of
-from tpengine.layers.cache import Rows
 from tpengine.layers.dropout import LayerDropouts, Position
+from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again
 from tpengine.model.parts import Parts

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpengine.checkpoint.rollbacks import Rollback, left_out
+from tpengine.checkpoint.run.rollbacks import Rollback, left_out
 from tpengine.config import Config, phases_of, spike_rule_of
 from tpengine.data import Corpus, Position
 from tpengine.data_parallel import GradientBuckets

@@ -37,8 +37,8 @@ MODULES = (
     "tpkernels",
     "tpengine.training.run.loop",
     "tpengine.commands.arguments",
-    "tpengine.checkpoint.run_directory",
-    "tpengine.checkpoint.resume",
+    "tpengine.checkpoint.run.run_directory",
+    "tpengine.checkpoint.run.resume",
 )
 
 

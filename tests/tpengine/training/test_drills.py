@@ -25,7 +25,7 @@ from support.readmes import the_command
 
 from tpengine.advice.diagnose import chain
 from tpengine.checkpoint.index import Index, read_index
-from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.last_words import read_last_words
 
 PROGRAM = str(ROOT / "tests/support/engine/drill_program.py")

@@ -2,8 +2,7 @@
 
 evidence.py    what a run has left in its directory; baseline.py, the recorded step, simulated again
 changes.py     other settings of the run: the verified plan that they give, with the recorded costs
-slow_ranks.py  a rank, or a stage, that computes longer than the others; bubble.py, too few micro-batches
-exchanges.py   communication that nothing hides; memory.py, what a lack of memory costs; host.py, input and starts
+reasons/       a slow rank, a bubble, exposed exchanges, a lack of memory, the host
 finding.py     a reason with what it is worth; verdict.py chooses
 hang.py        how a run ended that could not go on
 """

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.advice.diagnose.baseline import Baseline, seconds_text
-from tpengine.advice.diagnose.bubble import few_micro_batches
 from tpengine.advice.diagnose.evidence import Evidence, read_evidence
-from tpengine.advice.diagnose.exchanges import exposed_dp, exposed_tp
 from tpengine.advice.diagnose.finding import Fault, Finding, percent
-from tpengine.advice.diagnose.host import host_bound, slow_input
-from tpengine.advice.diagnose.memory import memory_pressure
-from tpengine.advice.diagnose.slow_ranks import slow_rank, uneven_stages
+from tpengine.advice.diagnose.reasons.bubble import few_micro_batches
+from tpengine.advice.diagnose.reasons.exchanges import exposed_dp, exposed_tp
+from tpengine.advice.diagnose.reasons.host import host_bound, slow_input
+from tpengine.advice.diagnose.reasons.memory import memory_pressure
+from tpengine.advice.diagnose.reasons.slow_ranks import slow_rank, uneven_stages
 
 # Every host does something else too.
 _CROWDED = 0.05

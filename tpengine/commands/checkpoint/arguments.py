@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.commands.checkpoint.listing import list_checkpoints
 from tpengine.commands.checkpoint.verify import verify
 from tpengine.commands.stopping import stoppable

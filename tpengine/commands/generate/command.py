@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tpengine.architectures.model_path import model_at, run_of
-from tpengine.checkpoint.resume import saved_config
+from tpengine.checkpoint.run.resume import saved_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.local_ranks import Ranks

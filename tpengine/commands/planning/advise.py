@@ -21,7 +21,7 @@ from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, change_text, differences, sheet_lines, too_large_text
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
-from tpengine.checkpoint.resume import saved_config
+from tpengine.checkpoint.run.resume import saved_config
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings, listed
 from tpengine.commands.planning.recorded_run import recorded_by

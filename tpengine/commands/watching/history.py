@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpengine.checkpoint.run_directory import is_running
+from tpengine.checkpoint.run.run_directory import is_running
 
 # (field of a row, title, factor); wall time where a row has it.
 PANELS = (

@@ -22,7 +22,7 @@ from tpengine.architectures.describe.rope import written_rope
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import Index, check_file
-from tpengine.checkpoint.resume import saved_config
+from tpengine.checkpoint.run.resume import saved_config
 from tpengine.checkpoint.storage import fill
 from tpengine.commands.weights.progress import shown
 from tpengine.config import Config, ModelConfig

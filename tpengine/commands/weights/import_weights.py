@@ -27,8 +27,8 @@ from tpengine.checkpoint.index import (
     hash_file,
     write_index,
 )
-from tpengine.checkpoint.resume import checkpoints_of, state_of
-from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.commands.weights.export import read_weight
 from tpengine.commands.weights.progress import shown
 from tpengine.config import Config, ModelConfig

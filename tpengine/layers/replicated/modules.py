@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.embedding import VocabParallelEmbedding
-from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import RMSNorm
+from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.collectives import Communicator, all_reduce, copy
-from tpengine.layers.loss import check_range
+from tpengine.layers.vocabulary.loss import check_range
 from tpengine.model.foreign.cut import Cut
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from tpengine.layers.documents import Documents
 from tpengine.layers.dropout import Position
+from tpengine.layers.rows.documents import Documents
 from tpengine.layout.step_plan import forward_plan
 from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.handlers import RankPipeline

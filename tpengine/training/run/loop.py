@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tpengine.checkpoint.resume import Checkpoint
-from tpengine.checkpoint.upload import Uploads
+from tpengine.checkpoint.run.resume import Checkpoint
+from tpengine.checkpoint.run.upload import Uploads
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tpengine.checkpoint.resume import Checkpoint, changes_since
-from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.run.resume import Checkpoint, changes_since
+from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.amounts import amount_of
 from tpengine.distributed.messages import broadcast_json

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import ModelConfig
 from tpengine.distributed.messages import all_gather_json
 from tpengine.hugging_face.check import check_tensors, check_tied

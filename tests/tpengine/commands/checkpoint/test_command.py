@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpengine.checkpoint.block import Block, Blocks
-from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.checkpoint.storage import Writer
 from tpengine.cli import main
 

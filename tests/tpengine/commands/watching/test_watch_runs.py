@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tpengine.checkpoint.run_directory import open_run_dir
+from tpengine.checkpoint.run.run_directory import open_run_dir
 from tpengine.cli import main
 from tpengine.commands.watching import command
 from tpengine.commands.watching.history import read_history

@@ -20,7 +20,7 @@ from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.load import load
-from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, state_of
+from tpengine.checkpoint.run.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus

@@ -12,8 +12,8 @@ from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
-from tpengine.layers.linear import check_tokens
-from tpengine.layers.loss import check_range
+from tpengine.layers.linear.sizes import check_tokens
+from tpengine.layers.vocabulary.loss import check_range
 
 
 class _VocabParallelEmbedding(torch.autograd.Function):

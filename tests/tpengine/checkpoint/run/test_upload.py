@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.upload import JOURNAL, Uploads, check_program, done_steps
+from tpengine.checkpoint.run.upload import JOURNAL, Uploads, check_program, done_steps
 
 # Says that it has begun, and ends when it is told to.
 PATIENT = """sh -c 'echo "$1" >> begun; until [ -e go ]; do sleep 0.01; done; ls "$1" >> uploaded' - {path}"""
@@ -152,7 +152,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.upload import Uploads
+from tpengine.checkpoint.run.upload import Uploads
 uploads = Uploads(sys.argv[1], CheckpointDirectory(Path("checkpoints")), Path("."), print)
 uploads.offer(1)
 time.sleep(10000)

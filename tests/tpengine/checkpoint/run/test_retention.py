@@ -9,7 +9,7 @@ import pytest
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import Index, write_index
-from tpengine.checkpoint.retention import Retention
+from tpengine.checkpoint.run.retention import Retention
 
 
 def save(directory: CheckpointDirectory, step: int, loss: float | None = None, order: int = 0) -> None:

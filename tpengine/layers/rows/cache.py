@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpengine.layers.documents import Documents
+from tpengine.layers.rows.documents import Documents
 
 
 class KeyValueCache:

@@ -19,9 +19,9 @@ from torch.nn import Parameter
 from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
-from tpengine.layers.cache import Rows, length_of
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.layers.rows.cache import Rows, length_of
 
 Biases = Sequence[tuple[Parameter, Communicator | None]]
 

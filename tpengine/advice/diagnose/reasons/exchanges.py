@@ -8,7 +8,7 @@ from typing import Any
 from tpengine.advice.diagnose.baseline import Baseline, Seconds, seconds_text
 from tpengine.advice.diagnose.changes import best_change, larger_batch
 from tpengine.advice.diagnose.finding import Fault, Finding, percent
-from tpengine.advice.diagnose.memory import gathers_again
+from tpengine.advice.diagnose.reasons.memory import gathers_again
 from tpengine.plan import Kind
 
 # Buckets of a chunk: with more of them each is small, and the start of a collective counts.

@@ -1,0 +1,9 @@
+"""Column- and row-parallel linear layers, their products fused with their communication.
+
+products.py   the differentiable products; read it first
+layers.py     the two layers
+packed.py     several column-parallel weights in one storage, read by one product
+prepared.py   the forms in which a weight is multiplied
+bias.py       biases, and learned positions
+sizes.py      what must be divisible
+"""

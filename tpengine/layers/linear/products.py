@@ -1,0 +1,192 @@
+"""The differentiable products of column- and row-parallel layers, fused with their communication.
+
+    column:  y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w[F/tp, D].T
+    row:     y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T)
+
+Each is the other's dual: the backward of the gather is a reduce-scatter, and the other way round. Several
+column-parallel weights share one gather and one GEMM when their storage is packed (packed.py). Weight gradients go to a
+sink (gradient_sink.py), not through autograd. The one exception is torch.compile, which cannot trace sinks: there the
+registered operators are used, and autograd accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from tpkernels.derivatives import applied, refuse_second_order
+from tpkernels.fused.all_gather_matmul import gather_problem
+from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
+
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
+from tpengine.layers.linear.prepared import PreparedWeight
+
+
+class LinearLayer(Protocol):
+    """What a product needs of its layer.
+
+    Attributes:
+        comm: the tp ranks.
+        weight: w.
+        sink: where the weight gradient goes.
+        gathers_again: whether what backward needs whole is gathered again there instead of kept.
+    """
+
+    comm: Communicator
+    weight: Parameter
+    sink: GradientSink
+    gathers_again: bool
+
+
+class ColumnLayer(LinearLayer, Protocol):
+    """A column-parallel layer; `replicas` are the ranks that hold the same shard, or None."""
+
+    replicas: Communicator | None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Local shapes: x[T/tp, D], w = (w_0, w_1, ...)[F/tp, D], y = (y_0, y_1, ...)[T, F/tp].
+
+    forward:  y = all_gather(x) @ w.T                  one gather, one matmul on the packed weights
+    dgrad:    dx = reduce_scatter(dy @ w)              its dual
+    wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
+
+    X is kept for wgrad: T*D elements instead of T/tp*D, which saves a second gather in backward. With `gathers_again`
+    only x is kept, and X is gathered again when dw is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        prepared: PreparedWeight | None,
+        layers: Sequence[ColumnLayer],
+        comm: Communicator,
+        *weights: Tensor,
+    ) -> Tensor:
+        tokens = comm.size * x.shape[0]
+        matrix = prepared.forward if prepared else packed.T
+        keep = not layers[0].gathers_again
+        # Gather X and multiply it.
+        (y,), full = gather_matmul(x, [matrix], comm, tokens, "all_gather_matmul", keep=keep)
+        assert full is not None or not keep, "asked for"
+        # Keep: the gathered tokens, or this rank's own with `gathers_again`.
+        ctx.save_for_backward(x if full is None else full, packed)
+        ctx.layers, ctx.comm, ctx.prepared, ctx.is_whole = layers, comm, prepared, full is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a column-parallel layer")
+        kept, packed = ctx.saved_tensors
+        layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
+        # One dy_i per layer; frozen layers get no weight gradient.
+        pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
+        pairs = [
+            (layer.weight, piece, layer.replicas)
+            for layer, piece in zip(layers, pieces, strict=True)
+            if layer.weight.requires_grad
+        ]
+        # dgrad. If wgrad needs X now and it is not kept, X is gathered meanwhile.
+        dx = None
+        if ctx.needs_input_grad[0]:
+            terms = [(dy, ctx.prepared.dgrad if ctx.prepared else packed)]
+            if is_whole or sink.defers or not pairs:
+                dx = matmul_scatter(terms, comm, "all_gather_matmul")
+            else:
+                dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
+                is_whole = True
+        # wgrad, now or in the weight half: the sink decides.
+        if pairs:
+            sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm)
+        return (dx, None, None, None, None) + (None,) * len(pieces)
+
+
+class _RowParallel(torch.autograd.Function):
+    """Local shapes: x[T, F/tp], w[D, F/tp], y[T/tp, D].
+
+    forward:  y = reduce_scatter(x @ w.T)
+    dgrad:    dx = all_gather(dy) @ w                  its dual
+    wgrad:    dw = DY.T @ x, DY = all_gather(dy)       into the sink
+
+    Both use the same DY. If dw is computed later, DY is kept until then, or with `gathers_again` gathered once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+        comm = layer.comm
+        ctx.save_for_backward(x, weight)
+        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, weight, prepared
+        ctx.gathers_again = layer.gathers_again
+        matrix = prepared.forward if prepared else weight.T
+        return matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a row-parallel layer")
+        x, weight = ctx.saved_tensors
+        matrix = ctx.prepared.dgrad if ctx.prepared else weight
+        matrices = [matrix] if ctx.needs_input_grad[0] else []
+        parameter, comm, sink = ctx.parameter, ctx.comm, ctx.sink
+        keep = parameter.requires_grad and not (sink.defers and ctx.gathers_again)
+        # Gather DY; dgrad where x needs it.
+        dxs, full = gather_matmul(dy, matrices, comm, x.shape[0], "matmul_reduce_scatter", keep=keep)
+        if parameter.requires_grad:
+            # wgrad, now or in the weight half. Keep either DY or dy until then, not both.
+            kept, gather = (dy, comm) if full is None else (full, None)
+            sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
+        return dxs[0] if dxs else None, None, None, None
+
+
+def is_traceable(layers: Sequence[LinearLayer]) -> bool:
+    """Return whether torch.compile is tracing and the registered operators can replace these layers' Functions.
+
+    The operators give weight gradients to autograd, which accumulates them as ParamGradSink does; they sum none over
+    replicas.
+    """
+    return torch.compiler.is_compiling() and all(
+        isinstance(layer.sink, ParamGradSink)
+        and getattr(layer, "replicas", None) is None
+        # Not a shard's layer (model/exact.py): operators find a communicator by name, and a ShardCommunicator has none.
+        and (layer.comm.size == 1 or layer.comm.group is not None)
+        for layer in layers
+    )
+
+
+def check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> None:
+    """Raise ValueError unless x[T/tp, D] fits the weights; over an arena the other ranks raise too."""
+    if problem := gather_problem(x, weights, None, comm, comm.size * len(x)):
+        comm.refuse(x, problem)
+
+
+def column_product(
+    x: Tensor,
+    weight: Tensor,
+    prepared: PreparedWeight | None,
+    layers: Sequence[ColumnLayer],
+    comm: Communicator,
+    weights: Sequence[Parameter],
+) -> Tensor:
+    """Return y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w.T; what fits has been checked, or the prepared weight says so.
+
+    Args:
+        x: this rank's rows.
+        weight: w[F/tp, D], of all layers.
+        prepared: the same for the products, or None.
+        layers: whose weights follow each other in w.
+        comm: the tp ranks.
+        weights: of the layers.
+    """
+    y: Tensor = applied(_ColumnParallel, x, weight, prepared, layers, comm, *weights)
+    return y
+
+
+def row_product(x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+    """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T), with the arguments of `column_product`."""
+    y: Tensor = applied(_RowParallel, x, weight, prepared, layer)
+    return y
