@@ -21,6 +21,7 @@ from typing import Any
 
 from tpengine.advice.published.row import Row, meaning_of
 from tpengine.advice.published.sizes import Sizes, schedule_words
+from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.simulate.modelled.engines.engine import Beside, Engine, Steps
 from tpengine.simulate.modelled.engines.flash import (
     CUDNN_ON_HOPPER,
@@ -82,6 +83,9 @@ _OF_SCALING: dict[str, Any] = {
     **{"keeps_rotated": True, "keeps_gathered": True, "reduces_gate_apart": True, "whole_logits": True},
     "joins_heads": True,
 }
+# What torch's allocator leaves in fragments on the average of large models' runs (Guo et al., "GMLake", ASPLOS 2024):
+# in Scaling's, activations of several micro-batches lie between logits of gigabytes. Megatron's and FSDP's reach 92 %.
+_IN_FRAGMENTS = 0.15
 # Words for kernels of attention and norms.
 _FLASH = re.compile(r"flash|sdpa|xformers|cudnn|triton|\bfa ?[123]\b")
 _FLASH_1 = re.compile(r"flash[ _-]?att(entio)?n?[ _-]?(v?1|v?0)|\bfa ?1\b")
@@ -143,6 +147,7 @@ class EngineOfRow:
         in_units: each block is a chunk of its own, gathered for one use.
         num_buckets: of a chunk's gradients; 1 where nothing overlaps with their reduction.
         fuses: exchanges of tensor-parallel ranks overlap with their products.
+        left_share: of a device's memory, which its tensors cannot take.
         num_ends: what a launcher counts as layers beside blocks: embedding, last norm, head; 0 if it counts none.
         words: the options, for the notes.
     """
@@ -154,6 +159,7 @@ class EngineOfRow:
     in_units: bool
     num_buckets: int
     fuses: bool
+    left_share: float
     num_ends: int
     words: tuple[str, ...]
 
@@ -232,6 +238,7 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
         in_units=kind.in_units,
         num_buckets=8 if overlaps else 1,
         fuses=fuses,
+        left_share=_IN_FRAGMENTS if kind.is_scaling else ALLOCATOR_SHARE,
         num_ends=3 if kind.is_scaling else 0,
         words=tuple(words),
     )

@@ -110,8 +110,9 @@ def _of_filled(row: Row, machine: Machine, *, said_of_recomputation: bool = True
         # Kernels beside a collective have fewer processors, and take as much longer.
         machine = replace(machine, reduce_share=_CHANNELS / (machine.num_processors - _CHANNELS))
     seconds, peak = step_and_peak(lowering, machine, sizes.num_micro_batches)
-    # Of a run that says nothing of recomputation it is known that it ran.
-    limit = usable_bytes(machine, whole=not said_of_recomputation)
+    # Of a run that says nothing of recomputation it is known that it ran: it may be predicted to take all, and what
+    # predictions are too high.
+    limit = usable_bytes(machine, engine.left_share if said_of_recomputation else -_PEAK_ERROR)
     tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
     rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
     mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
@@ -190,15 +191,9 @@ def _micro_batches(row: Row) -> Iterator[Row]:
             yield row.filled(micro_batch=str(size))
 
 
-def usable_bytes(machine: Machine, *, whole: bool = False) -> float:
-    """Return the bytes of a device that a run's tensors can take: what advise leaves them, too.
-
-    Args:
-        machine: the device.
-        whole: what a run may be predicted to take that is known to have fitted: all, and what predictions are too high.
-    """
-    share = 1 + _PEAK_ERROR if whole else 1 - ALLOCATOR_SHARE
-    return machine.memory_bytes * _BINARY_PER_DECIMAL * share
+def usable_bytes(machine: Machine, left_share: float = ALLOCATOR_SHARE) -> float:
+    """Return the bytes of a device that a run's tensors can take: all but a share, by default advise's."""
+    return machine.memory_bytes * _BINARY_PER_DECIMAL * (1 - left_share)
 
 
 def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:

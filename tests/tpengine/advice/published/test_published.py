@@ -149,6 +149,18 @@ def test_what_fits_is_what_a_device_has_less_the_libraries() -> None:
     assert (small.fits, large.fits) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("source", "layers", "least_share", "fits"),
+    [("Megatron-LM", 64, 0.88, True), ("Aleph Alpha", 44, 0.88, False), ("Aleph Alpha", 40, 0.83, True)],
+)
+def test_fragments_take_more_of_an_eager_pipelines_memory(
+    source: str, layers: int, least_share: float, fits: bool
+) -> None:
+    of = predicted(row_of(source=source, gpu="A100-80", micro_batch="32", layers=str(layers)))
+    assert of.peak_bytes is not None and least_share < of.peak_bytes / (80 * 2**30) < 0.94
+    assert of.fits == fits
+
+
 def test_faster_links_more_flops_and_less_work_are_never_slower() -> None:
     for row in (row_of(), row_of(FSDP), row_of(sequence_parallel="yes")):
         of, machine = lowering(row), machine_of(row)
