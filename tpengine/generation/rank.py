@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.symmetric.host_memory import available_bytes
 
 from tpengine.config import Config
@@ -96,7 +97,8 @@ class GeneratingRank:
             device = choose_device(config.device, Launch(rank, world, rank, world))
             layout = layout_of(config)
             weights, cache = rank_bytes(config, layout, self._prompts, self._room)
-            on_all_ranks(lambda: _check_memory((2 if device.type == "cpu" else 1) * weights, cache, device))
+            copies = 1 + (device.type == "cpu" and config.train.dtype == "float32" and has_onednn())
+            on_all_ranks(lambda: _check_memory(copies * weights, cache, device))
             ranks = build(config, layout, device)
             fill(ranks.model, config)
             # On a CPU: a copy of the weights that products of few rows read up to twice as fast.

@@ -159,9 +159,10 @@ class Transformer(nn.Module):
         """Bring the weights into the layout their products read fastest; used until a weight changes.
 
         Args:
-            num_tokens: of a micro-batch, all tp ranks'; 1 if most passes are over one token.
+            num_tokens: of a micro-batch, all tp ranks'. Where each has all rows (WholeRows), 1 if most passes have one.
 
-        Memory: on CPUs where it helps (tpkernels.ops.matmul.host), two more copies of the matrices.
+        Memory: on CPUs where it helps (tpkernels.ops.matmul.host), up to two more copies of the matrices: the second
+            when a backward first asks for it.
         """
         for layer in self._matmuls():
             layer.prepare(num_tokens)

@@ -19,7 +19,8 @@ from tpkernels.ops.norm import operator
 from tpengine.architectures.describe import ConfigJson
 from tpengine.config.details import RopeScaling
 from tpengine.hugging_face.write import TensorToWrite
-from tpengine.layers import attention, bias, norm
+from tpengine.layers import attention, norm
+from tpengine.layers.linear import bias
 from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec
 from tpengine.layout.stored import FileBox, Stored
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.architectures.drawn import CONFIGS
 from support.architectures.runs import beginning, saved, trained_pieces
 from support.architectures.transformers_models import Widened, ours
 from support.ranks.rank_pool import RankPool
+from tpkernels.ops.matmul import host
 
 from tpengine.commands.generate.command import Options, find_model
 from tpengine.generation import decoder
@@ -87,6 +89,31 @@ def test_tokens_are_those_without_a_cache_in_any_layout(
     assert ranks.run(generated, tp * pp, options, prompts, drawing, most_rows) == [want] * (tp * pp)
 
 
+def generated_for_one_row(options: Options, prompt: list[int]) -> tuple[list[int], int]:
+    """A rank's program: a prompt's continuation, and how many products of one row read a matrix laid out for it."""
+    one_row, num_read = host._for_mkl, 0
+
+    def counting(matrix: host.Matrix, num_rows: int) -> torch.Tensor:
+        nonlocal num_read
+        num_read += num_rows == 1 and isinstance(matrix, host.PreparedMatrix) and matrix.for_one_row is not None
+        return one_row(matrix, num_rows)
+
+    with patch.object(host, "has_onednn", lambda: True), patch.object(host, "_for_mkl", counting):
+        (tokens,) = generated(options, [prompt], GREEDY, 512)
+    return tokens, num_read
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch has no oneDNN")
+def test_one_sequence_reads_matrices_laid_out_for_one_row(ranks: RankPool, tmp_path: Path) -> None:
+    theirs, options = saved("llama", tmp_path), Options(str(tmp_path), tp=2, dtype="float32")
+    (want,) = without_cache(theirs, tmp_path, PROMPTS[1:2], GREEDY)
+    num_layers = find_model(options).config.model.num_layers
+    for tokens, num_read in ranks.run(generated_for_one_row, 2, options, PROMPTS[1]):
+        assert tokens == want
+        # q, k and v together, o, gate and up together, down; and the head.
+        assert num_read == (4 * num_layers + 1) * (ROOM - 1)
+
+
 def exchanges_of_a_token(options: Options) -> int:
     """A rank's program: how often the tp ranks wait for each other for one token of each prompt."""
     rank = GeneratingRank(find_model(options).config, PROMPTS, ROOM, GREEDY, 1)
@@ -138,7 +165,7 @@ def test_what_a_rank_cannot_use_is_told_in_one_line(ranks: RankPool, tmp_path: P
     else:
         room, expected = (
             10**12,
-            "weights and cache must fit into memory: a rank would hold 0.4 MB and 1,536,000,000.0 MB, ",
+            "weights and cache must fit into memory: a rank would hold 0.2 MB and 1,536,000,000.0 MB, ",
         )
     said = ranks.run(problem_of, 2, Options(str(tmp_path), tp=2), room)
     assert said[0].startswith(expected) and "\n" not in said[0], said

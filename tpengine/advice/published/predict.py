@@ -15,7 +15,6 @@ from tpengine.advice.published.lowering import Lowering, lowering_of
 from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.row import Row
 from tpengine.advice.published.sizes import Sizes, num_micro_batches_said
-from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan import Plan
 from tpengine.plan.actions import COMPUTE
@@ -112,7 +111,7 @@ def _of_filled(row: Row, machine: Machine, *, said_of_recomputation: bool = True
     seconds, peak = step_and_peak(lowering, machine, sizes.num_micro_batches)
     # Of a run that says nothing of recomputation it is known that it ran: it may be predicted to take all, and what
     # predictions are too high.
-    limit = usable_bytes(machine, engine.left_share if said_of_recomputation else -_PEAK_ERROR)
+    limit = usable_bytes(machine, 1 - engine.left_share if said_of_recomputation else 1 + _PEAK_ERROR)
     tokens = sizes.micro_batch * sizes.num_micro_batches * sizes.dp * sizes.seq
     rate = machine.peak(lowering.config.train.dtype) * sizes.gpus
     mfu = tokens * flops_per_token(lowering, sizes) / (seconds * rate)
@@ -191,9 +190,9 @@ def _micro_batches(row: Row) -> Iterator[Row]:
             yield row.filled(micro_batch=str(size))
 
 
-def usable_bytes(machine: Machine, left_share: float = ALLOCATOR_SHARE) -> float:
-    """Return the bytes of a device that a run's tensors can take: all but a share, by default advise's."""
-    return machine.memory_bytes * _BINARY_PER_DECIMAL * (1 - left_share)
+def usable_bytes(machine: Machine, share: float) -> float:
+    """Return the bytes of a device's share, which a run's tensors can take."""
+    return machine.memory_bytes * _BINARY_PER_DECIMAL * share
 
 
 def flops_per_token(lowering: Lowering, sizes: Sizes) -> float:

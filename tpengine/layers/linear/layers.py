@@ -87,7 +87,7 @@ class ColumnParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
         if prepared is None:
             check_gather(x, (self.weight,), self.comm)
-        return column_product(x, self.weight.detach(), prepared, (self,), self.comm, (self.weight,))
+        return column_product(x, self.weight.detach(), prepared, (self,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -95,7 +95,7 @@ class ColumnParallelLinear(nn.Module):
         Args:
             num_tokens: T of the matmuls that follow, over all ranks.
 
-        Cost: memory of two copies of the weight, until `release`.
+        Cost: memory of up to two copies of the weight, until `release`: see PreparedMatrix.
         """
         self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
 
@@ -146,6 +146,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         columns = check_divides("row-parallel in_features", in_features, comm.size)
         self.comm, self.gathers_again = comm, gathers_again
+        self.replicas: Communicator | None = None
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
@@ -173,7 +174,7 @@ class RowParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
         if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, self.weight, prepared, self)
+        return row_product(x, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""

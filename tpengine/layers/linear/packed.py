@@ -70,7 +70,7 @@ class PackedWeights:
         if prepared is None:
             check_gather(x, weights, comm)
             self._update(weights)
-        return column_product(x, self._storage, prepared, self.layers, comm, weights)
+        return column_product(x, self._storage, prepared, self.layers)
 
     def _update(self, weights: Sequence[Tensor]) -> None:
         """Make the storage hold the weights as they are now."""

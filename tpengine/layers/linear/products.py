@@ -34,17 +34,13 @@ class LinearLayer(Protocol):
         weight: w.
         sink: where the weight gradient goes.
         gathers_again: whether what backward needs whole is gathered again there instead of kept.
+        replicas: the ranks that hold the same shard of a column-parallel weight, or None.
     """
 
     comm: Communicator
     weight: Parameter
     sink: GradientSink
     gathers_again: bool
-
-
-class ColumnLayer(LinearLayer, Protocol):
-    """A column-parallel layer; `replicas` are the ranks that hold the same shard, or None."""
-
     replicas: Communicator | None
 
 
@@ -65,7 +61,7 @@ class _ColumnParallel(torch.autograd.Function):
         x: Tensor,
         packed: Tensor,
         prepared: PreparedWeight | None,
-        layers: Sequence[ColumnLayer],
+        layers: Sequence[LinearLayer],
         comm: Communicator,
         *weights: Tensor,
     ) -> Tensor:
@@ -151,7 +147,7 @@ def is_traceable(layers: Sequence[LinearLayer]) -> bool:
     """
     return torch.compiler.is_compiling() and all(
         isinstance(layer.sink, ParamGradSink)
-        and getattr(layer, "replicas", None) is None
+        and layer.replicas is None
         # Not a shard's layer (model/exact.py): operators find a communicator by name, and a ShardCommunicator has none.
         and (layer.comm.size == 1 or layer.comm.group is not None)
         for layer in layers
@@ -164,29 +160,27 @@ def check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> No
         comm.refuse(x, problem)
 
 
-def column_product(
-    x: Tensor,
-    weight: Tensor,
-    prepared: PreparedWeight | None,
-    layers: Sequence[ColumnLayer],
-    comm: Communicator,
-    weights: Sequence[Parameter],
-) -> Tensor:
-    """Return y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w.T; what fits has been checked, or the prepared weight says so.
+def column_product(x: Tensor, packed: Tensor, prepared: PreparedWeight | None, layers: Sequence[LinearLayer]) -> Tensor:
+    """Return y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w.T. Its callers have checked that x fits.
 
     Args:
         x: this rank's rows.
-        weight: w[F/tp, D], of all layers.
-        prepared: the same for the products, or None.
-        layers: whose weights follow each other in w.
-        comm: the tp ranks.
-        weights: of the layers.
+        packed: w[F/tp, D], the layers' weights behind each other, without a gradient of its own.
+        prepared: the same, in the forms that products read fastest, or None.
+        layers: whose weights these are.
     """
-    y: Tensor = applied(_ColumnParallel, x, weight, prepared, layers, comm, *weights)
+    weights = [layer.weight for layer in layers]
+    y: Tensor = applied(_ColumnParallel, x, packed, prepared, layers, layers[0].comm, *weights)
     return y
 
 
-def row_product(x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
-    """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T), with the arguments of `column_product`."""
-    y: Tensor = applied(_RowParallel, x, weight, prepared, layer)
+def row_product(x: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+    """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T). Its caller has checked that x fits.
+
+    Args:
+        x: all rows, this rank's columns.
+        prepared: the layer's weight in the forms that products read fastest, or None.
+        layer: whose weight w is.
+    """
+    y: Tensor = applied(_RowParallel, x, layer.weight, prepared, layer)
     return y

@@ -25,20 +25,21 @@ FEWEST_MULTIPLICATIONS = 8_000_000
 
 
 class PreparedMatrix:
-    """A copy of a matrix in the layout that products read fastest.
+    """A matrix in the layout that products read fastest: a copy, or as it lies.
 
     Args:
-        matrix: m [K, N], any strides. Later changes are not seen: prepare it again after each.
+        matrix: m [K, N], any strides. It must not change: what was copied would not. Prepare it again after a change.
         num_rows: of the left-hand sides, approximately; 1 means that most have a single row.
 
     Attributes:
         shape: (K, N).
         num_rows: as given.
-        plain: the matrix, for who does not read the layouts below.
-        laid_out: in oneDNN's own layout, for any number of rows; None if it is not used.
-        for_one_row: its longer side contiguous, for one row; None unless prepared for that.
+        plain: the matrix as it lies, for products without a copy.
+        laid_out: in oneDNN's own layout, for any number of rows; None if oneDNN is not used, or for one row.
+        for_one_row: rows contiguous where N >= K, else columns, for one row; None if prepared for more, and where MKL
+            is not slow anyway (`_mkl_is_slow`).
 
-    Memory: K*N elements; none if oneDNN is not used, or the longer side is contiguous already.
+    Memory: K*N elements if it is copied, which for one row it is not where it lies that way.
     """
 
     def __init__(self, matrix: Tensor, num_rows: int) -> None:
@@ -46,7 +47,8 @@ class PreparedMatrix:
         self.plain = matrix
         self.laid_out: Tensor | None = None
         self.for_one_row: Tensor | None = None
-        if num_rows == 1 and _is_onednns(matrix):
+        if num_rows == 1 and _mkl_is_slow(matrix):
+            # Rows of a square one are read up to a fifth faster than its columns.
             self.for_one_row = matrix.contiguous() if matrix.shape[1] >= matrix.shape[0] else matrix.T.contiguous().T
         elif _is_for_onednn(matrix, num_rows) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             self.laid_out = torch.ops.mkldnn._reorder_linear_weight(matrix.t(), num_rows)
@@ -115,12 +117,14 @@ def _parts_give_the_same(
 
 
 def _for_mkl(matrix: Matrix, num_rows: int) -> Tensor:
+    """Return the matrix as MKL multiplies so many rows by it."""
     if isinstance(matrix, Tensor):
         return matrix
     return matrix.plain if matrix.for_one_row is None or num_rows != 1 else matrix.for_one_row
 
 
 def _by_onednn(x: Tensor, matrix: Matrix) -> Tensor | None:
+    """Return x @ m by oneDNN, or None where MKL is the one to ask."""
     num_rows = x.shape[0]
     if isinstance(matrix, Tensor):
         right = matrix.t() if _is_for_onednn(matrix, num_rows) else None
@@ -135,11 +139,11 @@ def _by_onednn(x: Tensor, matrix: Matrix) -> Tensor | None:
 
 
 def _is_for_onednn(matrix: Tensor, num_rows: int) -> bool:
-    return num_rows * matrix.shape[0] * matrix.shape[1] >= FEWEST_MULTIPLICATIONS and _is_onednns(matrix)
+    return num_rows * matrix.shape[0] * matrix.shape[1] >= FEWEST_MULTIPLICATIONS and _mkl_is_slow(matrix)
 
 
-def _is_onednns(matrix: Tensor) -> bool:
-    """Return whether oneDNN multiplies by such a matrix where the call is worth its cost."""
+def _mkl_is_slow(matrix: Tensor) -> bool:
+    """Return whether MKL does not use this processor fully for such a matrix, and there is oneDNN: see above."""
     return matrix.dtype == torch.float32 and matrix.device.type == "cpu" and has_onednn()
 
 

@@ -114,24 +114,6 @@ def test_a_stale_layout_is_noticed(ranks: RankPool) -> None:
     ranks.run(check_a_stale_layout_is_noticed, 2)
 
 
-@pytest.mark.parametrize(("inner", "columns"), [(24, 96), (96, 24)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 40])
-def test_a_matrix_for_one_row_has_its_longer_side_contiguous_and_multiplies_any_number(
-    inner: int, columns: int, num_rows: int
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, inner, generator=generator) for size in (columns, num_rows))
-    with every_product_by_onednn():
-        prepared = host_gemm.PreparedMatrix(weight.T, 1)
-        assert prepared.for_one_row is not None and prepared.laid_out is None
-        assert prepared.for_one_row.stride(int(inner < columns)) == 1
-        # What lies that way already is not copied.
-        assert (prepared.for_one_row.data_ptr() == weight.data_ptr()) == (inner > columns)
-        torch.testing.assert_close(host_gemm.product(x, prepared), x @ weight.T)
-        out = torch.ones(num_rows, columns)
-        torch.testing.assert_close(host_gemm.accumulate_product(out, x, prepared), x @ weight.T + 1)
-
-
 def check_layers_of_whole_rows_are_prepared_for_one_row() -> None:
     whole = WholeRows(Communicator(dist.group.WORLD, arena_bytes=1 << 16))
     x = torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
