@@ -17,12 +17,12 @@ from tpengine.checkpoint.run.resume import checkpoints_of
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),
     *("--model.num-layers", "2", "--train.seq-len", "16", "--train.micro-batch-size", "2", "--device", "cpu"),
-    *("--train.num-micro-batches", "2", "--train.eval-every", "2", "--train.sample-every", "2"),
+    *("--train.num-micro-batches", "2", "--train.eval-every", "2"),
     *("--train.reduction", "exact", "--parallel.pp", "2", "--optim.decay-steps", "8"),
 )
 # Steps are short; evaluations or samples are long.
 EVALUATES = ("--train.eval-micro-batches", "80", "--train.sample-tokens", "0")
-SAMPLES = ("--train.eval-micro-batches", "2", "--train.sample-tokens", "80")
+SAMPLES = ("--train.eval-micro-batches", "2", "--train.sample-every", "2", "--train.sample-tokens", "80")
 
 
 def rows_of(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
