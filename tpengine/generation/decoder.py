@@ -59,7 +59,7 @@ def most_rows(lengths: Sequence[int]) -> int:
 def rows_to_prepare(num_sequences: int) -> int:
     """Return the rows of the passes that a model's matrices are laid out for, where so many sequences are continued.
 
-    One sequence: one row. Its prompt's rows are multiplied as if nothing was laid out, which takes a tenth longer.
+    One sequence: one row. Its prompt's rows are multiplied as if nothing was laid out, which takes somewhat longer.
     Several: any number, since few rows are as fast as many then.
     """
     return 1 if num_sequences == 1 else MOST_ROWS

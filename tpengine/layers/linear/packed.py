@@ -65,10 +65,9 @@ class PackedWeights:
         weights = [layer.weight for layer in self.layers]
         if is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
-        comm = self.layers[0].comm
         prepared = self._prepared and self._prepared.for_product(x, weights)
         if prepared is None:
-            check_gather(x, weights, comm)
+            check_gather(x, weights, self.layers[0].comm)
             self._update(weights)
         return column_product(x, self._storage, prepared, self.layers)
 
