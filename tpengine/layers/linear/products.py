@@ -62,9 +62,9 @@ class _ColumnParallel(torch.autograd.Function):
         packed: Tensor,
         prepared: PreparedWeight | None,
         layers: Sequence[LinearLayer],
-        comm: Communicator,
         *weights: Tensor,
     ) -> Tensor:
+        comm = layers[0].comm
         tokens = comm.size * x.shape[0]
         matrix = prepared.forward if prepared else packed.T
         keep = not layers[0].gathers_again
@@ -73,14 +73,15 @@ class _ColumnParallel(torch.autograd.Function):
         assert full is not None or not keep, "asked for"
         # Keep: the gathered tokens, or this rank's own with `gathers_again`.
         ctx.save_for_backward(x if full is None else full, packed)
-        ctx.layers, ctx.comm, ctx.prepared, ctx.is_whole = layers, comm, prepared, full is not None
+        ctx.layers, ctx.prepared, ctx.is_whole = layers, prepared, full is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a column-parallel layer")
         kept, packed = ctx.saved_tensors
-        layers, comm, is_whole, sink = ctx.layers, ctx.comm, ctx.is_whole, ctx.layers[0].sink
+        layers, is_whole = ctx.layers, ctx.is_whole
+        comm, sink = layers[0].comm, layers[0].sink
         # One dy_i per layer; frozen layers get no weight gradient.
         pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
         pairs = [
@@ -100,7 +101,7 @@ class _ColumnParallel(torch.autograd.Function):
         # wgrad, now or in the weight half: the sink decides.
         if pairs:
             sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm)
-        return (dx, None, None, None, None) + (None,) * len(pieces)
+        return (dx, None, None, None) + (None,) * len(pieces)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -170,7 +171,7 @@ def column_product(x: Tensor, packed: Tensor, prepared: PreparedWeight | None, l
         layers: whose weights these are.
     """
     weights = [layer.weight for layer in layers]
-    y: Tensor = applied(_ColumnParallel, x, packed, prepared, layers, layers[0].comm, *weights)
+    y: Tensor = applied(_ColumnParallel, x, packed, prepared, layers, *weights)
     return y
 
 
