@@ -6,7 +6,7 @@ together is what a step attains. Each figure is the mean over them.
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ class Options:
     """Dtypes of activations."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to measure. On cuda one process does, and exchanges are copies within its memory."""
-    passes: int = 8
-    """How often everything is measured; of the faster half the middle figures count."""
+    passes: int = 6
+    """How often everything is measured; the middle figures count."""
     tiny: bool = False
     """Tiny sizes, each once: the file is valid and tells nothing."""
 
@@ -69,7 +69,7 @@ def measured_machine(options: Options) -> Machine:
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
         passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
-    found = _of_each(_calm(passes), statistics.median)
+    found = _of_each(passes, statistics.median)
     rates, copies, host = (found[name] for name in ("rates", "copies", "host"))
     peaks = {dtype: max(_all_rates(of["products"])) for dtype, of in rates.items()}
     peak_bytes = max(rate for _, rate in copies)
@@ -92,22 +92,10 @@ def measured_machine(options: Options) -> Machine:
         within=_link(found, num_ranks, peak_bytes),
         between=_link(found, num_ranks, peak_bytes),
         measured={dtype: _rates(of) for dtype, of in rates.items()},
+        cached={dtype: _rates(of) for dtype, of in found["cached"].items()},
+        cold_share=_rising(found["cold"]),
         reduce_share=0.0 if is_gpu else 1.0,
     )
-
-
-def _calm(passes: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the half of the passes in which products and copies were fastest.
-
-    Others slow a shared machine down for seconds to minutes, and never make it faster. Whole passes are chosen, not
-    figures: some figures are differences of two times, of which the largest would be the most disturbed.
-    """
-
-    def speed(of: dict[str, Any]) -> float:
-        rates = [rate for each in of["rates"].values() for rate in _all_rates(each["products"])]
-        return statistics.fmean(map(math.log, [*rates, *(rate for _, rate in of["copies"])]))
-
-    return sorted(passes, key=speed, reverse=True)[: -(-len(passes) // 2)]
 
 
 def _measured(ranks: Ranks, dtypes: Sequence[str]) -> dict[str, Any]:
@@ -115,6 +103,8 @@ def _measured(ranks: Ranks, dtypes: Sequence[str]) -> dict[str, Any]:
     exchanges = _mean(ranks.call("exchanges"))
     return {
         "rates": {dtype: _mean(ranks.call("rates", dtype)) for dtype in dtypes},
+        "cached": {dtype: _mean(ranks.call("cached_rates", dtype)) for dtype in dtypes},
+        "cold": _mean(ranks.call("cold_shares", dtypes[0])),
         "copies": _mean(ranks.call("copies")),
         "host": _mean(ranks.call("host")),
         **{name: exchanges.get(name, []) for name in ("messages", "sums", "fused")},
@@ -169,6 +159,12 @@ def _by_flops(by_rows: Mapping[int, Points]) -> Points:
 
 def _share(points: Points, peak: float) -> Curve:
     return Curve(tuple((size, rate / peak) for size, rate in points))
+
+
+def _rising(points: Points) -> Curve:
+    """Return the curve of a quantity that never falls, whatever one measurement says."""
+    sizes, quantities = zip(*points, strict=True)
+    return Curve(tuple(zip(sizes, itertools.accumulate(quantities, max), strict=True)))
 
 
 def _rates(found: Mapping[str, Any]) -> Measured:

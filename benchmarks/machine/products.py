@@ -12,6 +12,9 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from benchmarks.machine.clock import Clock
 
+# Of a difference between two times; a curve has no zero.
+_LEAST_SHARE = 0.01
+
 Rates = dict[str, dict[int, list[tuple[float, float]]]]
 
 
@@ -60,6 +63,33 @@ def reference_seconds(clock: Clock, dtype: torch.dtype, references: Sequence[tup
         weight, x = (torch.randn(number, inner, device=clock.device).to(dtype) for number in (columns, rows))
         found.append(clock.of_call([functools.partial(product, x, weight.T)], hot=[x]))
     return found
+
+
+def cold_shares(
+    clock: Clock, warm: Clock, dtype: torch.dtype, sizes: tuple[int, int, int], totals: Sequence[int]
+) -> list[tuple[float, float]]:
+    """Return how much of what memory costs more than caches is left, by the bytes of matrices that take turns.
+
+    Args:
+        clock, warm: time calls whose operands come from memory, and as earlier calls have left them.
+        dtype: of the operands.
+        sizes: rows, columns and inner size of the products.
+        totals: bytes of all matrices, rising.
+    """
+    rows, columns, inner = sizes
+    num_bytes = columns * inner * dtype.itemsize
+    x = torch.randn(rows, inner, device=clock.device).to(dtype)
+    weights = torch.randn(max(totals) // num_bytes, columns, inner, device=clock.device).to(dtype)
+    calls = [functools.partial(product, x, weight.T) for weight in weights]
+    cold, hot = clock.of_call(calls[:1], hot=[x]), warm.of_call(calls[:1], hot=[x])
+    points = []
+    for total in totals:
+        turns = calls[: total // num_bytes]
+        for call in turns:
+            call()
+        share = (warm.of_call(turns, hot=[x]) - hot) / max(cold - hot, 1e-9)
+        points.append((float(total), min(1.0, max(_LEAST_SHARE, share))))
+    return points
 
 
 def prepare_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ from benchmarks.machine.clock import Clock
 from benchmarks.machine.exchanges import fused_rates, message_seconds, sum_rates
 from benchmarks.machine.host import seconds_per_action, seconds_per_operator
 from benchmarks.machine.operators import operator_rates, update_rates
-from benchmarks.machine.products import prepare_rates, product_rates
+from benchmarks.machine.products import cold_shares, prepare_rates, product_rates
 from benchmarks.machine.sizes import Sizes
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
@@ -30,15 +30,33 @@ class Member:
             resident_memory.keep_what_is_freed()
             torch.set_num_threads(THREADS_PER_RANK)
         self._sizes, self._clock = sizes, Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
+        # Nothing is pushed out of the caches. Such calls differ by less from each other.
+        self._warm = Clock(torch.device(device), sizes.seconds / 2, 0)
 
     def rates(self, dtype: str) -> dict[str, Any]:
-        """Return products and operators of a dtype."""
+        """Return products and operators of a dtype, whose operands come from memory."""
         clock, sizes, of = self._clock, self._sizes, getattr(torch, dtype)
-        operators = operator_rates(clock, of, sizes.operators, sizes.seqs, seconds_per_operator(clock))
+        found = self._of_micro_batches(clock, of)
         if clock.device.type == "cpu":
-            operators["prepare"] = prepare_rates(clock, of, sizes.prepared)
-        products = product_rates(clock, of, sizes.rows, sizes.matrices)
-        return {"products": products, "operators": operators | update_rates(clock, sizes.updated)}
+            found["operators"]["prepare"] = prepare_rates(clock, of, sizes.prepared)
+        found["operators"] |= update_rates(clock, sizes.updated)
+        return found
+
+    def cached_rates(self, dtype: str) -> dict[str, Any]:
+        """Return those that every micro-batch has, where their operands come from caches."""
+        return self._of_micro_batches(self._warm, getattr(torch, dtype))
+
+    def cold_shares(self, dtype: str) -> list[tuple[float, float]]:
+        """Return what is left of memory's cost by the bytes that are touched between two uses."""
+        sizes = self._sizes
+        return cold_shares(self._clock, self._warm, getattr(torch, dtype), sizes.cycled, sizes.cycled_bytes)
+
+    def _of_micro_batches(self, clock: Clock, dtype: torch.dtype) -> dict[str, Any]:
+        sizes = self._sizes
+        return {
+            "products": product_rates(clock, dtype, sizes.rows, sizes.matrices),
+            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, seconds_per_operator(clock)),
+        }
 
     def copies(self) -> list[tuple[float, float]]:
         """Return bytes read and written per second, by bytes of a copy."""

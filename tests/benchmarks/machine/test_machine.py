@@ -16,11 +16,12 @@ from support.ranks.rank_pool import RankPool
 
 from benchmarks.blind.predictions import drawn_model, predicted
 from benchmarks.machine.clock import Clock
-from benchmarks.machine.command import _calm, _of_each
+from benchmarks.machine.command import _of_each, _rising
 from benchmarks.machine.exchanges import message_seconds, sum_rates
+from benchmarks.machine.products import cold_shares
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import read_machine
+from tpengine.simulate.machine import Curve, read_machine
 from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS
 
 
@@ -30,6 +31,10 @@ def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
     machine = read_machine(path)
     rates = machine.measured["float32"]
     assert rates.products.keys() == set(PRODUCTS) and set(OPERATORS) <= rates.operators.keys()
+    # What every micro-batch has is measured from caches too, at the same sizes.
+    cached = machine.cached["float32"]
+    assert cached.products.keys() == rates.products.keys() and {"norm", "attention"} <= cached.operators.keys()
+    assert [size for size, _ in machine.cold_share.points] == [512.0, 1024.0]
     assert machine.within.fused.keys() == machine.within.measured.keys() == {2}
     assert "2 passes: half of the figures differ by less than" in machine.source
     assert machine.host_s_per_operator > 0 and machine.host_s_per_action > 0 and machine.reduce_share == 1.0
@@ -40,23 +45,34 @@ def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
     assert len(found) == 6 and all(of.seconds > 0 and min(of.peak_bytes) > 0 for of in found)
 
 
-def test_disturbed_passes_change_no_figure_and_whole_passes_are_chosen() -> None:
+def test_a_disturbed_pass_changes_no_figure() -> None:
     def of_speed(speed: float, **others: object) -> dict[str, Any]:
         products = {"forward": {64: [(128.0, 8.0 * speed), (256.0, 10.0 * speed)]}}
         host = (1.0 / speed, 2.0 / speed)
         return {"rates": {"float32": {"products": products}}, "copies": [(64.0, 3.0 * speed)], "host": host} | others
 
-    # Of these the faster half is the first and the last two; one figure of the last was disturbed alone.
-    passes = [
-        of_speed(1.0),
-        *(of_speed(speed) for speed in (0.5, 0.8, 0.6)),
-        of_speed(1.02),
-        of_speed(1.01, host=(9, 9)),
-    ]
-    assert _calm(passes) == [passes[4], passes[5], passes[0]]
-    found = _of_each(_calm(passes), statistics.median)
-    assert found["host"] == (1.0, 2.0) and found["copies"] == [(64.0, 3.0 * 1.01)]
-    assert _calm(passes[:1]) == passes[:1] and len(_calm(passes[:3])) == 2
+    # One pass was slow, and one figure of another was disturbed alone.
+    passes = [of_speed(1.0), of_speed(0.5), of_speed(1.02), of_speed(1.0), of_speed(1.01, host=(9, 9))]
+    assert _of_each(passes, statistics.median) == of_speed(1.0)
+
+
+def test_what_is_left_of_memorys_cost_never_falls_as_more_is_touched() -> None:
+    assert _rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5)))
+
+
+def test_shares_of_memorys_cost_are_those_of_matrices_in_turns() -> None:
+    """Times of the clocks: 5 from memory, 1 from caches, and in turns 1, 3, 9 by the number of matrices."""
+    numbers: list[int] = []
+
+    class Told(Clock):
+        def of_call(self, calls: Any, **_: Any) -> float:
+            numbers.append(len(calls))
+            return self.seconds if len(calls) == 1 else {2: 1.0, 4: 3.0, 8: 9.0}[len(calls)]
+
+    cold, warm = (Told(torch.device("cpu"), seconds, 4) for seconds in (5.0, 1.0))
+    found = cold_shares(cold, warm, torch.float32, (4, 8, 8), [2 * 256, 4 * 256, 8 * 256])
+    assert numbers == [1, 1, 2, 4, 8]
+    assert found == [(512.0, 0.01), (1024.0, 0.5), (2048.0, 1.0)]
 
 
 def test_sums_are_timed_cold_and_messages_as_they_come(ranks: RankPool) -> None:

@@ -272,7 +272,8 @@ class Bounds:
         of = layers if self.question.base.model.details.windows else (last - first, is_first, is_last)
         if (of, key) not in self._chunks:
             chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
-            config, machine = self._config(key), self.question.machine
+            # All from caches: no plan's rank touches less.
+            config, machine = self._config(key), self.question.machine.touching(0.0)
             self._chunks[of, key] = chunk_seconds(
                 config, key[0], machine, chunk, is_first=is_first, is_last=is_last, known=self._sums.setdefault(key, {})
             )

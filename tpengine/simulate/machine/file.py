@@ -17,6 +17,8 @@ bytes_per_s = 5e9
 norm = [[1e4, 5e9], [1e6, 1e10]]
 [measured.float32.products.forward]
 128 = [[6.5e4, 8e10], [2e6, 9e10]]      by rows: operations per second by elements of the matrix
+[cached.float32...]                     may be left out: the same where operands are still in caches, of which
+cold_share = [[1e6, 0.05], [6e7, 1.0]]  so much is lost (from 0, none, to 1, all) by the bytes touched between two uses
 """
 
 from __future__ import annotations

@@ -99,7 +99,11 @@ class Machine:
         num_processors: that compute a matmul's tiles; 0 where `matmul` says all.
         tile_share: of the peak, that processors attain within the largest tiles.
         hides_tiles: a processor computes a tile while it writes the one before.
-        measured: what the engine's own operators attain, by dtype; what is there takes the place of the shares.
+        measured: what the engine's own operators attain, by dtype; what is there takes the place of the shares. What
+            they read comes from memory.
+        cached: the same where it comes from caches; nothing where that was not measured.
+        cold_share: of what memory costs more than caches, the share that is left, by the bytes that a rank touches
+            between two uses of a tensor.
         reduce_share: of a gather or a reduction over replicas, what the rank cannot compute meanwhile: 1 where one core
             does both.
         recorded: what the actions of a recorded run took, over what these rates say, by their kind (plan.Kind, as
@@ -126,8 +130,24 @@ class Machine:
     tile_share: float = 1.0
     hides_tiles: bool = False
     measured: Mapping[str, Measured] = field(default_factory=dict)
+    cached: Mapping[str, Measured] = field(default_factory=dict)
+    cold_share: Curve = field(default_factory=lambda: Curve.flat(1.0))
     reduce_share: float = 0.0
     recorded: Mapping[str, float] = field(default_factory=dict)
+
+    def touching(self, num_bytes: float) -> Machine:
+        """Return the machine as a rank finds it that touches so many bytes between two uses of a tensor.
+
+        The less there are, the more of them are still in its caches. Rates that are known from memory alone stay.
+        """
+        if not self.cached:
+            return self
+        share = self.cold_share.at(max(1.0, num_bytes))
+        measured = {
+            dtype: of.partly(self.cached[dtype], share) if dtype in self.cached else of
+            for dtype, of in self.measured.items()
+        }
+        return replace(self, measured=measured, cached={})
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""

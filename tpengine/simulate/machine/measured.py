@@ -46,3 +46,30 @@ class Measured:
         if low >= high or rows <= low:
             return before
         return float(before * (after / before) ** (math.log(rows / low) / math.log(high / low)))
+
+    def partly(self, cached: Measured, cold_share: float) -> Measured:
+        """Return the rates where a part of what is read comes from memory, as here, and the rest from caches.
+
+        Args:
+            cached: the rates where all comes from caches; what it lacks always comes from memory.
+            cold_share: of the time that memory costs more than caches, what is left.
+        """
+
+        def mixed(cold: Curve, warm: Curve | None) -> Curve:
+            if warm is None:
+                return cold
+            # Times add up, not rates. A cache makes nothing slower, whatever a measurement says.
+            return Curve(
+                tuple(
+                    (size, 1.0 / (cold_share / rate + (1.0 - cold_share) / max(rate, warm.at(size))))
+                    for size, rate in cold.points
+                )
+            )
+
+        return Measured(
+            products={
+                kind: {rows: mixed(curve, cached.products.get(kind, {}).get(rows)) for rows, curve in by_rows.items()}
+                for kind, by_rows in self.products.items()
+            },
+            operators={name: mixed(curve, cached.operators.get(name)) for name, curve in self.operators.items()},
+        )

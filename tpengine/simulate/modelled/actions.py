@@ -12,6 +12,7 @@ from tpengine.config import Config, num_shards_of
 from tpengine.plan import Chunk, Kind, Plan
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.engines.engine import OURS, Engine
+from tpengine.simulate.modelled.held.touched import touched_bytes
 from tpengine.simulate.modelled.times.attention import AttentionOperators
 from tpengine.simulate.modelled.times.chunk import ChunkActions
 from tpengine.simulate.modelled.times.operators import Operators
@@ -28,10 +29,12 @@ def action_seconds(
         config: validated; sizes, dtype, whether exchanges are fused.
         tp: number of tensor-parallel ranks.
         plan: its chunks, with what each recomputes and gathers again.
-        machine: its rates.
+        machine: its rates; where it has caches, as a rank finds it that touches what the plan's ranks touch.
         engine: what it does differently from ours.
         packed: the documents of micro-batches, where attention does not cross them; the mean counts.
     """
+    if machine.cached:
+        machine = machine.touching(touched_bytes(config, tp, plan, machine))
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
     sums: KnownSums = {}

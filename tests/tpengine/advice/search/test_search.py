@@ -25,7 +25,8 @@ from tpengine.layout.step_plan import lowered
 from tpengine.plan import make_schedule, verify
 from tpengine.plan.schedules.file import format_schedule
 from tpengine.simulate import simulate
-from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.simulate.machine import MACHINES, Curve, Machine, Measured
+from tpengine.simulate.machine.measured import PRODUCTS
 from tpengine.simulate.modelled.costs import model_costs
 
 LARGE = ModelConfig(hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_size=8192, vocab_size=32768)
@@ -99,6 +100,20 @@ def check_nearest(found: Found, steps: Mapping[Candidate, tuple[float, float]], 
     assert any(all(word in layout.words() for word in words.split()) for layout in changed)
 
 
+def with_caches(machine: Machine) -> Machine:
+    """The machine, whose products and norms are measured: from memory, and twice as fast from caches."""
+    cold, warm = (
+        Measured({kind: {64: Curve.flat(rate)} for kind in PRODUCTS}, {"norm": Curve.flat(rate / 20)})
+        for rate in (1e11, 2e11)
+    )
+    return replace(
+        machine,
+        measured={dtype: cold for dtype in machine.flops_per_s},
+        cached={dtype: warm for dtype in machine.flops_per_s},
+        cold_share=Curve(((1e6, 0.1), (1e9, 1.0))),
+    )
+
+
 def drawn(number: int) -> tuple[Candidate, Question]:
     """Draw a model, a machine and one of its layouts."""
     rng = random.Random(number)
@@ -118,6 +133,8 @@ def drawn(number: int) -> tuple[Candidate, Question]:
     if rng.random() < 0.2:
         recorded = {kind: rng.uniform(0.5, 3.0) for kind in ("F", "B", "I", "W", "STEP")}
         machine = replace(machine, recorded=recorded)
+    if random.Random(-number).random() < 0.2:
+        machine = with_caches(machine)
     train = TrainConfig(
         seq_len=rng.choice([64, 256, 1024]),
         dtype=rng.choice(["float32", "bfloat16"]),

@@ -190,3 +190,23 @@ def test_measured_operators_take_the_place_of_shares(tmp_path: Path) -> None:
     assert machine.product_seconds(8, 8, 8, 4, "float32", kind="weight_gradient") == plain.product_seconds(
         8, 8, 8, 4, "float32"
     )
+
+
+def test_the_less_a_rank_touches_the_more_comes_from_its_caches(tmp_path: Path) -> None:
+    cold = Measured({"forward": {8: Curve.flat(100.0)}}, {"norm": Curve.flat(10.0), "adamw": Curve.flat(5.0)})
+    warm = Measured({"forward": {8: Curve.flat(400.0)}}, {"norm": Curve.flat(8.0)})
+    share = Curve(((1e3, 0.25), (1e6, 1.0)))
+    machine = replace(MACHINES["cpu"], measured={"float32": cold}, cached={"float32": warm}, cold_share=share)
+    path = tmp_path / "m.toml"
+    path.write_text(machine_text(machine))
+    assert read_machine(path) == machine
+    small, large = (machine.touching(num_bytes).measured["float32"] for num_bytes in (0.0, 1e7))
+    # A quarter of the time that memory costs more: 1/100 against 1/400 of a second for an operation.
+    seconds = 1 / 400 + 0.25 * (1 / 100 - 1 / 400)
+    assert small.flops_per_s("forward", 8, 100) == pytest.approx(1 / seconds)
+    assert large.flops_per_s("forward", 8, 100) == pytest.approx(100.0)
+    # What was slower from caches is as fast from them, and what is known from memory alone stays.
+    assert small.operators["norm"].at(1) == pytest.approx(10.0) and small.operators["adamw"] == cold.operators["adamw"]
+    assert machine.touching(0.0).touching(1e7) == machine.touching(0.0)
+    plain = MACHINES["cpu"]
+    assert plain.touching(0.0) is plain

@@ -15,10 +15,12 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.costs import ring_time
-from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine
+from tpengine.simulate.machine import CPU_CORE, MACHINES, Curve, Link, Machine, Measured
+from tpengine.simulate.machine.measured import PRODUCTS
 from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
 from tpengine.simulate.modelled.held.activations import activation_bytes
+from tpengine.simulate.modelled.held.touched import touched_bytes
 from tpengine.simulate.modelled.times.packed import Packed
 from tpengine.training.update.optimizer import AdamW
 
@@ -274,3 +276,31 @@ def test_attention_costs_the_pairs_that_it_computes(windows: tuple[int, ...]) ->
     assert more > 0
     for kind, times in ((Kind.F, 1.0), (Kind.B, 2.5)):
         assert costs[1][kind, 0] - costs[0][kind, 0] == pytest.approx(times * more, rel=1e-12)
+
+
+def test_a_rank_touches_weights_with_their_copies_gradients_and_what_a_micro_batch_keeps() -> None:
+    def touched(machine: Machine, **parallel: Any) -> int:
+        config = config_of(**parallel)
+        layout = layout_of(config)
+        return touched_bytes(config, layout.tp, training_plan(config, layout), machine)
+
+    config = config_of()
+    (numel, _), kept = bytes_per_rank(config, layout_of(config))[0], costs_of(config).activations[0].saved
+    # In float32: two copies for a CPU's products, of which a GPU has one, and the gradients.
+    assert touched(CPU_CORE) == numel * (2 + 1) * 4 + kept
+    assert touched(H200) == numel * (1 + 1) * 4 + kept
+    # What is computed twice is touched all the same; chunks of a rank add up; of ranks the one counts that has most.
+    assert touched(H200, recompute="block") == touched(H200)
+    once, twice = touched(H200, pp=2), touched(H200, pp=2, schedule="interleaved", chunks_per_rank=2)
+    assert touched(H200) / 2 < once < touched(H200) and twice == pytest.approx(once, rel=0.1)
+
+
+def test_a_model_that_fits_into_caches_is_computed_faster_than_from_memory() -> None:
+    cold, warm = (Measured({kind: {1: Curve.flat(rate)} for kind in PRODUCTS}) for rate in (1e9, 4e9))
+    measured = machine_of(measured={"float32": cold})
+    with_caches = replace(measured, cached={"float32": warm}, cold_share=Curve(((1e5, 0.01), (1e9, 1.0))))
+    forward = (Kind.F, 0)
+    for train, least, most in (({}, 1.5, 4.0), ({"seq_len": 4096, "micro_batch_size": 64}, 1.0, 1.1)):
+        config = config_of(train=train)
+        ratio = costs_of(config, measured).compute[forward] / costs_of(config, with_caches).compute[forward]
+        assert least <= ratio <= most
