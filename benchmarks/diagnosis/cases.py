@@ -115,7 +115,7 @@ def _slow_stage(share: float, config: Config) -> Callable[[float], Fault]:
     That is the last, which has the head, until the first is slower.
     """
     layout = layout_of(config)
-    seconds = action_seconds(config, layout.tp, training_plan(config, layout), CPU_CORE)
+    seconds = action_seconds(config, layout, training_plan(config, layout), CPU_CORE)
     first, last = seconds[Kind.F, 0].total, seconds[Kind.F, layout.pp - 1].total
     in_step = config.train.num_micro_batches / (config.train.num_micro_batches + layout.pp - 1)
     return lambda _: Fault(slow_stage=last / first * (1.0 + _grown(share) / in_step) - 1.0)

@@ -124,7 +124,7 @@ def _pace(trainer: Trainer, forward_seconds: float, fault: Fault, pace: Pace) ->
     """Let every block take its part of its stage's time."""
     config, plan = trainer.config, trainer.plan
     kept = replace(plan, chunks=tuple(replace(chunk, recompute=Recompute.NONE) for chunk in plan.chunks))
-    modelled = {key: s.compute for key, s in action_seconds(config, 1, kept, CPU_CORE).items()}
+    modelled = {key: s.compute for key, s in action_seconds(config, trainer.layout, kept, CPU_CORE).items()}
     whole = sum(modelled[Kind.F, number] for number in range(len(plan.chunks))) / plan.num_ranks
     tokens = config.train.micro_batch_size / 4
     # A schedule that splits backward computes one half in I, through the blocks, and the other in W.

@@ -59,7 +59,7 @@ def costs_of(
 ) -> Costs:
     """The true costs of a plan for the pipeline whose rank of a stage has this place."""
     compute = {}
-    for (kind, chunk), seconds in action_seconds(config, layout.tp, plan, CPU_CORE).items():
+    for (kind, chunk), seconds in action_seconds(config, layout, plan, CPU_CORE).items():
         slower = max(
             (f for (pp, dp, _), f in truth.slower.items() if (pp, dp) == place(plan.chunks[chunk].rank)[:2]),
             default=1.0,
@@ -87,7 +87,7 @@ def costs_of(
 
 def ends_seconds(config: Config, layout: Layout, plan: Plan, kind: Kind, chunk: int) -> float:
     """What the model says of the ends in an action."""
-    whole = action_seconds(config, layout.tp, plan, CPU_CORE)[kind, chunk]
+    whole = action_seconds(config, layout, plan, CPU_CORE)[kind, chunk]
     layers = chunk_seconds(config, layout.tp, CPU_CORE, plan.chunks[chunk], is_first=False, is_last=False)[kind]
     return whole.compute + whole.again - layers.compute - layers.again
 

@@ -81,7 +81,7 @@ class Baseline:
     @cached_property
     def modelled(self) -> Mapping[tuple[Kind, int], ActionSeconds]:
         """Return what the model says of its compute actions."""
-        return action_seconds(self.evidence.config, self.evidence.layout.tp, self.plan, self.machine)
+        return action_seconds(self.evidence.config, self.evidence.layout, self.plan, self.machine)
 
     @cached_property
     def modelled_layers(self) -> Mapping[tuple[Kind, int], ActionSeconds]:

@@ -79,6 +79,8 @@ class Bounds:
     def __init__(self, question: Question, known: Bounds | None = None) -> None:
         self.question = question
         model, dtype = question.base.model, question.base.train.dtype
+        # As its chips compute: all from caches, of which no plan's rank touches less.
+        self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0)
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
         self.layer_weights = num_parameters(replace(model, num_layers=2)) - num_parameters(replace(model, num_layers=1))
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
@@ -272,10 +274,9 @@ class Bounds:
         of = layers if self.question.base.model.details.windows else (last - first, is_first, is_last)
         if (of, key) not in self._chunks:
             chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
-            # All from caches: no plan's rank touches less.
-            config, machine = self._config(key), self.question.machine.touching(0.0)
+            config, known = self._config(key), self._sums.setdefault(key, {})
             self._chunks[of, key] = chunk_seconds(
-                config, key[0], machine, chunk, is_first=is_first, is_last=is_last, known=self._sums.setdefault(key, {})
+                config, key[0], self._machine, chunk, is_first=is_first, is_last=is_last, known=known
             )
         return self._chunks[of, key]
 

@@ -73,9 +73,7 @@ class Sheet:
     @cached_property
     def parts(self) -> StepParts:
         """Where the time goes."""
-        return StepParts.of(
-            self.plan, self.timeline, action_seconds(self.config, self.layout.tp, self.plan, self.machine)
-        )
+        return StepParts.of(self.plan, self.timeline, action_seconds(self.config, self.layout, self.plan, self.machine))
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:

@@ -100,7 +100,7 @@ def read_machine(path: Path) -> Machine:
 # Zero has a meaning for these: nothing, or no limit.
 _MAY_BE_ZERO = (
     *("kernel_s", "host_s_per_operator", "host_s_per_action", "latency_s"),
-    *("memory_bytes", "num_nodes", "num_processors", "reduce_share"),
+    *("memory_bytes", "num_nodes", "num_processors", "reduce_share", "chip_spread"),
 )
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class Machine:
         cached: the same where it comes from caches; nothing where that was not measured.
         cold_share: of what memory costs more than caches, the share that is left, by the bytes that a rank touches
             between two uses of a tensor.
+        chip_spread: standard deviation of what chips of this kind take for the same products, as a share.
         reduce_share: of a gather or a reduction over replicas, what the rank cannot compute meanwhile: 1 where one core
             does both.
         recorded: what the actions of a recorded run took, over what these rates say, by their kind (plan.Kind, as
@@ -132,6 +134,7 @@ class Machine:
     measured: Mapping[str, Measured] = field(default_factory=dict)
     cached: Mapping[str, Measured] = field(default_factory=dict)
     cold_share: Curve = field(default_factory=lambda: Curve.flat(1.0))
+    chip_spread: float = 0.0
     reduce_share: float = 0.0
     recorded: Mapping[str, float] = field(default_factory=dict)
 
@@ -148,6 +151,18 @@ class Machine:
             for dtype, of in self.measured.items()
         }
         return replace(self, measured=measured, cached={})
+
+    def slowest_of(self, num_ranks: int) -> Machine:
+        """Return the machine at the pace of the slowest of so many chips, for which all others wait in each step.
+
+        Chips of one kind hold different clocks within the same power. What the slowest of n normally distributed times
+        is expected to be is the quantile (n - 3/8) / (n + 1/4) (Blom, 1958). What memory limits is as fast on all.
+        """
+        if not self.chip_spread:
+            return self
+        slower = 1.0 + self.chip_spread * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+        flops_per_s = {dtype: rate / slower for dtype, rate in self.flops_per_s.items()}
+        return replace(self, flops_per_s=flops_per_s, chip_spread=0.0)
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""

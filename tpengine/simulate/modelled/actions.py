@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tpengine.config import Config, num_shards_of
+from tpengine.layout.step_plan import Layout
 from tpengine.plan import Chunk, Kind, Plan
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.engines.engine import OURS, Engine
@@ -21,18 +22,21 @@ from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums
 
 
 def action_seconds(
-    config: Config, tp: int, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
+    config: Config, layout: Layout, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
 ) -> dict[tuple[Kind, int], ActionSeconds]:
     """Return what F, B, I and W of each chunk take on one tp rank.
 
     Args:
         config: validated; sizes, dtype, whether exchanges are fused.
-        tp: number of tensor-parallel ranks.
+        layout: of that configuration: its tensor-parallel ranks, and how many ranks wait for each other.
         plan: its chunks, with what each recomputes and gathers again.
-        machine: its rates; where it has caches, as a rank finds it that touches what the plan's ranks touch.
+        machine: its rates; as the slowest of these ranks finds it, and where it has caches, one that touches what the
+            plan's ranks touch.
         engine: what it does differently from ours.
         packed: the documents of micro-batches, where attention does not cross them; the mean counts.
     """
+    tp = layout.tp
+    machine = machine.slowest_of(tp * layout.pp * layout.dp * engine.context_ranks)
     if machine.cached:
         machine = machine.touching(touched_bytes(config, tp, plan, machine))
     last = len(plan.chunks) - 1

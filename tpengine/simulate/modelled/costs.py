@@ -52,7 +52,7 @@ def model_costs(
     numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
     dtype = config.train.dtype
     item, world = dtype_bytes(dtype), layout.pp * layout.dp * layout.tp
-    seconds = action_seconds(config, layout.tp, plan, machine, engine, packed)
+    seconds = action_seconds(config, layout, plan, machine, engine, packed)
     reduced = engine.reduced_item or wide
     sizes = {
         bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp) for bucket in plan.buckets

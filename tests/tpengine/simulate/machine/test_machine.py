@@ -210,3 +210,15 @@ def test_the_less_a_rank_touches_the_more_comes_from_its_caches(tmp_path: Path) 
     assert machine.touching(0.0).touching(1e7) == machine.touching(0.0)
     plain = MACHINES["cpu"]
     assert plain.touching(0.0) is plain
+
+
+def test_a_step_waits_for_the_slowest_of_all_chips() -> None:
+    """Of 1 chip nothing is known, of 8 it is 1.42 standard deviations behind the middle, of 1,024 it is 3.24."""
+    machine = replace(MACHINES["cpu"], chip_spread=0.01, is_asynchronous=True)
+    peak = machine.peak("float32")
+    for num_ranks, deviations in ((1, 0.0), (8, 1.42), (1024, 3.24)):
+        slow = machine.slowest_of(num_ranks)
+        assert peak / slow.peak("float32") == pytest.approx(1 + 0.01 * deviations, abs=2e-4)
+        assert slow.memory_bytes_per_s == machine.memory_bytes_per_s and slow.slowest_of(8) is slow
+    assert MACHINES["cpu"].slowest_of(8) is MACHINES["cpu"]
+    assert all(of.chip_spread > 0 for name, of in MACHINES.items() if name != "cpu")

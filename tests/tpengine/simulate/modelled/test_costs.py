@@ -139,14 +139,14 @@ def test_the_parts_of_an_action_add_up() -> None:
     layout = layout_of(config)
     plan = training_plan(config, layout)
     slow = machine_of(1e6, 1e4, host_s_per_operator=10.0, host_s_per_action=1.0)
-    parts = action_seconds(config, 2, plan, slow)
+    parts = action_seconds(config, layout, plan, slow)
     for key, seconds in parts.items():
         whole = seconds.compute + seconds.again + seconds.exchange + seconds.host
         assert model_costs(config, layout, plan, slow).compute[key] == seconds.total == pytest.approx(whole)
     # Forward: in a block 4 products, 2 norms, rope, attention and the activation; lookup, head, norm and loss.
     assert parts[Kind.F, 0].total == pytest.approx(1.0 + 10.0 * (8 * 9 + 4))
     assert parts[Kind.B, 0].again > 0.0 == parts[Kind.F, 0].again
-    cpu = action_seconds(config, 2, plan, replace(slow, is_asynchronous=False))
+    cpu = action_seconds(config, layout, plan, replace(slow, is_asynchronous=False))
     assert cpu[Kind.F, 0].host == pytest.approx(1.0 + 10.0 * (8 * 9 + 4))
 
 
@@ -304,3 +304,13 @@ def test_a_model_that_fits_into_caches_is_computed_faster_than_from_memory() -> 
         config = config_of(train=train)
         ratio = costs_of(config, measured).compute[forward] / costs_of(config, with_caches).compute[forward]
         assert least <= ratio <= most
+
+
+def test_products_take_what_the_slowest_of_the_layouts_ranks_takes() -> None:
+    spread = replace(FLOPS_ONLY, chip_spread=0.02)
+    for parallel in ({}, {"dp": 4}, {"tp": 2, "pp": 2, "dp": 2}):
+        config = config_of(**parallel)
+        ratio = costs_of(config, spread).compute[Kind.F, 0] / costs_of(config, FLOPS_ONLY).compute[Kind.F, 0]
+        num_ranks = math.prod(parallel.values())
+        assert ratio == pytest.approx(1 / spread.slowest_of(num_ranks).peak("float32")), parallel
+        assert (ratio > 1.0) == (num_ranks > 1)

@@ -118,7 +118,7 @@ def _with_more_memory(baseline: Baseline, settings: dict[str, Any], seconds: Sec
 def _without(baseline: Baseline, recompute: Recompute) -> Seconds:
     """Return the seconds of actions when backward recomputes so much instead."""
     plan = replace(baseline.plan, chunks=tuple(replace(chunk, recompute=recompute) for chunk in baseline.plan.chunks))
-    other = action_seconds(baseline.evidence.config, baseline.evidence.layout.tp, plan, baseline.machine)
+    other = action_seconds(baseline.evidence.config, baseline.evidence.layout, plan, baseline.machine)
     found = dict(baseline.seconds)
     for kind, chunk in baseline.seconds:
         if kind not in (Kind.B, Kind.I):
