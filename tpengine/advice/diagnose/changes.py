@@ -158,13 +158,19 @@ def costs_of_part(baseline: Baseline, plan: Plan, part: float, seconds: Seconds 
 def _collectives(
     baseline: Baseline, config: Config, layout: Layout, plan: Plan
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return seconds of reductions and gathers by bucket: as recorded for the same buckets, else by their bytes."""
+    """Return seconds of reductions and gathers by bucket: as recorded for the same buckets, else by their bytes.
+
+    A run of one replica has recorded none; they are not counted then.
+    """
     recorded, before = baseline.evidence.profile.buckets, baseline.evidence.layout
     if plan.buckets == baseline.plan.buckets and (layout.dp, layout.tp) == (before.dp, before.tp):
         return (
             {index: bucket.seconds for index, bucket in recorded.items()},
             {index: bucket.gather_seconds for index, bucket in recorded.items()},
         )
+    if before.dp == 1 and layout.dp > 1:
+        # Recorded are at most the small sums that tensor-parallel ranks make: they tell nothing of replicas.
+        return {}, {}
     # Without ZeRO a reduction leaves the whole sum everywhere: two halves of a ring. With it, one.
     halves = 1 if before.zero else 2
     start, per_byte = _fitted([(bucket.num_bytes, bucket.seconds / halves) for bucket in recorded.values()])

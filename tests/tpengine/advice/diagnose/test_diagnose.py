@@ -215,6 +215,18 @@ def test_exchanges_of_tensor_parallel_ranks(tmp_path: Path, share: float) -> Non
     assert plain.findings[0].change.startswith("--parallel.tp-comm fused"), plain.lines()
 
 
+def test_sums_of_tensor_parallel_ranks_do_not_price_those_of_replicas(tmp_path: Path) -> None:
+    """One replica sums the norms' gradients over tp: some hundred bytes, by which 25 MB would take minutes."""
+    config = config_of(1, 1, tp=2, m=8)
+    truth = Truth(exchange=0.4, seconds_per_byte=1e-7)
+    found = diagnosed(tmp_path, config, truth).findings[0]
+    assert found.fault is Fault.EXPOSED_TP
+    assert found.change.startswith("--parallel.tp 1 --parallel.dp 2 --train.num-micro-batches 4"), found
+    assert "its reductions over replicas not counted" in found.change
+    whole = seconds_of(config, truth) - seconds_of(config, replace(truth, exchange=0.0))
+    assert found.brings == pytest.approx(whole, rel=0.1)
+
+
 def test_stages_of_unequal_work(tmp_path: Path) -> None:
     """Three layers on two stages: the model knows it, so no rank is slow."""
     config = config_of(2)
