@@ -31,7 +31,7 @@ class Clock:
     Args:
         device: where tensors live.
         seconds: how long one case is repeated, at least FEWEST_CALLS times.
-        evicting_bytes: read before each call; more than the last cache.
+        evicting_bytes: read before each call; more than the last cache, or 0 for what earlier calls have left there.
     """
 
     def __init__(self, device: torch.device, seconds: float, evicting_bytes: int) -> None:

@@ -162,9 +162,12 @@ def _share(points: Points, peak: float) -> Curve:
 
 
 def _rising(points: Points) -> Curve:
-    """Return the curve of a quantity that never falls, whatever one measurement says."""
-    sizes, quantities = zip(*points, strict=True)
-    return Curve(tuple(zip(sizes, itertools.accumulate(quantities, max), strict=True)))
+    """Return the curve of shares that never fall, whatever one measurement says.
+
+    Of twice as much as was measured all comes from memory, which is what the other rates were measured with.
+    """
+    sizes, shares = zip(*points, strict=True)
+    return Curve((*zip(sizes, itertools.accumulate(shares, max), strict=True), (2 * sizes[-1], 1.0)))
 
 
 def _rates(found: Mapping[str, Any]) -> Measured:

@@ -34,7 +34,8 @@ def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
     # What every micro-batch has is measured from caches too, at the same sizes.
     cached = machine.cached["float32"]
     assert cached.products.keys() == rates.products.keys() and {"norm", "attention"} <= cached.operators.keys()
-    assert [size for size, _ in machine.cold_share.points] == [512.0, 1024.0]
+    assert [size for size, _ in machine.cold_share.points] == [512.0, 1024.0, 2048.0]
+    assert machine.cold_share.points[-1][1] == 1.0
     assert machine.within.fused.keys() == machine.within.measured.keys() == {2}
     assert "2 passes: half of the figures differ by less than" in machine.source
     assert machine.host_s_per_operator > 0 and machine.host_s_per_action > 0 and machine.reduce_share == 1.0
@@ -57,7 +58,7 @@ def test_a_disturbed_pass_changes_no_figure() -> None:
 
 
 def test_what_is_left_of_memorys_cost_never_falls_as_more_is_touched() -> None:
-    assert _rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5)))
+    assert _rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5), (8.0, 1.0)))
 
 
 def test_shares_of_memorys_cost_are_those_of_matrices_in_turns() -> None:
@@ -73,6 +74,10 @@ def test_shares_of_memorys_cost_are_those_of_matrices_in_turns() -> None:
     found = cold_shares(cold, warm, torch.float32, (4, 8, 8), [2 * 256, 4 * 256, 8 * 256])
     assert numbers == [1, 1, 2, 4, 8]
     assert found == [(512.0, 0.01), (1024.0, 0.5), (2048.0, 1.0)]
+    # Where caches gain nothing to speak of, all comes from memory; ranks time the same calls as ever.
+    numbers.clear()
+    found = cold_shares(Told(torch.device("cpu"), 1.05, 4), warm, torch.float32, (4, 8, 8), [512])
+    assert found == [(512.0, 1.0)] and numbers == [1, 1, 2]
 
 
 def test_sums_are_timed_cold_and_messages_as_they_come(ranks: RankPool) -> None:

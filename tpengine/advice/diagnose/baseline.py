@@ -15,7 +15,7 @@ from tpengine.advice.diagnose.evidence import Evidence
 from tpengine.plan import Kind, Plan, Timeline
 from tpengine.simulate import Costs, StepFigures, simulate
 from tpengine.simulate.machine import CPU_CORE, MACHINES, Machine
-from tpengine.simulate.modelled.actions import action_seconds, chunk_seconds
+from tpengine.simulate.modelled.actions import action_seconds, chunk_seconds, machine_of_ranks
 from tpengine.simulate.modelled.times.sums import ActionSeconds
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import CostProfile
@@ -86,11 +86,12 @@ class Baseline:
     @cached_property
     def modelled_layers(self) -> Mapping[tuple[Kind, int], ActionSeconds]:
         """Return what the model says of the layers of its compute actions, without the model's ends."""
-        config, tp = self.evidence.config, self.evidence.layout.tp
+        config, layout = self.evidence.config, self.evidence.layout
+        machine = machine_of_ranks(config, layout, self.plan, self.machine)
         return {
             (kind, index): seconds
             for index, chunk in enumerate(self.plan.chunks)
-            for kind, seconds in chunk_seconds(config, tp, self.machine, chunk, is_first=False, is_last=False).items()
+            for kind, seconds in chunk_seconds(config, layout.tp, machine, chunk, is_first=False, is_last=False).items()
         }
 
     def profile_with(self, seconds: Seconds) -> CostProfile:

@@ -160,7 +160,7 @@ def _collectives(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return seconds of reductions and gathers by bucket: as recorded for the same buckets, else by their bytes.
 
-    A run of one replica has recorded none; they are not counted then.
+    A run of one replica has recorded none of replicas; they are not counted then.
     """
     recorded, before = baseline.evidence.profile.buckets, baseline.evidence.layout
     if plan.buckets == baseline.plan.buckets and (layout.dp, layout.tp) == (before.dp, before.tp):

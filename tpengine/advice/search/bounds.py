@@ -101,7 +101,9 @@ class Bounds:
         """Share what does not differ between two questions of one model."""
         shared = ["_saved", "_state", "_bytes", "_walked", "_numel"]
         mine, other = self.question, known.question
-        if other.machine == replace(mine.machine, memory_bytes=other.machine.memory_bytes):
+        is_alike = other.machine == replace(mine.machine, memory_bytes=other.machine.memory_bytes)
+        # How many chips wait for each other is in their times.
+        if is_alike and other.num_ranks == mine.num_ranks:
             shared += ["_chunks", "_sums", "_played"]
             if other.global_batch == mine.global_batch:
                 shared.append("_pipelines")

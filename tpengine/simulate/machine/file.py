@@ -6,6 +6,8 @@ source = "measured on ..."
 is_asynchronous = false
 memory_bytes_per_s = 1e10
 ...                                     every field of Machine
+chip_spread = 0.015                     may be left out, as cold_share: by the bytes that a rank touches between two
+cold_share = [[1e6, 0.05], [6e7, 1.0]]  uses of a tensor, how much of what memory costs more than caches is left
 matmul = [[1e6, 0.3], [1e9, 0.95]]      a curve: [size, share of the peak]
 [flops_per_s]
 float32 = 1.5e11
@@ -17,8 +19,7 @@ bytes_per_s = 5e9
 norm = [[1e4, 5e9], [1e6, 1e10]]
 [measured.float32.products.forward]
 128 = [[6.5e4, 8e10], [2e6, 9e10]]      by rows: operations per second by elements of the matrix
-[cached.float32...]                     may be left out: the same where operands are still in caches, of which
-cold_share = [[1e6, 0.05], [6e7, 1.0]]  so much is lost (from 0, none, to 1, all) by the bytes touched between two uses
+[cached.float32.operators]              may be left out: the same where operands are still in caches
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ def read_machine(path: Path) -> Machine:
     if values.pop("format", None) != _FORMAT:
         raise ValueError(f"a machine's file must say format = {_FORMAT}: {path}: write it anew with this version")
     machine: Machine = _built(Machine, values, str(path), "")
+    shares = [share for _, share in machine.cold_share.points]
+    if shares != sorted(shares) or shares[-1] > 1.0:
+        raise ValueError(f"{path}: cold_share must rise to at most 1: got {shares}: correct the value")
     return machine
 
 

@@ -145,7 +145,7 @@ class Machine:
         """
         if not self.cached:
             return self
-        share = self.cold_share.at(max(1.0, num_bytes))
+        share = self.cold_share.at(num_bytes)
         measured = {
             dtype: of.partly(self.cached[dtype], share) if dtype in self.cached else of
             for dtype, of in self.measured.items()
@@ -162,7 +162,10 @@ class Machine:
             return self
         slower = 1.0 + self.chip_spread * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
         flops_per_s = {dtype: rate / slower for dtype, rate in self.flops_per_s.items()}
-        return replace(self, flops_per_s=flops_per_s, chip_spread=0.0)
+        measured, cached = (
+            {dtype: of.slower(slower) for dtype, of in rates.items()} for rates in (self.measured, self.cached)
+        )
+        return replace(self, flops_per_s=flops_per_s, measured=measured, cached=cached, chip_spread=0.0)
 
     def matmul_seconds(self, work: Work, dtype: str) -> float:
         """Return the time of a matmul: of its operations or of its bytes, whichever is longer."""

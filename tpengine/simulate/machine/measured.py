@@ -15,6 +15,7 @@ OPERATORS = (
     *("cross_entropy", "cross_entropy_gradient", "embedding", "embedding_backward"),
     *("attention", "attention_backward", "adamw", "zero", "prepare"),
 )
+_ATTENTION = ("attention", "attention_backward")
 # A matmul of a layer: forward, the gradient of its input (each also by a weight that was converted once per step), and
 # the gradient of its weight, which is added.
 PRODUCTS = ("forward", "input_gradient", "prepared_forward", "prepared_input_gradient", "weight_gradient")
@@ -26,7 +27,7 @@ class Measured:
 
     Attributes:
         products: by kind of product and number of rows, floating-point operations per second by the elements of the
-            matrix, which comes from memory and not from a cache.
+            matrix, which comes from memory, or from caches where `Machine.cached` holds the rates.
         operators: by name, bytes per second by the bytes of one call; of attention floating-point operations per second
             by the length of a sequence. What is not there takes the machine's general rates.
     """
@@ -46,6 +47,20 @@ class Measured:
         if low >= high or rows <= low:
             return before
         return float(before * (after / before) ** (math.log(rows / low) / math.log(high / low)))
+
+    def slower(self, times: float) -> Measured:
+        """Return the rates of a chip that takes so many times as long for what power limits: products, attention."""
+
+        def divided(curve: Curve) -> Curve:
+            return Curve(tuple((size, rate / times) for size, rate in curve.points))
+
+        return Measured(
+            products={
+                kind: {rows: divided(curve) for rows, curve in by_rows.items()}
+                for kind, by_rows in self.products.items()
+            },
+            operators={name: divided(curve) if name in _ATTENTION else curve for name, curve in self.operators.items()},
+        )
 
     def partly(self, cached: Measured, cold_share: float) -> Measured:
         """Return the rates where a part of what is read comes from memory, as here, and the rest from caches.

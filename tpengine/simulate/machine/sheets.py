@@ -40,9 +40,9 @@ _AMPERE = Curve(((1e8, 0.10), (1e10, 0.55), (1e11, 0.74), (1e12, 0.77)))
 # On an A100 that is 19 rounds of tiles of 225 us, of which beginning and writing a tile take 4.5 us: 263 within tiles.
 _AMPERE_TILES, _HOPPER_TILES = 263 / 312, 716 / 989
 _OF_BEST = 716 / 794.5
-# Chips of one kind attain different rates in power-limited products: 8 % on the average of five clusters from the
-# fastest to the slowest, outliers left out (Sinha et al., "Not All GPUs Are Created Equal", SC 2022). Of a normal
-# distribution that range has 5.4 standard deviations.
+# Chips of one kind differ in products that power limits: by 8 % of the median on the average of five clusters, outliers
+# left out (Sinha et al., "Not All GPUs Are Created Equal", SC 2022). Taken as the whiskers of a box plot, which of a
+# normal distribution are 5.4 standard deviations apart. Those chips are older; newer ones are assumed to be like them.
 _CHIP_SPREAD = 0.08 / 5.4
 
 

@@ -30,15 +30,11 @@ def action_seconds(
         config: validated; sizes, dtype, whether exchanges are fused.
         layout: of that configuration: its tensor-parallel ranks, and how many ranks wait for each other.
         plan: its chunks, with what each recomputes and gathers again.
-        machine: its rates; as the slowest of these ranks finds it, and where it has caches, one that touches what the
-            plan's ranks touch.
+        machine: its rates; they are taken as the layout's ranks find them (`machine_of_ranks`).
         engine: what it does differently from ours.
         packed: the documents of micro-batches, where attention does not cross them; the mean counts.
     """
-    tp = layout.tp
-    machine = machine.slowest_of(tp * layout.pp * layout.dp * engine.context_ranks)
-    if machine.cached:
-        machine = machine.touching(touched_bytes(config, tp, plan, machine))
+    tp, machine = layout.tp, machine_of_ranks(config, layout, plan, machine)
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
     sums: KnownSums = {}
@@ -51,6 +47,16 @@ def action_seconds(
             known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, sums, packed)
         found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
+
+
+def machine_of_ranks(config: Config, layout: Layout, plan: Plan, machine: Machine) -> Machine:
+    """Return the machine as a layout's ranks find it: they wait for the slowest chip, and touch so many bytes.
+
+    Args:
+        config, layout, plan, machine: as for `action_seconds`. A layout's replicas include context-parallel ranks.
+    """
+    machine = machine.slowest_of(layout.tp * layout.pp * layout.dp)
+    return machine.touching(touched_bytes(config, layout, plan, machine)) if machine.cached else machine
 
 
 def chunk_seconds(
@@ -66,7 +72,8 @@ def chunk_seconds(
     """Return what F, B, I and W of one chunk take.
 
     Args:
-        config, tp, machine: as for `action_seconds`.
+        config, tp: as for `action_seconds`.
+        machine: its rates, as `machine_of_ranks` has them.
         chunk: its layers.
         is_first, is_last: which ends of the model it holds.
         known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.

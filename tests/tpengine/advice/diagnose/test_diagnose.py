@@ -12,12 +12,14 @@ import pytest
 from support.plans.synthetic_runs import Truth, seconds_of, write_run
 
 from tpengine.advice.diagnose import Diagnosis, Fault, diagnose
+from tpengine.advice.diagnose.baseline import Baseline
 from tpengine.advice.diagnose.changes import changed
+from tpengine.advice.diagnose.evidence import read_evidence
 from tpengine.cli import main
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, phases_of, validate, validate_run
 from tpengine.config.toml import dump_toml
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.plan import Residency
+from tpengine.plan import Kind, Residency
 from tpengine.simulate.modelled.memory import memory_of
 
 SHARES = (0.2, 0.4)
@@ -225,6 +227,15 @@ def test_sums_of_tensor_parallel_ranks_do_not_price_those_of_replicas(tmp_path: 
     assert "its reductions over replicas not counted" in found.change
     whole = seconds_of(config, truth) - seconds_of(config, replace(truth, exchange=0.0))
     assert found.brings == pytest.approx(whole, rel=0.1)
+
+
+def test_a_stage_without_the_models_ends_has_none_on_any_machine(tmp_path: Path) -> None:
+    """What the model says of layers and of whole actions is of one machine: the slowest of all chips."""
+    evidence = read_evidence(write_run(tmp_path, config_of(4, 1, m=8), Truth()))
+    baseline = Baseline(replace(evidence, config=replace(evidence.config, device="cuda")))
+    for kind in (Kind.F, Kind.B):
+        assert baseline.modelled[kind, 1] == baseline.modelled_layers[kind, 1]
+        assert baseline.modelled[kind, 3].total > baseline.modelled_layers[kind, 3].total
 
 
 def test_stages_of_unequal_work(tmp_path: Path) -> None:

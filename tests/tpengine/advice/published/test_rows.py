@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +17,7 @@ from tpengine.advice.published.sizes import Sizes
 from tpengine.layout.parameters import chunk_specs
 from tpengine.plan import Kind
 from tpengine.simulate import Costs
-from tpengine.simulate.machine import MACHINES
+from tpengine.simulate.machine import MACHINES, Machine
 from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.engines.engine import Engine
 
@@ -237,6 +238,16 @@ def test_what_a_row_does_not_say_is_what_fits_and_is_named() -> None:
     # Context-parallel ranks that a source counts among its replicas.
     both = predicted(Row.of({**MEGATRON, "cp": "2", "dp": "4"}))
     assert "assumed dp 4 to include cp 2" in both.notes and "ring attention over 2 ranks" in both.notes
+
+
+@pytest.mark.parametrize("changes", [{}, {"cp": "2", "dp": "2"}, {"cp": "4", "dp": "1"}])
+def test_a_step_waits_for_the_slowest_of_a_rows_gpus(changes: dict[str, str]) -> None:
+    """Also where some of them share sequences."""
+    waited = []
+    with patch.object(Machine, "slowest_of", autospec=True) as slowest:
+        slowest.side_effect = lambda machine, num_ranks: waited.append(num_ranks) or machine
+        costs_of(MEGATRON, **changes)
+    assert set(waited) == {int(MEGATRON["gpus"])}
 
 
 def test_a_block_of_torchtitan_keeps_every_second_product() -> None:

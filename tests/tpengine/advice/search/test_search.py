@@ -317,6 +317,15 @@ def test_a_files_schedule_is_bounded_below_its_plan(tmp_path: Path) -> None:
         assert found is not None and bounds.num_bytes(layout) <= found[1] and bounds.seconds(layout) <= found[0]
 
 
+def test_bounds_of_more_ranks_are_not_taken_over() -> None:
+    """The more chips wait for each other, the slower is the slowest: such a bound could be above the plan."""
+    few, many = question_of(2, 8), question_of(8, 8)
+    layout = every(few)[0]
+    Bounds(many).seconds(every(many)[0])
+    assert Bounds(few, Bounds(many)).seconds(layout) == Bounds(few).seconds(layout)
+    assert Bounds(few, Bounds(many))._chunks is not Bounds(many)._chunks
+
+
 def test_changes_without_a_layout_or_without_time_are_not_told() -> None:
     """A quarter of the batch that no number of replicas divides; a limit of memory that was asked for shrinks too."""
 

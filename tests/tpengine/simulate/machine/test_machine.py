@@ -220,5 +220,20 @@ def test_a_step_waits_for_the_slowest_of_all_chips() -> None:
         slow = machine.slowest_of(num_ranks)
         assert peak / slow.peak("float32") == pytest.approx(1 + 0.01 * deviations, abs=2e-4)
         assert slow.memory_bytes_per_s == machine.memory_bytes_per_s and slow.slowest_of(8) is slow
+    # What was measured on one chip is the middle's too: what its power limits, not what its memory does.
+    rates = Measured({"forward": {8: Curve.flat(100.0)}}, {"norm": Curve.flat(10.0), "attention": Curve.flat(50.0)})
+    slow = replace(machine, measured={"float32": rates}, cached={"float32": rates}).slowest_of(8)
+    assert slow.measured == slow.cached
+    assert slow.measured["float32"].flops_per_s("forward", 8, 1) == pytest.approx(100.0 / 1.0142, rel=2e-4)
+    assert slow.measured["float32"].operators["attention"].at(1) == pytest.approx(50.0 / 1.0142, rel=2e-4)
+    assert slow.measured["float32"].operators["norm"] == rates.operators["norm"]
     assert MACHINES["cpu"].slowest_of(8) is MACHINES["cpu"]
     assert all(of.chip_spread > 0 for name, of in MACHINES.items() if name != "cpu")
+
+
+@pytest.mark.parametrize("shares", [[[1e3, 0.5], [1e6, 0.4]], [[1e3, 0.5], [1e6, 1.5]]])
+def test_shares_of_memorys_cost_rise_to_at_most_1(tmp_path: Path, shares: list[list[float]]) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(tomli_w.dumps(tomllib.loads(machine_text(MACHINES["cpu"])) | {"cold_share": shares}))
+    with pytest.raises(ValueError, match="cold_share must rise to at most 1: got"):
+        read_machine(path)

@@ -20,6 +20,7 @@ from tpengine.simulate.machine.measured import PRODUCTS
 from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.costs import bytes_per_rank, model_costs
 from tpengine.simulate.modelled.held.activations import activation_bytes
+from tpengine.simulate.modelled.held.prepared import prepared_bytes
 from tpengine.simulate.modelled.held.touched import touched_bytes
 from tpengine.simulate.modelled.times.packed import Packed
 from tpengine.training.update.optimizer import AdamW
@@ -279,20 +280,27 @@ def test_attention_costs_the_pairs_that_it_computes(windows: tuple[int, ...]) ->
 
 
 def test_a_rank_touches_weights_with_their_copies_gradients_and_what_a_micro_batch_keeps() -> None:
-    def touched(machine: Machine, **parallel: Any) -> int:
-        config = config_of(**parallel)
+    def touched(machine: Machine = H200, train: dict[str, Any] | None = None, **of: Any) -> int:
+        config = config_of(train=train, **of)
         layout = layout_of(config)
-        return touched_bytes(config, layout.tp, training_plan(config, layout), machine)
+        return touched_bytes(config, layout, training_plan(config, layout), machine)
 
     config = config_of()
     (numel, _), kept = bytes_per_rank(config, layout_of(config))[0], costs_of(config).activations[0].saved
-    # In float32: two copies for a CPU's products, of which a GPU has one, and the gradients.
-    assert touched(CPU_CORE) == numel * (2 + 1) * 4 + kept
-    assert touched(H200) == numel * (1 + 1) * 4 + kept
-    # What is computed twice is touched all the same; chunks of a rank add up; of ranks the one counts that has most.
-    assert touched(H200, recompute="block") == touched(H200)
-    once, twice = touched(H200, pp=2), touched(H200, pp=2, schedule="interleaved", chunks_per_rank=2)
-    assert touched(H200) / 2 < once < touched(H200) and twice == pytest.approx(once, rel=0.1)
+    assert touched() == numel * (4 + 4) + kept
+    # Matrices that are multiplied with few rows have no copies; with many, two of each in the place of the weight.
+    assert touched(CPU_CORE) == touched()
+    many = {"seq_len": 8192}
+    copied = prepared_bytes(config_of(train=many), layout_of(config_of(train=many)), 0, CPU_CORE)
+    assert touched(CPU_CORE, many) - touched(train=many) == copied / 2 > 0
+    # What is computed or gathered twice is touched all the same, and a tied embedding on one rank once.
+    assert touched(recompute="block") == touched() and touched(tp=2, gathered="again") == touched(tp=2)
+    vee = {"pp": 2, "schedule": "zbv", "chunks_per_rank": 2}
+    apart, tied = (touched(model={"tie_embeddings": of, "vocab_size": 6000}, **vee) for of in (False, True))
+    assert apart - tied == pytest.approx(6000 * 32 * 8, rel=0.01)
+    # Chunks of a rank add up; of ranks the one counts that has most.
+    once, twice = touched(pp=2), touched(pp=2, schedule="interleaved", chunks_per_rank=2)
+    assert touched() / 2 < once < touched() and twice == pytest.approx(once, rel=0.1)
 
 
 def test_a_model_that_fits_into_caches_is_computed_faster_than_from_memory() -> None:

@@ -16,7 +16,7 @@ from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # As tpkernels.ops.matmul.host has it, which needs torch; nothing here does.
 FEWEST_MULTIPLICATIONS = 8_000_000
-_FORMS = 2
+FORMS = 2
 
 
 def prepares(config: Config, machine: Machine) -> bool:
@@ -54,7 +54,7 @@ def prepared_bytes(config: Config, layout: Layout, rank: int, machine: Machine) 
         numel += (last - first) * of_block
         if last == config.model.num_layers:
             numel += _copied(rows, block.hidden, block.vocab, shards)
-    return _FORMS * numel * block.item
+    return FORMS * numel * block.item
 
 
 def _matrices(block: BlockBytes) -> Iterator[tuple[int, int]]:
