@@ -49,7 +49,7 @@ class Standstill:
         self._memory = HostMemory.allocate(group, 16)
         self._board = [self._memory.bytes_of(rank, 0, 16).cast("B").cast("q") for rank in range(arena.world)]
         self._board[self._rank][_COPIES] = _GONE
-        self._seen = [0, 0]
+        self._seen, self._same = [0, 0], [0, 0]
         self._now = 0.0
         self._num_fetches, self._lock = 0, threading.Lock()
         self._joins = False
@@ -113,14 +113,18 @@ class Standstill:
 
     def _is_still(self, state: int) -> bool:
         every = [word for board in self._board for word in board.tolist()]
-        return all(word in (state, _GONE) for word in every)
+        # A copy engine may have raised its flag and gone since that state: then there is another one by now.
+        return all(word in (state, _GONE) for word in every) and self.state() == state
 
     def _clock_of(self, waiter: int) -> Callable[[], float]:
         """A clock for a loop that reads it once between two polls of whatever control area."""
 
         def now() -> float:
             state = self.state()
-            if state == self._seen[waiter]:  # and has polled since
+            self._same[waiter] = self._same[waiter] + 1 if state == self._seen[waiter] else 0
+            # A kernel looks at its clock after the poll that ends its wait, too. If it has looked twice since the state
+            # was seen first, the poll between these looks was in vain.
+            if self._same[waiter] > 1:
                 self._board[self._rank][waiter] = state
                 # The copy engine's thread names the peer that it waits for, before the kernel names the copy.
                 if self._is_still(state) and (waiter == _COPIES or not self._num_fetches):
