@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpengine.config import Config
-from tpengine.layout.parameters import ParameterSpec, chunk_specs
+from tpengine.layout.state_bytes import num_weights
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes
 from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.simulate.machine import Machine
@@ -25,16 +25,11 @@ def touched_bytes(config: Config, layout: Layout, plan: Plan, machine: Machine) 
         machine: decides whether weights have copies.
     """
     item, wide = dtype_bytes(config.train.dtype), gradient_bytes(config.train.dtype)
-    layers = [chunk.layers for chunk in plan.chunks]
     whole = [replace(chunk, recompute=Recompute.NONE, gathered=Gathered.KEEP) for chunk in plan.chunks]
     kept = bytes_of_chunks(config, layout.tp, whole)
     found = []
     for rank in range(layout.pp):
-        # Tied embeddings of a rank that holds both ends are one parameter.
-        specs: dict[str, ParameterSpec] = {}
-        for chunk in plan.chunks_of(rank):
-            specs |= {spec.name: spec for spec in chunk_specs(config.model, layout.tp, layers, chunk)}
-        numel = sum(spec.local_numel(layout.tp) for spec in specs.values())
+        numel = num_weights(config, layout, rank)
         copied = prepared_bytes(config, layout, rank, machine)
         weights = numel * item - copied // FORMS + copied
         found.append(weights + numel * wide + sum(int(kept[chunk].saved) for chunk in plan.chunks_of(rank)))
