@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpengine.advice.published.row import Row, meaning_of
+from tpengine.advice.published.row import SCALING, Row, meaning_of
 from tpengine.advice.published.sizes import Sizes, schedule_words
 from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.simulate.modelled.engines.engine import Beside, Engine, Steps
@@ -54,10 +54,8 @@ _ADDING_BY_A_KERNEL = ("nanotron", "picotron")
 # FSDP's gradients on their way into a reduce-scatter. FSDP 1: joined into the flat gradient (2 + 2), copied to float32
 # (2 + 4), divided (4 + 4); in 16 bits joined and divided. FSDP 2: copied in, to float32 (2 + 4).
 _SCATTERED_IN_32_BITS, _SCATTERED_IN_16_BITS, _SCATTERED_BY_FSDP_2 = 18, 8, 6
-# Aleph Alpha's engine, by the names of its releases and of the paper that compares its layouts.
-_SCALING = ("aleph", "aa-scaling", "hagemann", "parallelization layouts", "parallelization-layouts", "2311.05610")
-# Once per step it joins gradients (2 + 2), divides (2 + 2), copies to float32 and back (6 + 6), apart (2 + 2), scales
-# them (2 + 2), and takes their norm (2).
+# Once per step Scaling joins gradients (2 + 2), divides (2 + 2), copies to float32 and back (6 + 6), apart (2 + 2),
+# scales them (2 + 2), and takes their norm (2).
 _SCALING_ONCE = 30
 # Of eager torch, per element of 16 bits, beside what one kernel reads and writes. A rotation: four products and sums of
 # halves, or copied to float32, multiplied, copied back (6 + 8 + 6), less 4; backward of the halves: products (4 + 4),
@@ -291,7 +289,7 @@ class _Kind:
             is_deepspeed="deepspeed" in system and not in_units,
             is_titan="torchtitan" in system,
             is_mosaic="mosaic" in system or "foundry" in system,
-            is_scaling=not in_units and any(word in f"{system} {row.text('table')}" for word in _SCALING),
+            is_scaling=not in_units and row.is_of(SCALING),
             is_intern=not in_units and any(word in system for word in _INTERN),
             adds=any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units,
             # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).

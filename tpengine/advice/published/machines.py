@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tpengine.advice.published.row import Row
+from tpengine.advice.published.row import SCALING, Row
 from tpengine.simulate.machine import MACHINES, Machine
 
 # Parts of a GPU's name without blanks and marks, all of which it must have, and its sheet; the more particular first.
@@ -45,6 +45,11 @@ _CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*g", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(t|g)b?(?:it)?(?:/s|ps)?\b", re.IGNORECASE)
 # A card of more bits per second did not exist: so much is a whole node's.
 _FASTEST_CARD = 800e9
+# Whose rate it is: then that is what the row says.
+_WHOSE = re.compile(r"\bper (gpu|node|card|nic|rank|device)\b|/ *(gpu|node)\b")
+# What a source says of its nodes' connections, in bits per second, where rows do not say whose rate they name. "Cross-
+# node communication" of Hagemann et al.'s experiments is by "200Gb/s HDR Infiniband": read as one link of a node.
+_CLUSTERS = ((SCALING, 200e9),)
 
 
 def machine_of(row: Row) -> Machine:
@@ -59,11 +64,21 @@ def machine_of(row: Row) -> Machine:
         known = ", ".join(dict.fromkeys(of for _, of in _SHEETS if of))
         raise ValueError(f"gpu must be one whose data sheet is known: {known}: got {row.columns.get('gpu', '')!r}")
     machine = MACHINES[sheet]
-    rate = network_bits_per_s(row.text("net"), machine.ranks_per_node)
+    rate = _bits_per_s(row, machine.ranks_per_node)
     if not rate:
         return machine
     of_rank = rate / 8 * _NETWORK_SHARE
     return replace(machine, between=replace(machine.between, bytes_per_s=of_rank, ring_bytes_per_s=of_rank))
+
+
+def _bits_per_s(row: Row, ranks_per_node: int) -> float:
+    """Return each GPU's share of the network, in bits per second; 0 where neither row nor source say it."""
+    text = row.text("net")
+    of_node = next((rate for names, rate in _CLUSTERS if row.is_of(names)), 0.0)
+    if not of_node or _CARDS.search(text) or _WHOSE.search(text):
+        return network_bits_per_s(text, ranks_per_node)
+    row.assumed.append(f"network {of_node / 1e9:.0f} Gb/s per node")
+    return of_node / ranks_per_node
 
 
 def network_bits_per_s(text: str, ranks_per_node: int) -> float:

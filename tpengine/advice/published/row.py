@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 # Measured, or made from what was measured: never read.
@@ -44,6 +44,8 @@ _MLPS = {
     **{"silu": "swiglu", "swish": "swiglu", "gated": "swiglu"},
     **{"gelu": "gelu", "relu": "relu", "4h": "gelu"},
 }
+# Aleph Alpha's engine, by the names of its releases and of the paper that compares its layouts.
+SCALING = ("aleph", "aa-scaling", "hagemann", "parallelization layouts", "parallelization-layouts", "2311.05610")
 # Of models without a word for their network: what their papers describe.
 _PLAIN_MODELS = ("gpt", "opt", "bloom", "mpt", "megatron", "turing", "mt-nlg", "neox", "pythia", "falcon")
 
@@ -92,6 +94,11 @@ class Row:
     def system(self) -> str:
         """Return what the row says of its framework, in lower case."""
         return f"{self.text('system')} {self.text('source')} {self.text('framework')} {self.text('engine')}"
+
+    def is_of(self, names: Iterable[str]) -> bool:
+        """Return whether framework, source or table hold one of the names."""
+        said = f"{self.system()} {self.text('table')}"
+        return any(name in said for name in names)
 
     def mlp(self) -> str:
         """Return the kind of feed-forward network: swiglu for a gate and two more matrices, gelu or relu for two.

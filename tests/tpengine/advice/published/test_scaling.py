@@ -18,6 +18,7 @@ from tpengine.advice.published.machines import machine_of
 from tpengine.advice.published.sizes import Sizes
 from tpengine.plan import Kind
 from tpengine.simulate import Costs
+from tpengine.simulate.machine import MACHINES
 from tpengine.simulate.modelled.costs import model_costs
 
 RMS = "flash_attention2 + RMS kernel"
@@ -46,6 +47,25 @@ def costs(columns: Mapping[str, str] = RUN, **changes: str) -> Costs:
 
 def seconds(columns: Mapping[str, str] = RUN, **changes: str) -> float:
     return predicted(Row.of({**columns, **changes})).step_seconds or 0.0
+
+
+@pytest.mark.parametrize(
+    ("net", "gbits"),
+    [
+        # As the paper says it: of a node's eight GPUs. What a row says itself counts.
+        ("", 25.0),
+        ("200Gb/s HDR InfiniBand", 25.0),
+        ("8x200Gb/s HDR", 200.0),
+        ("200Gb/s per GPU", 200.0),
+        ("800Gb/s per node", 100.0),
+    ],
+)
+def test_nodes_have_the_one_link_that_the_paper_names(net: str, gbits: float) -> None:
+    row = Row.of({**RUN, "notes": f"{RUN['notes']}; net={net}"})
+    ours = MACHINES["a100"].between.bytes_per_s
+    assert machine_of(row).between.bytes_per_s == pytest.approx(ours * gbits / 200.0)
+    assert row.assumed == (["network 200 Gb/s per node"] if gbits == 25.0 else [])
+    assert machine_of(Row.of({**RUN, "source": "others"})).between.bytes_per_s == ours
 
 
 def notes(kernel: str) -> str:
@@ -96,7 +116,8 @@ def test_state_is_16_bits_of_weights_and_gradients_and_a_share_of_the_optimizers
 
 
 def test_replicas_sum_whole_gradients_in_float32() -> None:
-    whole, cut = costs(), costs(source="Megatron-LM")
+    network = f"{RUN['notes']}; net=200Gb/s per node"
+    whole, cut = costs(notes=network), costs(notes=network, source="Megatron-LM")
     assert sum(whole.reductions.values()) == pytest.approx(2 * sum(cut.reductions.values()), rel=0.05)
 
 
