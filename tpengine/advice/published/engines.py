@@ -188,6 +188,7 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     engine = Engine(
         cuts_rows=cuts,
         beside=_USERBUFFERS if fuses and any(word in system for word in _CUTTING_ROWS) else None,
+        adds_parts=fuses and kind.in_units,
         keeps_scores=scores,
         computes_scores_again=recompute == "selective" and not kind.is_scaling,
         computes_half_again=recompute == "operators",

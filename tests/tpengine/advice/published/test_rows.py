@@ -7,6 +7,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from tpkernels.work import Work
 
 from tpengine.advice.published import Row, predicted
 from tpengine.advice.published.engines import engine_of, recomputation_of
@@ -18,6 +19,7 @@ from tpengine.layout.parameters import chunk_specs
 from tpengine.plan import Kind
 from tpengine.simulate import Costs
 from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.simulate.modelled.actions import action_seconds
 from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.engines.engine import Engine
 
@@ -427,3 +429,24 @@ def test_userbuffers_take_processors_from_the_products_beside_them() -> None:
     # Asynchronous tp copies.
     titan = Row.of(TITAN | {"tp": "4", "dp": "2", "notes": "mlp=swiglu; async tp"})
     assert engine_of(titan, Sizes.of(titan)).engine.beside is None
+
+
+def test_scatters_of_torchs_asynchronous_tp_are_added_by_kernels_and_sums_are_not_fused() -> None:
+    row = Row.of(TITAN | {"tp": "4", "dp": "2", "recompute": "none", "notes": "mlp=swiglu; async tp"})
+    sizes, machine = Sizes.of(row), machine_of(row)
+    of = lowering_of(row, sizes, engine_of(row, sizes))
+    plan, ours = of.plan(4), replace(of.engine.engine, adds_parts=False)
+    machine = machine.slowest_of(sizes.gpus)
+    apart, fused = (action_seconds(of.config, of.layout, plan, machine, engine) for engine in (of.engine.engine, ours))
+    # Of a block: attention's output and down forward; backward the sums of q, k, v and of gate, up.
+    tokens, hidden = of.config.train.micro_batch_size * of.config.train.seq_len, of.config.model.hidden_size
+    added = machine.other_seconds(Work(0, 2 * (tokens + tokens // 4) * hidden), "bfloat16")
+    assert apart[Kind.F, 1].compute - fused[Kind.F, 1].compute == pytest.approx(2 * added)
+    assert apart[Kind.F, 1].exchange == fused[Kind.F, 1].exchange
+    ring, left = machine.link(4, 1).gather_seconds(tokens * hidden * 2, 4), fused[Kind.B, 1].exchange
+    assert apart[Kind.B, 1].compute == fused[Kind.B, 1].compute
+    assert left < 2 * ring <= apart[Kind.B, 1].exchange < 2 * ring + left
+    # Only where exchanges are fused, and not of NeMo's.
+    plain = Row.of(TITAN | {"tp": "4", "dp": "2", "notes": "mlp=swiglu"})
+    nemo = Row.of(TITAN | {"source": "NeMo", "zero_stage": "1", "tp": "4", "dp": "2"})
+    assert not any(engine_of(other, Sizes.of(other)).engine.adds_parts for other in (plain, nemo))

@@ -50,8 +50,8 @@ class Operators:
         self.dtype, self.is_fused = config.train.dtype, config.parallel.tp_comm == "fused" and not shards
         link = machine.link(tp, 1)
         exchanged = self.size.x * tp
-        seconds = link.exchange_seconds(exchanged, tp) if self.is_fused else link.gather_seconds(exchanged, tp)
-        self.exchange_seconds = seconds
+        self.ring_seconds = link.gather_seconds(exchanged, tp)
+        self.exchange_seconds = link.exchange_seconds(exchanged, tp) if self.is_fused else self.ring_seconds
         # What a fused matmul takes longer, where it was measured: nothing of that is hidden.
         self.fused_seconds = link.fused_seconds(exchanged, tp) if self.is_fused else None
         # Weights are converted once per step for the products of a CPU (Trainer); ZeRO's come and go.
@@ -100,7 +100,8 @@ class Operators:
         """
         size, num = self.size, max(1, self.shards)
         if num == 1:
-            return self._matmul(size.tokens, columns, size.hidden, exchanges, kind)
+            added = self._parts_added(exchanges if kind == "input_gradient" else 0)
+            return self._matmul(size.tokens, columns, size.hidden, exchanges, kind) + added
         once = self._matmul(size.tokens, -(-columns // num), size.hidden, 0, kind)
         return once * num + OperatorSum(exchanges=exchanges * self.exchange_seconds)
 
@@ -114,7 +115,8 @@ class Operators:
         """
         size, num = self.size, max(1, self.shards)
         if num == 1:
-            return self._matmul(size.tokens, size.hidden, inner, exchanges, kind)
+            added = self._parts_added(exchanges if kind == "forward" else 0)
+            return self._matmul(size.tokens, size.hidden, inner, exchanges, kind) + added
         once = self._matmul(size.tokens, size.hidden, -(-inner // num), 0, kind)
         return once * num + OperatorSum(exchanges=exchanges * self.exchange_seconds)
 
@@ -255,6 +257,14 @@ class Operators:
         links = exchanges * self.exchange_seconds
         return OperatorSum(seconds, max(0.0, links - seconds) if self.is_fused else links, 1)
 
+    def _parts_added(self, scatters: int) -> OperatorSum:
+        """Return the kernels that add what fused scatters have written apart."""
+        if not (self.is_fused and self.engine.adds_parts and scatters):
+            return OperatorSum()
+        size = self.size
+        numel = size.tokens * size.hidden + size.own_tokens * size.hidden
+        return self.others(*[Work(0, size.item * numel)] * scatters)
+
     def _beside(self, beside: Beside, index: int, product: OperatorSum, kind: str) -> OperatorSum:
         """Return a fused product that has fewer processors than there are, the others being its exchange's."""
         num, links = self.machine.num_processors, self.exchange_seconds
@@ -269,8 +279,11 @@ class Operators:
 
     def _side_by_side(self, columns: tuple[int, ...], exchanges: int, kind: str) -> OperatorSum:
         """Return products of one input, which is exchanged once; the gradients of that input are added one by one."""
-        products = [self.by_columns(of, exchanges * (not index), kind) for index, of in enumerate(columns)]
-        if kind == "input_gradient" and len(columns) > 1:
+        sums = kind == "input_gradient" and len(columns) > 1
+        behind = exchanges if sums and self.is_fused and self.engine.adds_parts else 0
+        products = [self.by_columns(of, (exchanges - behind) * (not index), kind) for index, of in enumerate(columns)]
+        products.append(OperatorSum(exchanges=behind * self.ring_seconds))
+        if sums:
             added = Work(0, 3 * self.size.tokens * self.size.hidden * self.size.item)
             products.append(self.others(*[added] * (len(columns) - 1)))
         return sum(products, OperatorSum())
