@@ -39,8 +39,9 @@ _FRAMEWORKS_WITH_FLASH = (
     *("torchtitan", "mosaic", "nemo", "llama", "internlm", "internevo", "olmo", "flash", "nanotron", "picotron"),
     *("fsdp", "bridge", "levanter"),
 )
-# Their recipes set sequence parallelism wherever they set tp. It is older than Hopper, whose runs are taken to have it.
-_CUTTING_ROWS = ("nemo", "bridge", "dgxc")
+# Recipes of NVIDIA's benchmarks. They set sequence parallelism wherever they set tp (it is older than Hopper, whose
+# runs are taken to have it), and keep and reduce gradients in 16 bits (grad_reduce_in_fp32 = False).
+_RECIPES = ("nemo", "bridge", "dgxc")
 # Processors of their exchanges: of rings none, which copy; of scatters in four parts, and of those beside gradients, as
 # in userbuffers_bf16_h100_h8192_tp4 (Megatron-Bridge, training/comm_overlap).
 _USERBUFFERS = Beside(kept=(0, 24, 0, 16), lent_by_inputs=(4, 0, 2, 0), lent_by_weights=(24, 0, 4, 0), num_splits=4)
@@ -175,7 +176,7 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     system, recompute = row.system(), recomputation_of(row)
     kind = _Kind.of(row, sizes)
     is_new = any(word in row.text("gpu") for word in _HOPPER_AND_LATER)
-    cuts_unless_said = kind.in_units or kind.adds or is_new or any(word in system for word in _CUTTING_ROWS)
+    cuts_unless_said = kind.in_units or kind.adds or is_new or kind.is_recipe
     cuts = sizes.tp == 1 or row.flag("sequence_parallel", default=cuts_unless_said)
     scores = not kind.in_units and _keeps_scores(row, sizes, system)
     is_one_by_one = sizes.pp > 1 and _is_one_by_one(schedule_words(row)) and sizes.chunks == 1
@@ -187,8 +188,8 @@ def engine_of(row: Row, sizes: Sizes) -> EngineOfRow:
     fuses = bool(sizes.tp > 1 and cuts and _overlaps_exchanges(row, system))
     engine = Engine(
         cuts_rows=cuts,
-        beside=_USERBUFFERS if fuses and any(word in system for word in _CUTTING_ROWS) else None,
-        adds_parts=fuses and kind.in_units,
+        beside=_USERBUFFERS if fuses and kind.is_recipe else None,
+        adds_parts=fuses and kind.in_units and not kind.is_recipe,
         keeps_scores=scores,
         computes_scores_again=recompute == "selective" and not kind.is_scaling,
         computes_half_again=recompute == "operators",
@@ -278,6 +279,7 @@ class _Kind:
     is_mosaic: bool
     is_scaling: bool
     is_intern: bool
+    is_recipe: bool
     adds: bool
     is_pure: bool
     sums_wide: bool
@@ -292,6 +294,7 @@ class _Kind:
             is_mosaic="mosaic" in system or "foundry" in system,
             is_scaling=not in_units and row.is_of(SCALING),
             is_intern=not in_units and any(word in system for word in _INTERN),
+            is_recipe=any(word in system for word in _RECIPES),
             adds=any(word in system for word in _ADDING_BY_A_KERNEL) and not in_units,
             # Composer's mixed precision PURE reduces in 16 bits, its default in 32 (get_mixed_precision).
             is_pure=in_units and "pure" in row.columns.get("notes", "").lower(),
@@ -323,11 +326,17 @@ class _Kind:
         """Return bytes per parameter of gradients; of both kinds, where they are summed in another."""
         if self.sums_wide:
             return 6
-        return 2 if self.is_deepspeed or self.is_scaling or self.is_intern else 4
+        return 2 if self.is_deepspeed or self.is_scaling or self.is_intern or self._is_narrow_recipe else 4
+
+    @property
+    def _is_narrow_recipe(self) -> bool:
+        return self.is_recipe and not self.in_units
 
     def reduced_item(self) -> int:
         """Return bytes per parameter of gradients on their way between replicas."""
-        is_narrow = (self.is_deepspeed and not self.sums_wide) or self.is_pure or self.is_intern
+        is_narrow = (
+            (self.is_deepspeed and not self.sums_wide) or self.is_pure or self.is_intern or self._is_narrow_recipe
+        )
         return 2 if is_narrow else 4
 
     def added_item(self) -> int:

@@ -450,3 +450,19 @@ def test_scatters_of_torchs_asynchronous_tp_are_added_by_kernels_and_sums_are_no
     plain = Row.of(TITAN | {"tp": "4", "dp": "2", "notes": "mlp=swiglu"})
     nemo = Row.of(TITAN | {"source": "NeMo", "zero_stage": "1", "tp": "4", "dp": "2"})
     assert not any(engine_of(other, Sizes.of(other)).engine.adds_parts for other in (plain, nemo))
+
+
+def test_recipes_of_nvidia_keep_and_reduce_gradients_in_16_bits() -> None:
+    """Llama 3.1 8B on 8 H100: a rank reported 44.3 GB of state and a peak of 70.8 GB (dgxc-benchmarking, v25.04)."""
+    llama = TITAN | {"source": "NVIDIA/dgxc-benchmarking NeMo", "gpu": "H100-SXM", "cp": "2", "dp": "4", "tp": "1"}
+    row = Row.of(llama | {"zero_stage": "1", "micro_batch": "1", "global_batch": "128", "recompute": "none"})
+    sizes = Sizes.of(row)
+    of = engine_of(row, sizes)
+    assert (of.engine.gradient_item, of.engine.reduced_item, of.engine.added_item) == (2, 2, 0)
+    lowered = lowering_of(row, sizes, of)
+    held = model_costs(lowered.config, lowered.layout, lowered.plan(2), machine_of(row), of.engine).resident[0]
+    assert held == pytest.approx(44.27e9, rel=0.01)
+    found = predicted(row)
+    assert found.fits and found.peak_bytes == pytest.approx(70.83e9, rel=0.08)
+    megatron = Row.of(llama | {"source": "Megatron-LM", "zero_stage": "1"})
+    assert engine_of(megatron, Sizes.of(megatron)).engine.gradient_item == 4

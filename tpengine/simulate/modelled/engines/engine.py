@@ -74,8 +74,8 @@ class Engine:
             summed by kernels.
         reduces_gate_apart: ranks that hold all tokens sum the inputs' gradients of gate and up one after the other.
         beside: processors that fused products leave to their exchanges; None for none, as copies need none.
-        adds_parts: fused products write what each rank's rows get apart, and a kernel adds it; the scatter of what several
-            products sum is not fused (torch's asynchronous tensor parallelism).
+        adds_parts: fused products write what each rank's rows get apart, and a kernel adds it; the scatter of several
+            products' sum is not fused (torch's asynchronous tensor parallelism).
         joins_heads: backward puts the gradients of q, k and v side by side with a kernel.
         whole_logits: each tp rank gathers all logits and computes the whole loss.
         reduces_whole: with the optimizer's state cut too, replicas all-reduce whole gradients.
