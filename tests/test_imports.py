@@ -105,7 +105,7 @@ IMPORT_LATE = {
 IMPORT_BY_NAME = {
     "tpengine/distributed/rank_process.py",
     "kernels/tpkernels/__init__.py",
-    "benchmarks/gpu/case.py",
+    "benchmarks/gpu/process/case.py",
     "benchmarks/harness/registry.py",
     "benchmarks/kernels/cases/cases.py",
 }

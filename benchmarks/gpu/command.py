@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.machine_file import write_machine
 from benchmarks.gpu.plan import cases_for, compiling, published_models
 from benchmarks.gpu.preflight import described, look
+from benchmarks.gpu.process.run_cases import run_cases
+from benchmarks.gpu.process.runner import beside
 from benchmarks.gpu.rehearsal import rehearse, small_cases
-from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import LOG, PREFLIGHT, ROWS, now
-from benchmarks.gpu.run_cases import run_cases
-from benchmarks.gpu.runner import beside
+from benchmarks.gpu.tables.machine_file import write_machine
+from benchmarks.gpu.tables.report import print_report
+from benchmarks.gpu.tables.rows import LOG, PREFLIGHT, ROWS, now
 from benchmarks.harness.journal import append
 from benchmarks.harness.revision import ROOT
 from tpengine.files import write_beside

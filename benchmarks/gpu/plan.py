@@ -48,7 +48,7 @@ def cases_for(out: Path, models: Sequence[Path] = ()) -> list[Case]:
 
 
 def _operators_case(name: str, phase: str, worth: float, seconds: float, **arguments: Any) -> Case:
-    return Case(name, phase, worth, seconds, f"{_CASES}.operators:measure", arguments)
+    return Case(name, phase, worth, seconds, f"{_CASES}.kernels.operators:measure", arguments)
 
 
 def compiling(capability: str) -> Case:
@@ -58,7 +58,7 @@ def compiling(capability: str) -> Case:
         capability: of the GPU: "9.0" is sm_90.
     """
     arguments = {"target": f"sm_{capability.replace('.', '')}", "processes": max(1, (os.cpu_count() or 1) // 2)}
-    return Case("compile_ahead", "a", 1, 300, f"{_CASES}.ahead:compile_ahead", arguments)
+    return Case("compile_ahead", "a", 1, 300, f"{_CASES}.kernels.ahead:compile_ahead", arguments)
 
 
 def _smoke() -> list[Case]:
@@ -80,9 +80,9 @@ def _smoke() -> list[Case]:
     }
     small = {"families": families, "model": "llama3_8b", "seq": 512}
     return [
-        Case("smoke/open_arena", "a", 300, 15, f"{_CASES}.protocol:open_arena", {"ranks": 2}),
-        Case("smoke/fused", "a", 400, 30, f"{_CASES}.fused:overlap", fused),
-        Case("smoke/families", "a", 400, 40, f"{_CASES}.operators:smoke", small),
+        Case("smoke/open_arena", "a", 300, 15, f"{_CASES}.kernels.protocol:open_arena", {"ranks": 2}),
+        Case("smoke/fused", "a", 400, 30, f"{_CASES}.kernels.fused:overlap", fused),
+        Case("smoke/families", "a", 400, 40, f"{_CASES}.kernels.operators:smoke", small),
     ]
 
 
@@ -110,7 +110,7 @@ def _tests() -> list[Case]:
 
     fused, ops = "tests/kernels/fused", "tests/kernels/ops"
     rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
-    protocol = f"{_CASES}.protocol"
+    protocol = f"{_CASES}.kernels.protocol"
     return [
         tests("fused", 200, 90, "[cuda", f"{fused}/test_cuda.py"),
         tests("fused_calls", 120, 90, "[cuda", f"{fused}/test_cuda_calls.py"),
@@ -120,7 +120,7 @@ def _tests() -> list[Case]:
         tests("rows", 50, 80, "[gpu", *rows, f"{ops}/cross_entropy"),
         tests("memory", 30, 30, "cuda", "tests/kernels/symmetric/test_cuda_memory.py"),
         tests("block", 30, 30, "[cuda", f"{fused}/test_block.py", needs=_TRAINING),
-        Case("pulls", "c", 40, 45, f"{_CASES}.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
+        Case("pulls", "c", 40, 45, f"{_CASES}.kernels.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "c", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]
 
@@ -154,7 +154,7 @@ def published_models(cache: Path) -> list[Path]:
 def _matmul(out: Path) -> list[Case]:
     def tiles(model: str, tokens: int, worth: float, seconds: float = 70, **which: Any) -> Case:
         arguments = {"model": model, "tokens": [tokens], "copy": str(out), **which}
-        return Case(f"tiles/{model}/{tokens}", "d", worth, seconds, f"{_CASES}.tiles:tune", arguments)
+        return Case(f"tiles/{model}/{tokens}", "d", worth, seconds, f"{_CASES}.kernels.tiles:tune", arguments)
 
     def against(model: str, worth: float) -> Case:
         sizes = {"models": [model], "seqs": [4096, 8192], "rivals": _NO_RIVALS}
@@ -177,7 +177,7 @@ def _attention(out: Path) -> list[Case]:
 
     def choice(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
         arguments = {"model": model, "seqs": list(seqs), "copy": str(out)}
-        where = f"{_CASES}.attention:choose"
+        where = f"{_CASES}.kernels.attention:choose"
         return Case(f"attention_choice/{model}", "e", worth, seconds, where, arguments, _TRAINING)
 
     def attention(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
@@ -197,7 +197,7 @@ def _attention(out: Path) -> list[Case]:
 
 
 def _fused() -> list[Case]:
-    fused = f"{_CASES}.fused"
+    fused = f"{_CASES}.kernels.fused"
 
     def overlap(model: str, ranks: int, tokens: Sequence[int], worth: float, seconds: float) -> Case:
         arguments = {"model": model, "tokens": tokens, "ranks": ranks}

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.declared import Case
-from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, outcomes
-from benchmarks.gpu.run_cases import run_cases, say
+from benchmarks.gpu.process.run_cases import run_cases, say
+from benchmarks.gpu.tables.report import print_report
+from benchmarks.gpu.tables.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, outcomes
 from benchmarks.harness.journal import read
 
 _FAULTS = "benchmarks.gpu.cases.faults"
@@ -78,15 +78,15 @@ def small_cases(out: Path) -> list[Case]:
     bars: dict[str, object] = {"depths": [16], "tokens": 6, "hidden": 24, "ranks": 2, "rounds": 1}
     bars["tiles"] = [[16, 16, 16, 2, 4, 1]]
     return [
-        case("compile_for_sm_90", "operators:compile_for", False, ops=["adamw"]),
-        case("operators", "operators:measure", True, ops=["rope"], **sizes),
-        case("tiles", "tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
-        case("attention", "attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
+        case("compile_for_sm_90", "kernels.operators:compile_for", False, ops=["adamw"]),
+        case("operators", "kernels.operators:measure", True, ops=["rope"], **sizes),
+        case("tiles", "kernels.tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
+        case("attention", "kernels.attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
         case("architectures", "architectures:tiny", True, architectures=["gpt2"], seq=16, batch=1),
-        case("publish", "fused:publish", True, tokens=[3], hidden=8, rounds=1),
-        case("compile_ahead", "ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
-        case("own_bars", "fused:own_bars", True, **bars),
-        case("pulls", "protocol:pulls", True, ranks=2, calls=1, late=False),
+        case("publish", "kernels.fused:publish", True, tokens=[3], hidden=8, rounds=1),
+        case("compile_ahead", "kernels.ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
+        case("own_bars", "kernels.fused:own_bars", True, **bars),
+        case("pulls", "kernels.protocol:pulls", True, ranks=2, calls=1, late=False),
         case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
         case("launches", "planner:launches", True, calls=1),
         case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.bars import LARGEST_ERROR_RATIO
 from benchmarks.gpu.cases.clock import device_here, write
+from benchmarks.gpu.tables.bars import LARGEST_ERROR_RATIO
 from benchmarks.harness.timing import PASSED
 from tpengine.architectures.model_path import model_at
 from tpengine.config import ModelConfig

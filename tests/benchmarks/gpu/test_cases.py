@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from benchmarks.gpu.cases import engines, fused, tiles
+from benchmarks.gpu.cases.kernels import engines, fused, tiles
 from benchmarks.gpu.cases.training import loss_fields
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.shapes import REHEARSED

@@ -16,10 +16,10 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.tuned import Tile, TunedAttention, path_for, read_tuned
 
 from benchmarks.gpu import command
-from benchmarks.gpu.cases.ahead import Launch, each_share
-from benchmarks.gpu.cases.tiles import save
-from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import PREFLIGHT
+from benchmarks.gpu.cases.kernels.ahead import Launch, each_share
+from benchmarks.gpu.cases.kernels.tiles import save
+from benchmarks.gpu.tables.report import print_report
+from benchmarks.gpu.tables.rows import PREFLIGHT
 from benchmarks.harness.journal import append, read
 from benchmarks.launches.compile import describe
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.machine_file import machine_like, write_machine
-from benchmarks.gpu.rows import PREFLIGHT
+from benchmarks.gpu.tables.machine_file import machine_like, write_machine
+from benchmarks.gpu.tables.rows import PREFLIGHT
 from benchmarks.harness.journal import append
 from benchmarks.run import main
 from tpengine.simulate.machine import MACHINES, machine_named

@@ -21,15 +21,15 @@ import torch
 from support import ROOT, CountMutations
 from support.ranks.progress import run_program
 
-from benchmarks.gpu import runner
-from benchmarks.gpu.bars import verdicts
-from benchmarks.gpu.cases import operators
 from benchmarks.gpu.cases.clock import covered
+from benchmarks.gpu.cases.kernels import operators
 from benchmarks.gpu.declared import PHASES, Case, chosen
 from benchmarks.gpu.plan import cases_for
+from benchmarks.gpu.process import runner
 from benchmarks.gpu.rehearsal import differences, small_cases
-from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import HOW, RUN_CASE, STARTED, done, outcomes, results
+from benchmarks.gpu.tables.bars import verdicts
+from benchmarks.gpu.tables.report import print_report
+from benchmarks.gpu.tables.rows import HOW, RUN_CASE, STARTED, done, outcomes, results
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.shapes import MODELS, REHEARSED, WHOLE_MODELS
 from benchmarks.kernels.cases.cases import CASES, OURS, RIVALS, Contestant, Shape, cases_of
@@ -48,7 +48,7 @@ RUN_AND_WAIT = """
 import sys, time
 from pathlib import Path
 from benchmarks.gpu.declared import Case
-from benchmarks.gpu.run_cases import run_cases
+from benchmarks.gpu.process.run_cases import run_cases
 out = Path(sys.argv[1])
 case = Case("waits", "a", 1.0, 1.0, "benchmarks.gpu.cases.faults:is_cut", {"marker": str(out / "pid")})
 run_cases([case], out, time.monotonic() + 3600)

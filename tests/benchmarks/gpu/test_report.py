@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.bars import verdicts
-from benchmarks.gpu.report import print_report
-from benchmarks.gpu.rows import HOW, RUN_CASE, results
+from benchmarks.gpu.tables.bars import verdicts
+from benchmarks.gpu.tables.report import print_report
+from benchmarks.gpu.tables.rows import HOW, RUN_CASE, results
 from benchmarks.harness.journal import append
 
 

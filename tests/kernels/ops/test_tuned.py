@@ -1,6 +1,6 @@
 """Rungs: pure, GPU. A file of what was tuned is read whole, or refused in one line; only what it says is looked up.
 
-That it is the fastest, only a GPU shows (benchmarks/gpu/cases/tiles.py, attention.py).
+That it is the fastest, only a GPU shows (benchmarks/gpu/cases/kernels/tiles.py, attention.py).
 """
 
 from __future__ import annotations

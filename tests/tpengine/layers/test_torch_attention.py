@@ -1,7 +1,7 @@
 """Rung: pure. A layer's attention by torch's, where a file says that it won: the same numbers, and never elsewhere.
 
 The backend is the one that a CPU has; that cuDNN and flash are right is checked where they are timed, on a GPU
-(benchmarks/gpu/cases/attention.py).
+(benchmarks/gpu/cases/kernels/attention.py).
 """
 
 from __future__ import annotations

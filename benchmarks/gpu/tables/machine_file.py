@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rows import PREFLIGHT, has_samples, results
+from benchmarks.gpu.tables.rows import PREFLIGHT, has_samples, results
 from benchmarks.harness.journal import read
 from tpengine.files import write_beside
 from tpengine.simulate.machine import MACHINES, Curve, Machine, machine_text

@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.bars import verdicts
-from benchmarks.gpu.rows import HOW, PREFLIGHT, RUN_CASE, has_samples, num_ranks, outcomes, results
+from benchmarks.gpu.tables.bars import verdicts
+from benchmarks.gpu.tables.rows import HOW, PREFLIGHT, RUN_CASE, has_samples, num_ranks, outcomes, results
 from benchmarks.harness.journal import read
 
 _COLUMNS = 150

@@ -19,7 +19,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.symmetric.signals import PeerError
 
 from benchmarks.gpu.cases.clock import device_here, host_seconds, medians, on_device, write
-from benchmarks.gpu.cases.engines import copies_beside_a_full_gpu
+from benchmarks.gpu.cases.kernels.engines import copies_beside_a_full_gpu
 from benchmarks.harness.shapes import MODELS, REHEARSED, Model
 from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave

@@ -1,4 +1,4 @@
-"""The process of one case: `python -m benchmarks.gpu.case REQUEST`, started by runner.py.
+"""The process of one case: `python -m benchmarks.gpu.process.case REQUEST`, started by runner.py.
 
 REQUEST is JSON: function, arguments, file of rows, seconds after which to print where it hangs. The exit code is 0; 1
 if a result is wrong; 3 if the case raised.

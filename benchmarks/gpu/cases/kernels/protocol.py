@@ -15,7 +15,7 @@ from tpkernels.symmetric.signals_kernel import LINE_WORDS, RANK, STATE, WORLD
 from benchmarks.gpu.cases.clock import device_here, settle, write
 from tpengine.distributed.local_ranks import run_ranks
 
-_MODULE = "benchmarks.gpu.cases.protocol"
+_MODULE = "benchmarks.gpu.cases.kernels.protocol"
 _ARENA_BYTES = 32 << 20
 
 

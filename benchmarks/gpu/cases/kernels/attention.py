@@ -12,7 +12,7 @@ from tpkernels.launch import target_of
 from tpkernels.ops.matmul.tuned import OURS, TunedAttention, path_for
 
 from benchmarks.gpu.cases.clock import device_here, medians, write
-from benchmarks.gpu.cases.tiles import MODELS_BY_NAME, save
+from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME, save
 from benchmarks.harness.rows import environment
 from benchmarks.harness.shapes import Model
 from tpengine.layers.attention import Rotation, Scores, attend, by_torch, tables_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.rows import has_samples
+from benchmarks.gpu.tables.rows import has_samples
 
 Row = Mapping[str, Any]
 

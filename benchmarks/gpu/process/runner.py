@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu.case import PASSED, WRONG
 from benchmarks.gpu.declared import Case
+from benchmarks.gpu.process.case import PASSED, WRONG
 from benchmarks.harness.revision import ROOT
 
 _LAST_LINES = 15
@@ -113,7 +113,7 @@ def _start(case: Case, rows: Path, output: IO[bytes], limit: float) -> subproces
         "hang_seconds": max(limit - _TRACE_SECONDS, limit / 2),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.case", json.dumps(request)],
+        [sys.executable, "-m", "benchmarks.gpu.process.case", json.dumps(request)],
         cwd=ROOT,
         env=environment(case),
         stdin=subprocess.PIPE,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import runner
 from benchmarks.gpu.declared import PHASES, Case, chosen
-from benchmarks.gpu.rows import HOW, LOG, ROWS, RUN_CASE, STARTED, done, now
+from benchmarks.gpu.process import runner
+from benchmarks.gpu.tables.rows import HOW, LOG, ROWS, RUN_CASE, STARTED, done, now
 from benchmarks.harness.journal import append, read
 
 

@@ -1,0 +1,1 @@
+"""What becomes of rows: tables, bars, and the file of a machine."""
