@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tpengine.advice.question import Question
-from tpengine.config import Config
+from tpengine.config import Config, ParallelConfig
 from tpengine.config.rules import MOST_MICRO_BATCHES, ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
@@ -71,7 +72,7 @@ class Candidate:
     def words(self) -> str:
         """Return the layout in words, without what is at its default."""
         parts = [f"tp {self.tp} pp {self.pp} dp {self.dp}"]
-        if self.pp > 1:
+        if self.pp > 1 or self.schedule != ParallelConfig.schedule:
             parts.append(f"{self.schedule} {self.chunks_per_rank}" if self.schedule == "interleaved" else self.schedule)
         if self.zero:
             in_use = self.zero == ZERO_OF_SLICED_WEIGHTS and self.residency == "use"
@@ -86,32 +87,23 @@ class Candidate:
             parts.append(f"buckets {self.bucket_bytes / 1e6:,.4g} MB")
         return " ".join([*parts, f"b {self.micro_batch_size} m {self.num_micro_batches}"])
 
-    def flags(self) -> str:
-        """Return the layout as options of a run."""
-        flags = [f"--parallel.tp {self.tp}", f"--parallel.pp {self.pp}", f"--parallel.dp {self.dp}"]
+    def flags(self, question: Question) -> str:
+        """Return the layout as options of a run: its sizes, and what differs from what such a run has without them."""
+        config, kept = self.config(question), question.kept
+        said = {name: getattr(config.parallel, name) for name in ("tp", "pp", "dp")}
+        names = ["schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
+        said |= {
+            name: getattr(config.parallel, name)
+            for name in names
+            if getattr(config.parallel, name) != getattr(kept, name)
+        }
         if self.pp > 1:
-            flags.append(f"--parallel.schedule {self.schedule}")
+            said["schedule"] = self.schedule
         if self.schedule == "interleaved":
-            flags.append(f"--parallel.chunks-per-rank {self.chunks_per_rank}")
-        if self.zero:
-            flags.append(f"--parallel.zero {self.zero}")
-        if self.zero == ZERO_OF_SLICED_WEIGHTS:
-            flags.append(f"--parallel.residency {self.residency}")
-        if self.recompute != "none":
-            flags.append(f"--parallel.recompute {self.recompute}")
-        if self.gathered != "keep":
-            flags.append(f"--parallel.gathered {self.gathered}")
-        if self.tp_comm != "fused":
-            flags.append(f"--parallel.tp-comm {self.tp_comm}")
-        if self.bucket_bytes:
-            flags.append(f"--parallel.bucket-bytes {self.bucket_bytes}")
-        return " ".join(
-            [
-                *flags,
-                f"--train.micro-batch-size {self.micro_batch_size}",
-                f"--train.num-micro-batches {self.num_micro_batches}",
-            ]
-        )
+            said["chunks_per_rank"] = self.chunks_per_rank
+        options = [f"--parallel.{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in said.items()]
+        sizes = f"--train.micro-batch-size {self.micro_batch_size} --train.num-micro-batches {self.num_micro_batches}"
+        return " ".join([*options, sizes])
 
 
 def shapes(question: Question) -> Iterator[tuple[int, int, int, int]]:
@@ -215,6 +207,8 @@ def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
     for schedule in question.choices("schedule", list(SCHEDULES) if pp > 1 else ["1f1b"]):
         form = SCHEDULES.get(schedule)
         fixed = form.num_chunks if form else 1
+        if fixed and not question.allows("chunks_per_rank", fixed):
+            continue
         open_choices = [fixed] if fixed else question.choices("chunks_per_rank", _CHUNKS)
         for chunks in open_choices:
             if pp * chunks <= question.base.model.num_layers:

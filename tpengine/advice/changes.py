@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from tpengine.advice.candidates import Candidate, shapes
 from tpengine.advice.question import Question
-from tpengine.advice.search import Found, search
+from tpengine.advice.search import Found, Row, search
 from tpengine.advice.search.bounds import Bounds
+from tpengine.advice.units import gigabytes
 from tpengine.plan import verify
 from tpengine.simulate.machine import Link
 
@@ -26,7 +27,8 @@ class Change:
     Attributes:
         words: what was changed.
         layout: the first row then; None if nothing fits.
-        wins: whether that has other axes or another schedule than the first row without the change.
+        wins: whether that has other axes or another schedule than the first row without the change, or that row does
+            not fit any more.
         is_certain: whether the search ended by its bounds; else the layout is the best that was found in time.
     """
 
@@ -36,7 +38,7 @@ class Change:
     is_certain: bool
 
 
-def changes(question: Question, best: Candidate, limit_seconds: float, known: Bounds | None = None) -> Iterator[Change]:
+def changes(question: Question, best: Row, limit_seconds: float, known: Bounds | None = None) -> Iterator[Change]:
     """Yield changed questions that have layouts, with their answers; none whose time was up before a layout was found.
 
     Args:
@@ -52,7 +54,9 @@ def changes(question: Question, best: Candidate, limit_seconds: float, known: Bo
         if not answer.rows and answer.gap is not None:
             continue
         layout = answer.rows[0].layout if answer.rows else None
-        wins = layout is None or (layout.family, layout.schedule) != (best.family, best.schedule)
+        won = best.layout.family, best.layout.schedule
+        has_room = best.sheet.peak_bytes <= other.memory_limit
+        wins = layout is None or not has_room or (layout.family, layout.schedule) != won
         if wins:
             _verify(answer)
         yield Change(words, layout, wins, answer.gap is None)
@@ -99,9 +103,9 @@ def _changed(question: Question) -> Iterator[tuple[str, Question]]:
     if 0 < machine.ranks_per_node < question.num_ranks:
         faster = replace(machine, between=_twice(machine.between))
         yield "links between nodes 2x as fast", replace(question, machine=faster)
-    if machine.memory_bytes:
-        less = int(machine.memory_bytes * _LESS_MEMORY)
-        yield f"{less / 1e9:.0f} GB less memory", _with_less_memory(question, less)
+    if machine.memory_bytes or question.base.parallel.memory_limit:
+        less = int((question.base.parallel.memory_limit or machine.memory_bytes) * _LESS_MEMORY)
+        yield f"{gigabytes(less)} less memory", _with_less_memory(question, less)
     if question.global_batch % _SMALLER_BATCH == 0:
         batch = question.global_batch // _SMALLER_BATCH
         yield f"batch {batch}", replace(question, global_batch=batch)
@@ -116,5 +120,6 @@ def _with_less_memory(question: Question, num_bytes: int) -> Question:
     machine, parallel = question.machine, question.base.parallel
     if parallel.memory_limit:
         parallel = replace(parallel, memory_limit=max(1, parallel.memory_limit - num_bytes))
-    machine = replace(machine, memory_bytes=machine.memory_bytes - num_bytes)
+    elif machine.memory_bytes:
+        machine = replace(machine, memory_bytes=machine.memory_bytes - num_bytes)
     return replace(question, machine=machine, base=replace(question.base, parallel=parallel))

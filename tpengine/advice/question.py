@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tpengine.config import Config
+from tpengine.config import Config, ParallelConfig
 from tpengine.simulate.machine import Machine
 
 # What of a layout may be fixed, by the name in ParallelConfig; micro_batch_size is of TrainConfig.
@@ -39,6 +39,7 @@ class Question:
         num_ranks: how many ranks there are.
         global_batch: sequences per step, over all replicas.
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
+        kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
     """
 
     base: Config
@@ -46,6 +47,7 @@ class Question:
     num_ranks: int
     global_batch: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    kept: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.keys() - set(AXES))

@@ -11,6 +11,7 @@ from tpengine.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.advice.search import Found, Row, TooLarge
 from tpengine.advice.sheets.parts import StepParts
 from tpengine.advice.sheets.sheet import Sheet
+from tpengine.advice.units import gigabytes, seconds_text
 from tpengine.config import Config, num_blocks, num_shards_of
 
 # Parts in the order in which they are told, by their names in StepParts.
@@ -67,7 +68,7 @@ def answer_lines(question: Question, name: str, found: Found, changed: Sequence[
     others = ", ".join(change.words for change in changed if change.is_certain)
     if told or others:
         yield f"would change it: {told or 'none of: ' + others}"
-    yield f"run it: {run} {found.rows[0].layout.flags()}"
+    yield f"run it: {run} {found.rows[0].layout.flags(question)}"
     yield from _basis(question, found.rows[0].sheet.config)
 
 
@@ -134,7 +135,7 @@ def answer_json(question: Question, name: str, found: Found, changed: Sequence[C
         "search_seconds": found.seconds,
         "unseen_take_at_least": found.gap,
         "memory_limit_bytes": None if question.memory_limit == float("inf") else question.memory_limit,
-        "rows": [row_json(row, run) for row in found.rows],
+        "rows": [row_json(row, question, run) for row in found.rows],
         "too_large": None
         if found.too_large is None
         else {
@@ -154,11 +155,11 @@ def answer_json(question: Question, name: str, found: Found, changed: Sequence[C
     }
 
 
-def row_json(row: Row, run: str) -> dict[str, Any]:
+def row_json(row: Row, question: Question, run: str) -> dict[str, Any]:
     """Return one row as JSON's types."""
     return {
         "layout": asdict(row.layout),
-        "run": f"{run} {row.layout.flags()}",
+        "run": f"{run} {row.layout.flags(question)}",
         **sheet_json(row.sheet),
     }
 
@@ -177,18 +178,6 @@ def sheet_json(sheet: Sheet) -> dict[str, Any]:
             for rank, memory in enumerate(sheet.memory)
         ],
     }
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration in s or ms, three digits."""
-    if abs(seconds) < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
-
-
-def gigabytes(num_bytes: float) -> str:
-    """Return bytes in GB, or in MB where they are few."""
-    return f"{num_bytes / 1e9:.0f} GB" if num_bytes >= 10e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 
 def _percent(share: float, digits: int = 0) -> str:

@@ -30,9 +30,12 @@ class Version(argparse.Action):
 def count(text: str) -> int:
     """Parse a number of at least 1.
 
-    Raises: argparse.ArgumentTypeError: anything else, with the nearest one.
+    Raises: argparse.ArgumentTypeError: anything else.
     """
     if not text.isdecimal() or int(text) < 1:
-        near = 1 if text.removeprefix("-").isdecimal() else 4
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1: got {text!r}: use {near}")
+        is_number = text.removeprefix("-").isdecimal()
+        raise argparse.ArgumentTypeError(
+            f"must be an integer of at least 1{'' if is_number else ', without a unit'}: got {text!r}: use "
+            f"{1 if is_number else 'digits alone'}"
+        )
     return int(text)

@@ -13,7 +13,7 @@ from tpengine.advice.question import Question
 from tpengine.advice.search import search
 from tpengine.cli import main
 from tpengine.commands.arguments import parse_config
-from tpengine.commands.planning.advise import _nothing_fits
+from tpengine.commands.planning.no_answer import nothing_fits
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import MACHINES
 
@@ -98,7 +98,7 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
             ["--model", "tiny", "--ranks", "4", "--dp", "4", "--global-batch", "9"],
             ["divisible by dp", "--global-batch 8"],
         ),
-        (["--model", "tiny", "--ranks", "2", "--tp", "3"], ["no layout divides", "tp 3", "fix less"]),
+        (["--model", "tiny", "--ranks", "2", "--tp", "3"], ["no layout divides", "tp 3", "use --tp of 1,2"]),
         (
             ["--model", "llama_1b", "--machine", "h200:1", "--memory-limit", "1000000"],
             ["no layout fits", "nearest: tp 1", "too many on rank 0 at", "it fits with", "--memory-limit"],
@@ -128,7 +128,7 @@ def test_a_search_without_time_says_how_to_give_it_more() -> None:
     question = Question(preset_config("llama_1b"), machine, 4, 16)
     found = search(question, limit_seconds=-1.0)
     assert not found.rows and found.gap is not None
-    line = _nothing_fits(question, found, 1.0)
+    line = nothing_fits(question, found, 1.0)
     assert "no layout was found in" in line and "use --seconds" in line
 
 

@@ -24,7 +24,7 @@ def test_a_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *PLAN, "--zero", "1", "--explain-memory", "--json", str(file))
     sheet = json.loads(file.read_text())
     assert sum(sheet["parts"].values()) == pytest.approx(sheet["step_seconds"], rel=1e-6)
-    assert text.startswith("llama_1b, 8 x h200: tp 2 pp 2 dp 2 1f1b zero 1 b 4 m 4\nstep ")
+    assert text.startswith("llama_1b, 8 x h200, 32 x 2,048 tokens: tp 2 pp 2 dp 2 1f1b zero 1 b 4 m 4\nstep ")
     assert "--parallel.zero 1" in text and "fits: " in text
     # Each formula is what it says it is.
     checked = 0

@@ -20,7 +20,8 @@ _TOLD = 8
 def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the settings that may be fixed."""
     fixed = parser.add_argument_group(
-        "settings that are fixed", "All others are searched. advise takes several values, too: 1..3, or 1,4."
+        "settings that are fixed",
+        "advise searches all others, and takes several values, too: 1..3, or 1,4. plan has them as such a run would.",
     )
     for axis in ("tp", "pp", "dp"):
         fixed.add_argument(f"--{axis}", type=_numbers(1), metavar="N", help=f"size of the axis {axis}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
@@ -13,7 +15,7 @@ from tpengine.advice.sheets.memory import memory_lines
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
-from tpengine.commands.planning.advise import (
+from tpengine.commands.planning.asked import (
     add_question_arguments,
     phases_of_model,
     question_asked,
@@ -21,6 +23,7 @@ from tpengine.commands.planning.advise import (
 )
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import write_beside
 
@@ -48,8 +51,9 @@ def print_plan(args: argparse.Namespace) -> None:
         args.ranks = args.tp[0] * args.pp[0] * args.dp[0]
     question, name = question_asked(args)
     layout = _layout(question)
-    lines = [f"{name}, {question.num_ranks} x {question.machine.name}: {layout.words()}"]
-    sheets = []
+    batch = f"{question.global_batch:,} x {question.base.train.seq_len:,} tokens"
+    lines = [f"{name}, {question.num_ranks} x {question.machine.name}, {batch}: {layout.words()}"]
+    sheets: list[dict[str, Any]] = []
     asked = all_phases(layout.config(question), args)
     _refuse_other_sizes(asked[0], args)
     for phase in asked:
@@ -58,7 +62,11 @@ def print_plan(args: argparse.Namespace) -> None:
         if args.explain_memory:
             lines += memory_lines(sheet)
         sheets.append(sheet_json(sheet))
-    lines.append(f"run it: {run_command(args, question)} {layout.flags()}{_phase_flags(args, question, asked)}")
+    if max(sheet["peak_bytes"] for sheet in sheets) <= question.memory_limit:
+        run = f"{run_command(args, question)} {layout.flags(question)}{_phase_flags(args, question, asked)}"
+        lines.append(f"run it: {run}")
+    else:
+        lines.append("it does not fit, so no command: tpengine advise looks for layouts that do")
     if args.json:
         found = {"phases": sheets} if len(sheets) > 1 else sheets[0]
         write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
@@ -84,20 +92,14 @@ def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[A
 
 
 def _layout(question: Question) -> Candidate:
-    """Return the layout that is asked for; what is not said is as a run has it by default.
+    """Return the layout that is asked for; what is not said is as a run has it that is started so.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: sizes that do not divide, a setting that says nothing of this layout.
     """
-    fixed = question.fixed
-    tp, pp = fixed.get("tp", 1), fixed.get("pp", 1)
-    dp = fixed.get("dp", max(1, question.num_ranks // (tp * pp)))
-    if tp * pp * dp != question.num_ranks:
-        raise ValueError(
-            f"tp*pp*dp must equal the number of ranks: tp {tp} pp {pp} dp {dp}, ranks {question.num_ranks}: use "
-            f"--ranks {tp * pp * dp}"
-        )
-    size = fixed.get("micro_batch_size", 1)
+    fixed, kept = question.fixed, question.kept
+    tp, pp, dp = _axes(question)
+    size = fixed.get("micro_batch_size") or _micro_batch_size(question, dp)
     number, rest = divmod(question.global_batch, dp * size)
     if rest or not number:
         near = max(1, round(question.global_batch / (dp * size))) * dp * size
@@ -105,20 +107,58 @@ def _layout(question: Question) -> Candidate:
             f"the global batch must be divisible by dp and the sequences of a micro-batch: {question.global_batch}, "
             f"dp {dp}, {size} per micro-batch: use --global-batch {near}"
         )
-    schedule = fixed.get("schedule", "1f1b")
+    schedule = fixed.get("schedule", kept.schedule)
+    zero = fixed.get("zero", kept.zero)
     form = SCHEDULES.get(schedule)
+    chunks = (form.num_chunks if form else 1) or fixed.get("chunks_per_rank", kept.chunks_per_rank)
+    if fixed.get("chunks_per_rank", chunks) != chunks:
+        raise ValueError(
+            f"chunks per rank are of the interleaved schedule: got {fixed['chunks_per_rank']} of {schedule}, which has "
+            f"{chunks}: use --schedule interleaved, or leave --chunks out"
+        )
+    if "residency" in fixed and zero != ZERO_OF_SLICED_WEIGHTS:
+        raise ValueError(
+            f"a residency is of weights at zero {ZERO_OF_SLICED_WEIGHTS}: got {fixed['residency']} at zero {zero}: use "
+            f"--zero {ZERO_OF_SLICED_WEIGHTS}, or leave --residency out"
+        )
     return Candidate(
         tp=tp,
         pp=pp,
         dp=dp,
         schedule=schedule,
-        chunks_per_rank=(form.num_chunks if form else 1) or fixed.get("chunks_per_rank", 2),
+        chunks_per_rank=chunks,
         micro_batch_size=size,
         num_micro_batches=number,
-        zero=fixed.get("zero", 0),
-        residency=fixed.get("residency", "step"),
-        recompute=fixed.get("recompute", "none"),
-        gathered=fixed.get("gathered", "keep"),
-        tp_comm=fixed.get("tp_comm", "fused"),
+        zero=zero,
+        residency=fixed.get("residency", "step" if kept.residency == "auto" else kept.residency),
+        recompute=fixed.get("recompute", kept.recompute),
+        gathered=fixed.get("gathered", kept.gathered),
+        tp_comm=fixed.get("tp_comm", kept.tp_comm),
         bucket_bytes=fixed.get("bucket_bytes", 0),
     )
+
+
+def _axes(question: Question) -> tuple[int, int, int]:
+    """Return tp, pp and dp: those of the run that goes on, if it has as many ranks and none is asked for."""
+    fixed, kept, heads = question.fixed, question.kept, question.base.model.num_heads
+    sizes = kept.tp or 1, kept.pp or 1, kept.dp or 1
+    if not {"tp", "pp", "dp"} & fixed.keys() and math.prod(sizes) == question.num_ranks:
+        return sizes
+    tp, pp = fixed.get("tp", 1), fixed.get("pp", 1)
+    if heads % tp:
+        below = max(size for size in range(1, min(tp, heads) + 1) if heads % size == 0)
+        raise ValueError(f"the model's heads must be divisible by tp: {heads} heads, tp {tp}: use --tp {below}")
+    dp = fixed.get("dp", max(1, question.num_ranks // (tp * pp)))
+    if tp * pp * dp != question.num_ranks:
+        raise ValueError(
+            f"tp*pp*dp must equal the number of ranks: tp {tp} pp {pp} dp {dp}, ranks {question.num_ranks}: use "
+            f"--ranks {tp * pp * dp}, or axes that divide {question.num_ranks}"
+        )
+    return tp, pp, dp
+
+
+def _micro_batch_size(question: Question, dp: int) -> int:
+    """Return the run's or preset's micro-batch, or the next smaller one that divides a replica's sequences."""
+    per_replica = max(1, question.global_batch // dp)
+    most = min(question.base.train.micro_batch_size, per_replica)
+    return next(size for size in range(most, 0, -1) if per_replica % size == 0)

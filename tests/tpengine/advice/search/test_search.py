@@ -277,7 +277,7 @@ def test_larger_buckets_where_ranks_wait_for_gathers() -> None:
     question = question_of(4, 8, machine, tp=1, pp=1, zero=3, residency="use", schedule="1f1b")
     layout, sheet = (row := search(question, num_rows=1, limit_seconds=1e9).rows[0]).layout, row.sheet
     assert layout.bucket_bytes == sheet.config.parallel.bucket_bytes > 25_000_000
-    assert f"--parallel.bucket-bytes {layout.bucket_bytes}" in layout.flags()
+    assert f"--parallel.bucket-bytes {layout.bucket_bytes}" in layout.flags(question)
     usual = Sheet.of(replace(layout, bucket_bytes=0).config(question), machine)
     assert sheet.seconds < 0.998 * usual.seconds
     fixed = replace(question, fixed={**question.fixed, "bucket_bytes": 1_000_000})
@@ -330,7 +330,7 @@ def test_changes_without_a_layout_or_without_time_are_not_told() -> None:
     """A quarter of the batch that no number of replicas divides; a limit of memory that was asked for shrinks too."""
 
     def tried(question: Question, limit_seconds: float = 1e9) -> list[Change]:
-        return list(changes(question, search(question, num_rows=1).rows[0].layout, limit_seconds))
+        return list(changes(question, search(question, num_rows=1).rows[0], limit_seconds))
 
     one = {"tp": 1, "micro_batch_size": 1, "recompute": "none", "zero": 1}
     assert not any(change.words.startswith("batch") for change in tried(question_of(8, 16, pp=1, **one)))
@@ -372,7 +372,7 @@ def test_a_search_whose_time_is_up_says_what_it_has_not_seen() -> None:
 def test_every_layout_that_is_printed_is_one_that_a_run_accepts() -> None:
     question = question_of(4, 16, MACHINES["a100-40"])
     for row in search(question, num_rows=5, limit_seconds=1e9).rows:
-        flags = ["--preset", "llama_1b", "--train.seq-len", "2048", *row.layout.flags().split()]
+        flags = ["--preset", "llama_1b", "--train.seq-len", "2048", *row.layout.flags(question).split()]
         config = parse_config(flags, 4)
         assert config.parallel == row.layout.config(question).parallel
         assert config.train.num_micro_batches * config.train.micro_batch_size * (config.parallel.dp or 1) == 16

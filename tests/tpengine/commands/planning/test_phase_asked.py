@@ -125,7 +125,7 @@ def test_a_run_like_another_is_started_with_its_phases(
             ["schedule", "--preset", "tiny", "--phases", "FILE", "--micro-batches", "16"],
             "tokens per replica: got --micro-batches 16, it has 8: leave --micro-batches out",
         ),
-        (["plan", "--model", "tiny", "--ranks", "1", "--phases", "FILE", "--global-batch", "64"], "it has 8: leave"),
+        (["plan", "--model", "tiny", "--ranks", "1", "--phases", "FILE", "--global-batch", "48"], "it has 64: leave"),
         (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
         (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
         (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),

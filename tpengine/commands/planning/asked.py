@@ -1,0 +1,181 @@
+"""What `tpengine advise` and `tpengine plan` are asked: model, machine, batch, fixed settings; how such a run starts.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tpengine.advice.question import Question
+from tpengine.advice.recorded import machine_as_recorded
+from tpengine.architectures.describe import ConfigJson
+from tpengine.architectures.model_path import model_at, run_of
+from tpengine.checkpoint.run.resume import saved_config
+from tpengine.commands.parsing import count
+from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
+from tpengine.commands.planning.recorded_run import recorded_by
+from tpengine.config import Config, ParallelConfig
+from tpengine.config.presets import PRESETS, preset_config
+from tpengine.simulate.machine import MACHINES, Machine, machine_named
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says model, machine, batch and fixed settings."""
+    parser.add_argument(
+        "--model",
+        metavar="WHICH",
+        help=f"{', '.join(PRESETS)}, a directory of Hugging Face's form, its config.json alone, or a run",
+    )
+    parser.add_argument("--resume", metavar="RUN", help="instead: go on with a run; its batch and numbers stay")
+    parser.add_argument(
+        "--machine",
+        default="cpu",
+        metavar="WHICH",
+        help=f"{', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml (default cpu)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="RUN",
+        help="a run of the model with --train.profile-steps: what it recorded takes the place of the machine's rates",
+    )
+    parser.add_argument("--ranks", type=count, help="number of ranks (default all of the machine)")
+    parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights (default config.json's)"
+    )
+    parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
+    parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
+    add_fixed_arguments(parser)
+
+
+def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
+    """Return what the arguments ask, and the model's name.
+
+    Raises:
+        ValueError: no model or two, a model that is not there, a machine without size.
+    """
+    base, name = _base(args)
+    machine = machine_named(args.machine)
+    num_ranks = _num_ranks(args, machine)
+    train = base.train
+    said = train.micro_batch_size * train.num_micro_batches * (base.parallel.dp or 1)
+    batch = args.global_batch or said
+    if args.resume and batch != said:
+        raise ValueError(
+            f"a run that goes on keeps its batch, and with it the order of its data: --global-batch {batch}, the "
+            f"run's {said}: leave --global-batch out"
+        )
+    changes = {"seq_len": args.seq_len, "dtype": args.dtype, "reduction": args.reduction}
+    train = replace(train, **{key: value for key, value in changes.items() if value is not None})
+    if args.memory_limit and machine.memory_bytes and args.memory_limit > machine.memory_bytes:
+        raise ValueError(
+            f"--memory-limit must be at most what a rank has: got {args.memory_limit:,} bytes, {machine.name} has "
+            f"{machine.memory_bytes:,.0f}: leave it out"
+        )
+    kept = base.parallel if args.resume else ParallelConfig()
+    parallel = replace(base.parallel, memory_limit=args.memory_limit or base.parallel.memory_limit)
+    base = replace(base, train=train, parallel=parallel)
+    if args.profile:
+        machine = machine_as_recorded(machine, recorded_by(args.profile, base))
+    return Question(base, machine, num_ranks, batch, fixed_settings(args), kept), name
+
+
+def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
+    """Return how many ranks there are: as many on each node, on no more nodes than the machine has."""
+    per_node, kind = machine.ranks_per_node, args.machine.partition(":")[0]
+    num_ranks: int = args.ranks or per_node * machine.num_nodes
+    if not num_ranks:
+        raise ValueError(
+            f"advice needs a number of ranks: --machine {args.machine} does not say it: use --ranks 8, or "
+            f"--machine {args.machine}:8x1"
+        )
+    if machine.num_nodes and num_ranks > per_node * machine.num_nodes:
+        nodes = -(-num_ranks // per_node)
+        raise ValueError(
+            f"ranks must be at most what the machine has: got {num_ranks}, {args.machine} has {per_node} on each of "
+            f"{machine.num_nodes} node{'s' if machine.num_nodes > 1 else ''}: use --machine {kind}:{per_node}x{nodes}"
+            + (f", or {kind}:{num_ranks}x1" if machine.num_nodes == 1 else "")
+        )
+    if num_ranks > per_node and num_ranks % per_node:
+        least = num_ranks // per_node * per_node
+        raise ValueError(
+            f"ranks must be as many on each node: got {num_ranks}, {per_node} per node: use --ranks {least} or "
+            f"{least + per_node}"
+        )
+    return num_ranks
+
+
+def _base(args: argparse.Namespace) -> tuple[Config, str]:
+    """Return the configuration that a question begins with, and the model's name."""
+    if bool(args.model) == bool(args.resume):
+        raise ValueError(
+            f"advice is for one model: got --model {args.model} and --resume {args.resume}: use one of the two, "
+            "as --model llama_1b"
+        )
+    if args.resume:
+        run = run_of(args.resume)
+        if run is None:
+            raise ValueError(f"--resume needs the directory of a run: {args.resume} has no config.toml: check the path")
+        config = saved_config(str(run[0]))
+        _keeps_numbers(args, config)
+        return config, run[0].name
+    if args.model.replace("-", "_") in PRESETS:
+        return preset_config(args.model), args.model
+    path = Path(args.model)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(
+            f"--model must be one of {', '.join(PRESETS)}, or a directory with a config.json: got {args.model!r}: "
+            "check the path"
+        )
+    if (run := run_of(str(path))) is not None:
+        return saved_config(str(run[0])), path.name
+    base = Config()
+    base = replace(base, model=model_at(replace(base.model, path=str(path))))
+    dtype = ConfigJson.read(path).dtype
+    if dtype is not None:
+        named: dict[str, Any] = {"dtype": dtype}
+        base = replace(base, train=replace(base.train, **named))
+    return base, path.resolve().name
+
+
+def _keeps_numbers(args: argparse.Namespace, config: Config) -> None:
+    for name in ("seq_len", "dtype", "reduction"):
+        asked, said = getattr(args, name), getattr(config.train, name)
+        if asked not in (None, said):
+            raise ValueError(
+                f"a run that goes on keeps its numbers: train.{name} {said}, asked {asked}: leave "
+                f"--{name.replace('_', '-')} out"
+            )
+
+
+def run_command(args: argparse.Namespace, question: Question) -> str:
+    """Return the command that starts such a run, before the layout's options."""
+    per_node = min(question.machine.ranks_per_node, question.num_ranks)
+    nodes = -(-question.num_ranks // per_node)
+    start = f"torchrun --nproc-per-node {per_node}" + (
+        f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else " --standalone"
+    )
+    if args.resume:
+        return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(args.resume)}"
+    known = args.model.replace("-", "_") in PRESETS
+    path = Path(args.model)
+    where = path.parent if path.name == "config.json" else path
+    model = f"--preset {args.model}" if known else f"--model.path {shlex.quote(str(where))}"
+    train = question.base.train
+    exact = " --train.reduction exact" if train.reduction == "exact" else ""
+    return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}"
+
+
+def phases_of_model(args: argparse.Namespace, question: Question, steps: int) -> str:
+    """Return the options for the phases of the run that --model names; one that goes on has its own."""
+    phases = question.base.phases
+    return f" --phases {phases} --train.steps {steps}" if phases and not args.resume else ""
