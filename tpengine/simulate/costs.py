@@ -47,6 +47,7 @@ class Costs:
         compute: duration of a compute action by (kind, chunk); above 0.
         latency: from the start of a transfer to the arrival of its first byte.
         bytes_per_time: bandwidth of a link between two pipeline ranks, per direction; infinite for a free link.
+        links: latency and bandwidth, from one pipeline rank to another, of pairs whose link is another one.
         reductions: duration of a bucket's reduction over its ranks, by bucket index; missing ones take no time.
         gathers: the same of the gather of a bucket's weights.
         reduce_share: of a gather or reduction, by how much it prolongs the computation that starts it: 0 where
@@ -63,6 +64,7 @@ class Costs:
     compute: Mapping[tuple[Kind, int], float]
     latency: float = 0.0
     bytes_per_time: float = math.inf
+    links: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     reductions: Mapping[int, float] = field(default_factory=dict)
     gathers: Mapping[int, float] = field(default_factory=dict)
     reduce_share: float = 0.0
@@ -89,6 +91,10 @@ class Costs:
                 )
             return found
         return {Kind.TIE_REDUCE: self.ties, Kind.CLIP: self.clip, Kind.STEP: self.step}.get(action.kind, 0.0)
+
+    def link(self, source: int, destination: int) -> tuple[float, float]:
+        """Return latency and bandwidth from one pipeline rank to another."""
+        return self.links.get((source, destination), (self.latency, self.bytes_per_time))
 
     @property
     def holds_bytes(self) -> bool:

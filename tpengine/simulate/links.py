@@ -47,6 +47,8 @@ class _Tensor:
 class _Channel:
     """Transfers that the sender has posted and that have not begun, oldest first; the time when it is free again."""
 
+    latency: float
+    bytes_per_time: float
     queue: deque[_Tensor] = field(default_factory=deque)
     free: float = 0.0
     last: Event | None = None
@@ -62,7 +64,7 @@ class Links:
         self._plan, self._costs = plan, costs
         self._tensors: dict[tuple[bool, int, int], _Tensor] = {}
         self._channels: dict[tuple[int, int], _Channel] = {}
-        self._occupied: dict[tuple[bool, int], float] = {}
+        self._bytes: dict[tuple[bool, int], float] = {}
 
     def post(self, rank: int, transfer: Action, time: float, cause: Event | None) -> list[Event]:
         """Post one side of a transfer.
@@ -100,7 +102,7 @@ class Links:
     def _channel(self, source: int, destination: int) -> _Channel:
         found = self._channels.get((source, destination))
         if found is None:
-            found = self._channels[source, destination] = _Channel()
+            found = self._channels[source, destination] = _Channel(*self._costs.link(source, destination))
         return found
 
     def _carry(self, channel: _Channel, tensor: _Tensor) -> tuple[Event, Event]:
@@ -112,15 +114,14 @@ class Links:
             start, cause = receive.time, receive.cause
         if channel.free > start:
             start, cause = channel.free, channel.last
-        channel.free = start + self._occupies(send.action)
-        end = channel.free + self._costs.latency
+        channel.free = start + self._num_bytes(send.action) / channel.bytes_per_time
+        end = channel.free + channel.latency
         channel.last = Event(send.rank, Span(send.action, start, end), cause)
         return channel.last, Event(receive.rank, Span(receive.action, start, end), cause)
 
-    def _occupies(self, send: Action) -> float:
+    def _num_bytes(self, send: Action) -> float:
         is_forward, chunk, _ = tensor_of(send)
-        found = self._occupied.get((is_forward, chunk))
+        found = self._bytes.get((is_forward, chunk))
         if found is None:
-            found = transfer_bytes(self._plan, send) / self._costs.bytes_per_time
-            self._occupied[is_forward, chunk] = found
+            found = self._bytes[is_forward, chunk] = transfer_bytes(self._plan, send)
         return found

@@ -7,7 +7,9 @@ measured predict its own machine better. held/ has the bytes of activations.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tpkernels.work import Work, adamw_work
@@ -60,14 +62,14 @@ def model_costs(
     # What each replica's optimizer updates.
     updated = -(-numel // layout.dp) if layout.zero else numel
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
-    neighbours = machine.link(2, layout.dp * layout.tp)
     ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp)
     # What a recorded run took for its updates, over what the rates say.
     update = machine.recorded.get(Kind.STEP, 1.0)
     costs = Costs(
         compute={key: of.total for key, of in seconds.items()},
-        latency=neighbours.latency_s,
-        bytes_per_time=neighbours.bytes_per_s,
+        latency=machine.within.latency_s,
+        bytes_per_time=machine.within.bytes_per_s,
+        links=_links_between_nodes(layout, plan, machine),
         reductions={
             bucket.index: _reduction(config, layout, bucket.index, machine, reduced, is_whole=engine.reduces_whole)
             for bucket in plan.buckets
@@ -110,6 +112,21 @@ def model_costs(
     return _in_series(costs, layout, plan, machine, engine) if engine.waits_for_transfers else costs
 
 
+def _links_between_nodes(layout: Layout, plan: Plan, machine: Machine) -> Mapping[tuple[int, int], tuple[float, float]]:
+    """Return the links of neighbouring stages that lie on several nodes, of any replica: each step waits for all."""
+    between = machine.between.latency_s, machine.between.bytes_per_s
+    holders = [chunk.rank for chunk in plan.chunks]
+    pairs = {pair for one, other in itertools.pairwise(holders) for pair in ((one, other), (other, one))}
+    return {pair: between for pair in pairs if pair[0] != pair[1] and _crosses_nodes(layout, machine, *pair)}
+
+
+def _crosses_nodes(layout: Layout, machine: Machine, one: int, other: int) -> bool:
+    """Return whether a replica's two stages lie on different nodes: ranks are numbered by stage, replica, tp rank."""
+    stride, per_node = layout.dp * layout.tp, machine.ranks_per_node
+    starts = one * stride, other * stride
+    return any((starts[0] + place) // per_node != (starts[1] + place) // per_node for place in range(stride))
+
+
 def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Machine) -> float:
     """Return what a step does before its plan, where it was measured: zero gradients, prepare weights for products."""
     dtype = config.train.dtype
@@ -124,7 +141,7 @@ def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Ma
 
 def _in_series(costs: Costs, layout: Layout, plan: Plan, machine: Machine, engine: Engine) -> Costs:
     """Return costs of stages that compute nothing while they send: a transfer is part of the action before it."""
-    stride, gathers = layout.dp * layout.tp, machine.link(layout.tp, 1)
+    gathers = machine.link(layout.tp, 1)
     compute = dict(costs.compute)
     for (kind, index), seconds in costs.compute.items():
         chunk = plan.chunks[index]
@@ -132,15 +149,14 @@ def _in_series(costs: Costs, layout: Layout, plan: Plan, machine: Machine, engin
         peer = index + 1 if kind is Kind.F else index - 1
         if kind is Kind.W or spec is None or plan.chunks[peer].rank == chunk.rank:
             continue
-        ranks = sorted((chunk.rank, plan.chunks[peer].rank))
-        crosses = ranks[0] * stride // machine.ranks_per_node != ranks[1] * stride // machine.ranks_per_node
+        crosses = _crosses_nodes(layout, machine, chunk.rank, plan.chunks[peer].rank)
         link = machine.between if crosses else machine.within
         num_bytes = spec_bytes(spec)
         more = link.message_seconds(num_bytes)
         if engine.scatters_transfers:
             more += gathers.gather_seconds(num_bytes * layout.tp, layout.tp)
         compute[kind, index] = seconds + more
-    return replace(costs, compute=compute, latency=0.0, bytes_per_time=math.inf)
+    return replace(costs, compute=compute, latency=0.0, bytes_per_time=math.inf, links={})
 
 
 def _engine_bytes(config: Config, layout: Layout, engine: Engine) -> list[tuple[int, int]]:

@@ -179,7 +179,8 @@ def relabelled(sheet: Sheet, rng: random.Random) -> float:
     of_ranks = [by_number[number] for number in range(plan.num_ranks)]
     moved = replace(plan, chunks=chunks, actions=tuple(plan.actions[rank] for rank in of_ranks))
     resident = tuple(costs.resident[rank] for rank in of_ranks)
-    return simulate(moved, replace(costs, resident=resident)).makespan
+    links = {(numbers[source], numbers[to]): link for (source, to), link in costs.links.items()}
+    return simulate(moved, replace(costs, resident=resident, links=links)).makespan
 
 
 # 10,000 in all.

@@ -322,3 +322,32 @@ def test_products_take_what_the_slowest_of_the_layouts_ranks_takes() -> None:
         num_ranks = math.prod(parallel.values())
         assert ratio == pytest.approx(1 / spread.slowest_of(num_ranks).peak("float32")), parallel
         assert (ratio > 1.0) == (num_ranks > 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "pairs"),
+    [
+        # Ranks are numbered by stage, replica, tp rank; a pair of stages lies on several nodes if one replica's does.
+        ({"tp": 2, "pp": 4, "dp": 1}, set()),
+        ({"tp": 2, "pp": 8, "dp": 1}, {(3, 4)}),
+        ({"tp": 1, "pp": 4, "dp": 3}, {(1, 2), (2, 3)}),
+        ({"tp": 1, "pp": 2, "dp": 8}, {(0, 1)}),
+        ({"tp": 1, "pp": 8, "dp": 2, "schedule": "zbv"}, {(3, 4)}),
+        ({"tp": 1, "pp": 3, "dp": 4, "schedule": "interleaved"}, {(1, 2), (0, 2)}),
+    ],
+    ids=str,
+)
+def test_stages_of_several_nodes_pay_the_network(axes: dict[str, Any], pairs: set[tuple[int, int]]) -> None:
+    large = {"num_layers": 16, "num_heads": 4, "num_kv_heads": 4}
+    slow = replace(machine_of(1e9, link=1e9), between=Link(1e3, 0.5, 1e3))
+    config = config_of(model=large, **axes)
+    costs = costs_of(config, slow)
+    both = pairs | {(other, one) for one, other in pairs}
+    assert costs.links == dict.fromkeys(both, (0.5, 1e3))
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    within = replace(costs, links={})
+    # Each boundary is passed twice by every micro-batch; what is not hidden is at least one passage of the network.
+    more = simulate(plan, costs).makespan - simulate(plan, within).makespan
+    rows = config.train.micro_batch_size * config.train.seq_len // layout.tp
+    assert more == 0.0 if not pairs else more >= 0.5 + 4 * rows * config.model.hidden_size / 1e3
