@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,12 +134,16 @@ def groups(
     """Yield layouts of these sizes that compute alike, by schedule and, of these, by what replicas exchange at least.
 
     Without ZeRO a layout exchanges other things than with it. Stage 2 has reductions that stage 1 has not, and stage 3
-    gathers that stage 2 has not: more with each residency.
+    gathers that stage 2 has not: more with each residency. In exact mode a CPU copies weights that stay for its
+    products, which stage 3 need not: none of the two is faster at sight.
     """
     tp, pp, dp, size = shape
     number, bucket = question.global_batch // dp // size, question.fixed.get("bucket_bytes", 0)
     stages = list(_zero(question, dp))
-    chains = [[stage for stage in stages if not stage[0]], [stage for stage in stages if stage[0]]]
+    copies = question.base.train.reduction == "exact" and not question.machine.is_asynchronous
+    apart = ZERO_OF_SLICED_WEIGHTS if copies else 1
+    cuts = ((0, 1), (1, apart), (apart, ZERO_OF_SLICED_WEIGHTS + 1))
+    chains = [[stage for stage in stages if first <= stage[0] < end] for first, end in cuts]
     for schedule, chunks in _schedules(question, pp):
         for chain in filter(None, chains):
             yield tuple(
@@ -195,8 +201,7 @@ def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
 
 def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
     per_replica = question.global_batch // dp
-    sizes = [1 << power for power in range(per_replica.bit_length())]
-    for size in question.choices("micro_batch_size", sizes):
+    for size in question.choices("micro_batch_size", _divisors(per_replica)):
         fits = per_replica % size == 0 and per_replica // size <= MOST_MICRO_BATCHES
         if fits and size * question.base.train.seq_len % tp == 0:
             yield size
@@ -227,5 +232,7 @@ def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
             yield zero, question.choices("residency", ["step"])[0]
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    below = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*below, *(number // size for size in below)}))

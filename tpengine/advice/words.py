@@ -78,7 +78,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     yield f"step {seconds_text(sheet.seconds)}: {shares(parts)}"
     for field, words in _NAMES.items():
         seconds = getattr(parts, field)
-        if seconds > _NOTHING * sheet.seconds:
+        if abs(seconds) > _NOTHING * sheet.seconds:
             yield f"  {words:<14} {seconds_text(seconds):>10}  {_percent(seconds / sheet.seconds, 1):>7}"
     yield (
         f"MFU {_percent(sheet.share_of_peak(), 1)} (model flops, causal attention counted half), "
@@ -98,7 +98,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
 def shares(parts: StepParts) -> str:
     """Return the parts of a step in percent, those of at least half a percent."""
     told = [(words, getattr(parts, field) / parts.step) for field, words in _NAMES.items()]
-    return ", ".join(f"{words} {_percent(share)}" for words, share in told if share >= _TOLD)
+    return ", ".join(f"{words} {_percent(share)}" for words, share in told if abs(share) >= _TOLD)
 
 
 def differences(parts: StepParts, best: StepParts) -> str:

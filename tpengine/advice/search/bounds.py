@@ -80,7 +80,7 @@ class Bounds:
         self.question = question
         model, dtype = question.base.model, question.base.train.dtype
         # As its chips compute: all from caches, of which no plan's rank touches less.
-        self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0)
+        self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0).at_best()
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
         self.layer_weights = num_parameters(replace(model, num_layers=2)) - num_parameters(replace(model, num_layers=1))
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)

@@ -54,13 +54,15 @@ class StepParts:
             name: sum(getattr(seconds[kind, chunk or 0], name) * count for (kind, chunk), count in number.items())
             for name in ("compute", "again", "exchange", "host", "exact")
         }
+        # Where the same core moves buckets, the actions that start them take longer (Costs.reduce_share).
+        slowed = sum(span.duration for span in lanes.compute if span.action.kind in COMPUTE) - sum(spent.values())
         buckets = sum(time for kind, time in of_rank.waited_in.items() if kind in BUCKET)
         return cls(
             compute=spent["compute"],
             again=spent["again"],
             tp=spent["exchange"],
             pp=of_rank.exposed - buckets,
-            dp=buckets,
+            dp=buckets + slowed,
             bubble=of_rank.bubble + of_rank.idle,
             optimizer=sum(span.duration for span in lanes.compute if span.action.kind not in COMPUTE),
             host=spent["host"],

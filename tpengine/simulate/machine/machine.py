@@ -152,6 +152,10 @@ class Machine:
         }
         return replace(self, measured=measured, cached={})
 
+    def at_best(self) -> Machine:
+        """Return the machine on which no product is slower for its weights being converted, as a bound needs it."""
+        return replace(self, measured={dtype: of.at_best() for dtype, of in self.measured.items()})
+
     def slowest_of(self, num_ranks: int) -> Machine:
         """Return the machine at the pace of the slowest of so many chips, for which all others wait in each step.
 

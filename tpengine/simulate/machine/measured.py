@@ -62,6 +62,19 @@ class Measured:
             operators={name: divided(curve) if name in _ATTENTION else curve for name, curve in self.operators.items()},
         )
 
+    def at_best(self) -> Measured:
+        """Return the rates, products by weights that were converted for them no slower than by those as they are."""
+        best = dict(self.products)
+        for kind, by_rows in self.products.items():
+            plain = self.products.get(kind.removeprefix("prepared_"), {})
+            best[kind] = {
+                rows: Curve(tuple((size, max(rate, plain[rows].at(size))) for size, rate in curve.points))
+                if rows in plain
+                else curve
+                for rows, curve in by_rows.items()
+            }
+        return Measured(best, self.operators)
+
     def partly(self, cached: Measured, cold_share: float) -> Measured:
         """Return the rates where a part of what is read comes from memory, as here, and the rest from caches.
 
