@@ -41,15 +41,17 @@ _SHEETS = (
 )
 # Of the network's bit rate, what rings attain: as in the sheets.
 _NETWORK_SHARE = 0.85
-_CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*g", re.IGNORECASE)
+_CARDS = re.compile(r"(\d+)\s*x\s*(?:[a-z]+\s*)?(\d+)\s*g", re.IGNORECASE)
+# Links within a node are the sheet's.
+_INSIDE = re.compile(r"nvlink[^,;+|]*", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(t|g)b?(?:it)?(?:/s|ps)?\b", re.IGNORECASE)
 # A card of more bits per second did not exist: so much is a whole node's.
 _FASTEST_CARD = 800e9
-# Whose rate it is: then that is what the row says.
-_WHOSE = re.compile(r"\bper (gpu|node|card|nic|rank|device)\b|/ *(gpu|node)\b")
-# What a source says of its nodes' connections, in bits per second, where rows do not say whose rate they name. "Cross-
-# node communication" of Hagemann et al.'s experiments is by "200Gb/s HDR Infiniband": read as one link of a node.
-_CLUSTERS = ((SCALING, 200e9),)
+# What a source says of its nodes' connections, in bits per second, and of which GPU, where a row says no rate, or that
+# one without saying whose it is. "Cross-node communication" of Hagemann et al.'s experiments is by "200Gb/s HDR
+# Infiniband": read as one link of a node.
+_CLUSTERS = ((SCALING, "a100", 200e9),)
+_WHOSE = re.compile(r"\b(per|each|every)\b|/ *(gpu|node|card|host|hca|nic)\b")
 
 
 def machine_of(row: Row) -> Machine:
@@ -64,21 +66,23 @@ def machine_of(row: Row) -> Machine:
         known = ", ".join(dict.fromkeys(of for _, of in _SHEETS if of))
         raise ValueError(f"gpu must be one whose data sheet is known: {known}: got {row.columns.get('gpu', '')!r}")
     machine = MACHINES[sheet]
-    rate = _bits_per_s(row, machine.ranks_per_node)
+    rate = _bits_per_s(row, machine)
     if not rate:
         return machine
     of_rank = rate / 8 * _NETWORK_SHARE
     return replace(machine, between=replace(machine.between, bytes_per_s=of_rank, ring_bytes_per_s=of_rank))
 
 
-def _bits_per_s(row: Row, ranks_per_node: int) -> float:
+def _bits_per_s(row: Row, machine: Machine) -> float:
     """Return each GPU's share of the network, in bits per second; 0 where neither row nor source say it."""
-    text = row.text("net")
-    of_node = next((rate for names, rate in _CLUSTERS if row.is_of(names)), 0.0)
-    if not of_node or _CARDS.search(text) or _WHOSE.search(text):
-        return network_bits_per_s(text, ranks_per_node)
+    text, per_node = row.text("net"), machine.ranks_per_node
+    of_node = next((rate for names, kind, rate in _CLUSTERS if row.is_of(names) and machine.name.startswith(kind)), 0.0)
+    outside = _INSIDE.sub("", text)
+    says_whose = _CARDS.search(outside) or _WHOSE.search(outside)
+    if not of_node or says_whose or _rate(outside) not in (0.0, of_node):
+        return network_bits_per_s(text, per_node)
     row.assumed.append(f"network {of_node / 1e9:.0f} Gb/s per node")
-    return of_node / ranks_per_node
+    return of_node / per_node
 
 
 def network_bits_per_s(text: str, ranks_per_node: int) -> float:
@@ -87,14 +91,16 @@ def network_bits_per_s(text: str, ranks_per_node: int) -> float:
     `8x200Gb/s` are a node's cards; `1600Gb/s` and whatever is said to be `per node` is a node's; less is one card's, of
     which there is one for each GPU.
     """
-    # Links within a node are the sheet's.
-    text = re.sub(r"nvlink[^,;+|]*", "", text)
+    text = _INSIDE.sub("", text)
     cards = _CARDS.search(text)
     if cards:
         return int(cards[1]) * int(cards[2]) * 1e9 / ranks_per_node
-    found = _RATE.search(text)
-    if not found:
-        return 0.0
-    rate = float(found[1]) * (1e12 if found[2].lower() == "t" else 1e9)
-    is_of_node = "node" in text or rate > _FASTEST_CARD
+    rate = _rate(text)
+    is_of_node = re.search(r"node|\bper (host|server)\b", text) is not None or rate > _FASTEST_CARD
     return rate / ranks_per_node if is_of_node and "per gpu" not in text else rate
+
+
+def _rate(text: str) -> float:
+    """Return the bits per second that a text names; 0 if none."""
+    found = _RATE.search(text)
+    return float(found[1]) * (1e12 if found[2].lower() == "t" else 1e9) if found else 0.0

@@ -63,11 +63,13 @@ class Row:
     Attributes:
         columns: what the file says.
         notes: `key=value` pairs of the column of that name, less what is measured.
+        name: what the file calls the row, letter for letter.
         assumed: what was taken where the row says nothing, in words.
     """
 
     columns: Mapping[str, str]
     notes: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
     assumed: list[str] = field(default_factory=list)
 
     @classmethod
@@ -80,7 +82,8 @@ class Row:
         }
         pairs = [part.partition("=") for part in re.split(r"[;\n]", texts.get("notes", ""))]
         notes = {key.strip().lower(): _unless_blank(value) for key, _, value in pairs if key.strip()}
-        return cls(texts, {key: value for key, value in notes.items() if key not in _MEASURED})
+        name = next((value or "" for key, value in columns.items() if str(key).strip().lower() == "id"), "")
+        return cls(texts, {key: value for key, value in notes.items() if key not in _MEASURED}, name)
 
     def filled(self, **columns: str) -> Row:
         """Return the row with more columns, which are said to be assumed."""

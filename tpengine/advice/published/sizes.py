@@ -15,6 +15,9 @@ from tpengine.advice.published.row import Row
 _VOCABULARY = 50304
 # No published model is deeper; a plan of so many units takes seconds.
 _MOST_LAYERS = 1000
+# Of pipelines, which take the longer to simulate the more stages they have; published ones have up to 64. An engine may
+# count embedding, last norm and head as layers.
+_MOST_STAGES, _MOST_ENDS = 128, 3
 _STAGES = {
     **{"3": "3", "zero3": "3", "fsdp": "3", "fsdp1": "3", "fsdp2": "3", "full": "3", "hsdp": "3", "stage3": "3"},
     **{"2": "2", "zero2": "2", "grad": "2", "stage2": "2", "1": "1", "zero1": "1", "stage1": "1", "distributed": "1"},
@@ -123,6 +126,12 @@ class Sizes:
         layers = row.number("layers")
         if layers > _MOST_LAYERS:
             raise ValueError(f"layers must be at most {_MOST_LAYERS}: got {layers}: correct it")
+        chunks = row.number("vpp", 2 if re.search("interleav|virtual", schedule_words(row)) else 1) if pp > 1 else 1
+        if pp > _MOST_STAGES or pp * chunks > layers + _MOST_ENDS:
+            raise ValueError(
+                f"stages must be at most {_MOST_STAGES}, their chunks at most the layers and their ends: got pp {pp}, "
+                f"vpp {chunks}, {layers} layers: correct one of them"
+            )
         return cls(
             layers=layers,
             hidden=hidden,
@@ -135,7 +144,7 @@ class Sizes:
             gpus=gpus,
             tp=tp,
             pp=pp,
-            chunks=row.number("vpp", 2 if re.search("interleav|virtual", schedule_words(row)) else 1) if pp > 1 else 1,
+            chunks=chunks,
             dp=dp,
             cp=cp,
             micro_batch=micro,

@@ -12,6 +12,8 @@ from tpengine.advice.published.row import Row
 from tpengine.files import write_beside
 
 COLUMNS = ("id", "step_seconds", "mfu", "peak_bytes", "fits", "notes")
+# As the csv module has it.
+_LONGEST_CELL = 131_072
 # Without these there is nothing to predict in any row.
 _NEEDED = ("id", "layers", "hidden", "seq_len", "gpu", "gpus", "global_batch")
 
@@ -30,9 +32,14 @@ def predict_table(table: Path, out: Path) -> tuple[int, int]:
         ValueError: no such file, no text, or columns are missing; one line.
         OSError: it cannot be written.
     """
+    if out.is_dir() or not out.parent.is_dir():
+        reason = "it is a directory" if out.is_dir() else f"{out.parent} is no directory"
+        raise ValueError(f"--out must be a file that can be written: {out}: {reason}: name another")
+    if out.exists() and table.exists() and out.samefile(table):
+        raise ValueError(f"--out must be another file than --table: got {out} for both: name another")
     rows = read_rows(table)
     predictions = [predicted(row) for row in rows]
-    write_beside(out, table_text((row.columns.get("id", ""), of) for row, of in zip(rows, predictions, strict=True)))
+    write_beside(out, table_text((row.name, of) for row, of in zip(rows, predictions, strict=True)))
     return len(rows), sum(of.step_seconds is not None for of in predictions)
 
 
@@ -43,14 +50,19 @@ def read_rows(table: Path) -> list[Row]:
         ValueError: as `predict_table`.
     """
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or ())
-            rows = [Row.of(row) for row in reader]
+        # A letter of another encoding is in a name, which nothing is read from.
+        text = table.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise ValueError(f"--table needs a readable file: {table}: {error.strerror}: check the path") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"--table needs a CSV file in UTF-8: {table}: {error}: correct the file") from None
+    if "\0" in text:
+        raise ValueError(f"--table needs a CSV file: {table} has bytes that no text has: check the path")
+    csv.field_size_limit(max(_LONGEST_CELL, len(text)))
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        columns = [name.strip().lower() for name in reader.fieldnames or ()]
+        rows = [Row.of(row) for row in reader]
+    except csv.Error as error:
+        raise ValueError(f"--table needs a CSV file: {table}: {error}: correct the file") from None
     missing = [name for name in _NEEDED if name not in columns]
     if missing:
         raise ValueError(

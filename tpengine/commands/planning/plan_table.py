@@ -6,6 +6,13 @@ import argparse
 from pathlib import Path
 
 from tpengine.advice.published import predict_table
+from tpengine.advice.question import AXES
+
+# What is asked of one layout alone.
+_OF_ONE_LAYOUT = (
+    *("model", "resume", "profile", "ranks", "global_batch", "seq_len", "dtype", "reduction", "memory_limit"),
+    *("explain_memory", "json", "phases", *AXES),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,5 +31,10 @@ def print_table(args: argparse.Namespace) -> None:
     if args.table is None or args.out is None:
         given = "--table alone" if args.out is None else "--out alone"
         raise ValueError(f"--table and --out belong together: got {given}: use --table RUNS.csv --out PREDICTIONS.csv")
+    # Rows say all else themselves.
+    others = [name for name in _OF_ONE_LAYOUT if getattr(args, name, None)]
+    if others:
+        flag = "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(others[0], others[0])
+        raise ValueError(f"--table predicts what its rows say: got {flag.replace('_', '-')}: leave it out")
     num_rows, num_predicted = predict_table(args.table, args.out)
     print(f"{args.out}: {num_predicted} of {num_rows} rows predicted; the others say why in their notes")

@@ -324,17 +324,46 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict_table(table, out) == (4, 2)
 
 
+def test_names_stay_and_letters_of_another_encoding_cost_nothing(tmp_path: Path) -> None:
+    """Predictions are joined by id: whatever it is, also where the cell would say nothing or no in another column."""
+    table, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    names, long = ["x", "-", "n/a", " a b ", "\u00e9"], "y" * 200_000
+    with table.open("w", newline="", encoding="latin-1") as file:
+        writer = csv.DictWriter(file, [" ID", *list(GPT)[1:], "remark"])
+        writer.writeheader()
+        for name in names:
+            columns = {key: value for key, value in GPT.items() if key != "id"}
+            writer.writerow({" ID": name, **columns, "remark": long})
+    assert predict_table(table, out) == (5, 5)
+    with out.open(newline="", encoding="utf-8") as file:
+        assert [row["id"] for row in csv.DictReader(file)] == [*names[:4], "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"layers": "1000", "pp": "200", "gpus": "200"}, {"layers": "96", "pp": "8", "vpp": "1000000000"}], ids=str
+)
+def test_a_pipeline_of_too_many_parts_is_left_empty_at_once(sizes: dict[str, str]) -> None:
+    found = predicted(row_of(GPT | {"dp": "", "tp": "1", "global_batch": "2000", "micro_batch": "1"} | sizes))
+    assert found.step_seconds is None and "stages must be at most 128" in found.notes
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lacks, binary = tmp_path / "lacks.csv", tmp_path / "binary.csv"
+    lacks, binary, good = tmp_path / "lacks.csv", tmp_path / "binary.csv", tmp_path / "good.csv"
+    good.write_text(",".join(GPT) + "\n")
     lacks.write_text("id,layers\na,1\n")
-    binary.write_bytes(b"id\n\xff\xfe")
+    binary.write_bytes(b"id\n\0\xff\xfe")
     out = str(tmp_path / "out.csv")
     for arguments, rule in (
         (["--table", str(lacks)], "--table and --out belong together: got --table alone"),
         (["--out", out], "--table and --out belong together: got --out alone"),
         (["--table", str(tmp_path / "no.csv"), "--out", out], "--table needs a readable file"),
         (["--table", str(lacks), "--out", out], "lacks hidden, seq_len, gpu, gpus, global_batch"),
-        (["--table", str(binary), "--out", out], "--table needs a CSV file in UTF-8"),
+        (["--table", str(binary), "--out", out], "has bytes that no text has"),
+        (["--table", str(good), "--out", str(good)], "--out must be another file than --table"),
+        (["--table", str(good), "--out", str(tmp_path)], "it is a directory: name another"),
+        (["--table", str(good), "--out", str(tmp_path / "no" / "o.csv")], "no is no directory: name another"),
+        (["--table", str(good), "--out", out, "--tp", "3"], "predicts what its rows say: got --tp: leave it out"),
+        (["--table", str(good), "--out", out, "--model", "tiny"], "got --model: leave it out"),
     ):
         assert main(["plan", *arguments]) == 2
         said = capsys.readouterr().err

@@ -55,9 +55,20 @@ def seconds(columns: Mapping[str, str] = RUN, **changes: str) -> float:
         # As the paper says it: of a node's eight GPUs. What a row says itself counts.
         ("", 25.0),
         ("200Gb/s HDR InfiniBand", 25.0),
+        ("HDR 200 Gb/s", 25.0),
+        ("NVLink 600GB/s per GPU", 25.0),
+        ("NVLink 600GB/s, 200Gb/s HDR", 25.0),
         ("8x200Gb/s HDR", 200.0),
+        ("8 x HDR 200Gb/s", 200.0),
         ("200Gb/s per GPU", 200.0),
+        ("200Gb/s per-GPU", 200.0),
+        ("200Gb/s per HCA", 200.0),
+        ("200 Gb/s each", 200.0),
         ("800Gb/s per node", 100.0),
+        ("400Gb/s NDR", 400.0),
+        ("100Gb/s", 100.0),
+        ("1600Gb/s RoCE", 200.0),
+        ("3.2Tbps", 400.0),
     ],
 )
 def test_nodes_have_the_one_link_that_the_paper_names(net: str, gbits: float) -> None:
@@ -65,7 +76,9 @@ def test_nodes_have_the_one_link_that_the_paper_names(net: str, gbits: float) ->
     ours = MACHINES["a100"].between.bytes_per_s
     assert machine_of(row).between.bytes_per_s == pytest.approx(ours * gbits / 200.0)
     assert row.assumed == (["network 200 Gb/s per node"] if gbits == 25.0 else [])
-    assert machine_of(Row.of({**RUN, "source": "others"})).between.bytes_per_s == ours
+    for other in ({"source": "others"}, {"gpu": "H100-SXM"}):
+        gpu = Row.of({**RUN, **other})
+        assert machine_of(gpu).between.bytes_per_s == MACHINES["h100" if "gpu" in other else "a100"].between.bytes_per_s
 
 
 def notes(kernel: str) -> str:
