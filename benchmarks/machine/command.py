@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
 from benchmarks.machine.sizes import TINY, sizes_of
@@ -45,6 +46,8 @@ class Options:
 def main(options: Options) -> int:
     """Measure, and write the file; return 0."""
     begin = time.monotonic()
+    if options.out is not None and options.out.is_dir():
+        raise ValueError(f"--out must be a file: {options.out} is a directory: name a file in it, as m.toml")
     machine = measured_machine(options)
     text = machine_text(machine)
     if options.out is None:
@@ -65,6 +68,8 @@ def measured_machine(options: Options) -> Machine:
     if unknown:
         raise ValueError(f"--dtypes must be of float32, float64, bfloat16, float16: got {min(unknown)}: use float32")
     is_gpu = options.device == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda needs a GPU: torch {torch.__version__} sees none: use --device cpu")
     sizes = TINY if options.tiny else sizes_of(options.device)
     num_ranks = 1 if is_gpu else options.ranks
     with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:

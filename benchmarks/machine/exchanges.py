@@ -78,7 +78,9 @@ def fused_rates(clock: Clock, sizes: Sequence[tuple[int, int]]) -> Points:
         sizes: (tokens of all ranks, width); a weight has as many columns.
     """
     world, found = dist.get_world_size(), []
-    for tokens, width in sizes:
+    for most, width in sizes:
+        # Each rank has as many.
+        tokens = most // world * world
         comm = Communicator(dist.group.WORLD, arena_bytes=exchange_bytes(tokens, 4 * width, world))
         x, own = torch.randn(tokens, width), torch.randn(tokens // world, width)
         matrix = PreparedMatrix(torch.randn(width, width), tokens // world)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from support.ranks.rank_pool import RankPool
 
@@ -92,3 +93,29 @@ def evictions() -> tuple[int, int]:
             measure(clock, [64])
         counts.append(evict.call_count)
     return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--out", "DIR"], "--out must be a file: "),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda needs a GPU: ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_before_anything_is_measured(
+    options: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["machine", "--tiny", *(str(tmp_path) if option == "DIR" else option for option in options)]) == 2
+    said = capsys.readouterr().err
+    assert rule in said and said.count("\n") == 1
+
+
+def test_three_ranks_share_rows_that_they_do_not_divide(tmp_path: Path) -> None:
+    out = tmp_path / "m.toml"
+    assert main(["machine", "--tiny", "--passes", "1", "--ranks", "3", "--out", str(out)]) == 0
+    assert read_machine(out).ranks_per_node == 3

@@ -19,15 +19,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sheet.json"
-    text = said(capsys, *PLAN, "--zero", "1", "--explain-memory", "--json", str(file))
-    sheet = json.loads(file.read_text())
-    assert sum(sheet["parts"].values()) == pytest.approx(sheet["step_seconds"], rel=1e-6)
-    assert text.startswith("llama_1b, 8 x h200, 32 x 2,048 tokens: tp 2 pp 2 dp 2 1f1b zero 1 b 4 m 4\nstep ")
-    assert "--parallel.zero 1" in text and "fits: " in text
-    # Each formula is what it says it is.
-    checked = 0
+def checked_formulas(text: str) -> set[str]:
+    """The names of the lines whose formula is what it says it is."""
+    checked: set[str] = set()
     for line in text.splitlines():
         found = re.fullmatch(r"  (\S.*?)  +(?:.* = )?([\d,]+(?: x [\d,]+)*)(?: / dp (\d+))? +([\d,]+)", line)
         if found is None:
@@ -38,8 +32,36 @@ def test_a_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         num_bytes = int(found[4].replace(",", ""))
         # Slices are padded.
         assert num_bytes == pytest.approx(product / int(found[3] or 1), rel=1e-3), line
-        checked += 1
-    assert checked >= 10
+        checked.add(found[1])
+    return checked
+
+
+def test_a_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sheet.json"
+    text = said(capsys, *PLAN, "--zero", "1", "--explain-memory", "--json", str(file))
+    sheet = json.loads(file.read_text())
+    assert sum(sheet["parts"].values()) == pytest.approx(sheet["step_seconds"], rel=1e-6)
+    assert text.startswith("llama_1b, 8 x h200, 32 x 2,048 tokens: tp 2 pp 2 dp 2 1f1b zero 1 b 4 m 4\nstep ")
+    assert "--parallel.zero 1" in text and "fits: " in text
+    assert len(checked_formulas(text)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("model", "argv"),
+    [
+        ("certify", ["--reduction", "exact", "--dp", "2", "--ranks", "2"]),
+        ("certify", ["--reduction", "exact", "--dp", "2", "--ranks", "2", "--zero", "2"]),
+        ("bench", ["--tp", "2", "--ranks", "2"]),
+        ("llama_1b", ["--tp", "2", "--dtype", "bfloat16", "--ranks", "2"]),
+    ],
+    ids=str,
+)
+def test_formulas_of_other_modes(model: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", "--model", model, "--machine", "cpu", *argv, "--explain-memory")
+    names = {"weights", "gradients", "moments", "gate, up, product", "its input"}
+    # With dropout attention's are no product.
+    assert names | ({"attention", "its log-sum-exp"} if model != "certify" else set()) <= checked_formulas(text), text
+    assert ("for matmuls" in text) == ("for matmuls" in checked_formulas(text))
 
 
 def test_plan_and_schedule_print_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import dtype_bytes, gradient_bytes
 from tpengine.plan import Recompute
 from tpengine.simulate.modelled.held.bytes import BlockBytes
+from tpengine.simulate.modelled.held.prepared import FORMS
 
 _LEGEND = (
     "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"
@@ -24,15 +25,19 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
     for rank, memory in enumerate(sheet.memory):
         numel, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
         yield f"rank {rank}: {numel:,} weights"
-        yield _line("weights", f"{numel:,} x {narrow}{shares[0]}", state.weights)
-        yield _line("gradients", f"{numel:,} x {wide}{shares[1]}", state.gradients)
-        if state.masters:
-            yield _line("masters", f"{numel:,} x {wide}{shares[2]}", state.masters)
-        yield _line("moments", f"{numel:,} x 2 x {wide}{shares[2]}", state.moments)
+        kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", 2, wide))
+        for (name, times, item), share in zip(kinds, (*shares, shares[-1]), strict=True):
+            num_bytes = getattr(state, name)
+            # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up.
+            counted = f"{num_bytes // (times * item):,}" if config.train.reduction == "exact" else f"{numel:,}"
+            formula = f"{counted} x {times} x {item}" if times > 1 else f"{counted} x {item}"
+            if num_bytes:
+                yield _line(name, formula + (share if config.train.reduction != "exact" else ""), num_bytes)
         if state.padding:
             yield _line("of these padding", "slices of buckets", state.padding)
         if memory.prepared:
-            yield _line("for matmuls", f"2 x {narrow} an element of the large matrices", memory.prepared)
+            copied = memory.prepared // (FORMS * narrow)
+            yield _line("for matmuls", f"{copied:,} x {FORMS} x {narrow}", memory.prepared)
         for name, num_bytes in (
             ("gathered weights", memory.gathered),
             ("not summed yet", memory.unsummed),
@@ -58,17 +63,36 @@ def _block_lines(sheet: Sheet) -> Iterator[str]:
         yield _line("sum after attention", f"t D e = {t} x {d} x {e}", block.x)
         yield _line("second norm", f"t {block.norm_statistics} a = {t} x {block.norm_statistics} x {a}", block.norm)
         yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
-        middle = block.mlp - block.x - block.norm - block.gathered
         factor = block.num_gated + 1
+        middle = factor * block.middle * e
         yield _line("gate, up, product", f"{factor} T F e = {factor} x {block.tokens} x {block.ffn} x {e}", middle)
+        if masks := block.mlp - block.x - block.norm - block.gathered - middle:
+            yield _line("masks of dropout", "a byte an element", masks)
     if recompute is Recompute.NONE:
         yield _line("first norm", f"t {block.norm_statistics} a = {t} x {block.norm_statistics} x {a}", block.norm)
         yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
-        sizes = f"{block.tokens} x ({block.heads} + {block.kv_heads}) x {block.head_size} x {e}"
-        rest = block.attention - block.norm - block.gathered
-        yield _line("attention", f"at least 2 T (H + G) E e = 2 x {sizes}", rest)
+        yield from _attention_lines(block)
     yield _line("together", "", block.saved(recompute))
     yield _LEGEND
+
+
+def _attention_lines(block: BlockBytes) -> Iterator[str]:
+    """Yield what attention keeps: queries, keys, values and output; what else there is."""
+    statistics = block.tokens * block.heads * block.wide
+    heads, rest = divmod(block.attended - statistics, block.tokens * block.head_size * block.item)
+    # With dropout in attention it is wider.
+    if not rest and not block.drops_attention:
+        copies = (heads - 2 * block.kv_heads) // block.heads
+        sizes = f"{block.tokens} x {heads} x {block.head_size} x {block.item}"
+        yield _line("attention", f"T ({copies} H + 2 G) E e = {sizes}", block.attended - statistics)
+        yield _line("its log-sum-exp", f"T H a = {block.tokens} x {block.heads} x {block.wide}", statistics)
+    else:
+        yield _line("attention", "with dropout, in float32", block.attended)
+    if block.normed_heads:
+        yield _line("norms of heads", "their inputs and statistics", block.normed_heads)
+    masks = block.attention - block.norm - block.gathered - block.attended - block.normed_heads
+    if masks:
+        yield _line("mask of dropout", f"t D = {block.own_tokens} x {block.hidden}", masks)
 
 
 def _rows(block: BlockBytes) -> str:

@@ -19,7 +19,7 @@ from tpengine.commands.parsing import count
 from tpengine.commands.planning.asked import add_question_arguments, phases_of_model, question_asked, run_command
 from tpengine.commands.planning.no_answer import nothing_divides, nothing_fits
 from tpengine.plan import SCHEDULES, make_schedule
-from tpengine.simulate.draw import MAX_BOXES, Picture, picture_bytes, write_beside
+from tpengine.simulate.draw import MAX_BOXES, Picture, check_place, picture_bytes, write_beside
 
 _NUM_PICTURES = 3
 
@@ -60,6 +60,8 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(nothing_divides(question))
     if args.draw and args.draw.exists() and not args.draw.is_dir():
         raise ValueError(f"--draw must be a directory: {args.draw} is a file: name another")
+    if args.json:
+        check_place(args.json)
     found = search(question, args.top, args.seconds)
     if not found.rows:
         raise ValueError(nothing_fits(question, found, max(1.0, args.seconds / 5)))
@@ -82,8 +84,11 @@ def advise(args: argparse.Namespace) -> None:
         )
         print(f"wrote {args.json}")
     if args.draw:
-        args.draw.mkdir(parents=True, exist_ok=True)
         path = args.draw / "advice.svg"
+        try:
+            args.draw.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--draw must be a directory: {args.draw}: {error.strerror}: name another") from None
         pictures = _pictures(found.rows, question)
         write_beside(path, picture_bytes(path, pictures))
         print(f"wrote {path}: the first {len(pictures)} of the rows")

@@ -3,7 +3,7 @@
 Read picture.py (what is drawn), scene.py (where it is placed), palette.py (its colours), svg.py in this order.
 """
 
-from tpengine.simulate.draw.file import check_picture_file, draw_to_file, picture_bytes, write_beside
+from tpengine.simulate.draw.file import check_picture_file, check_place, draw_to_file, picture_bytes, write_beside
 from tpengine.simulate.draw.grid import describe, grid
 from tpengine.simulate.draw.html import draw_html
 from tpengine.simulate.draw.picture import MAX_BOXES, Picture, bytes_text, check_num_boxes
@@ -16,6 +16,7 @@ __all__ = [
     "bytes_text",
     "check_num_boxes",
     "check_picture_file",
+    "check_place",
     "describe",
     "draw_html",
     "draw_svg",

@@ -38,7 +38,7 @@ def check_file(path: Path) -> None:
 
     Raises: ValueError: the file cannot be written; one line with path and reason.
     """
-    _check_place(path)
+    check_place(path)
     with _refused(path):
         files.try_to_write(path)
 
@@ -65,7 +65,7 @@ def write_beside(path: Path, content: bytes) -> None:
 
     Raises: ValueError: it cannot be written; one line with path and reason.
     """
-    _check_place(path)
+    check_place(path)
     with _refused(path):
         files.write_beside(path, content)
 
@@ -85,7 +85,11 @@ def _check_form(path: Path) -> None:
         raise ValueError(f"a picture's name must end in one of {endings}: got {path}: use {path.stem or 'out'}.svg")
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
+    """Refuse a file where none can be.
+
+    Raises: ValueError: its directory does not exist, or it is a directory or device itself.
+    """
     if not path.resolve().parent.is_dir():
         raise ValueError(f"a file must lie in a directory that exists: got {path}: make {path.parent} first")
     if path.exists() and not path.is_file():
