@@ -210,7 +210,7 @@ def _basis(question: Question, config: Config) -> Iterator[str]:
     slack = ""
     if machine.memory_bytes and not question.base.parallel.memory_limit:
         slack = f" {_percent(ALLOCATOR_SHARE)} of a rank's memory is left to the allocator and libraries."
-    measured = "" if machine.recorded else "; nothing was measured"
+    measured = "" if machine.recorded else "; no run of it was measured"
     yield (
         f"simulated in {config.train.dtype} at the rates of {machine.name} ({machine.source}){measured}.{exact}{slack}"
     )

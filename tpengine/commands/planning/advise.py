@@ -16,7 +16,13 @@ from tpengine.advice.question import Question
 from tpengine.advice.search import Found, Row, search
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines
 from tpengine.commands.parsing import count
-from tpengine.commands.planning.asked import add_question_arguments, phases_of_model, question_asked, run_command
+from tpengine.commands.planning.asked import (
+    add_question_arguments,
+    lacks_weights,
+    phases_of_model,
+    question_asked,
+    run_command,
+)
 from tpengine.commands.planning.no_answer import nothing_divides, nothing_fits
 from tpengine.plan import SCHEDULES, make_schedule
 from tpengine.simulate.draw import MAX_BOXES, Picture, check_place, picture_bytes, write_beside
@@ -69,7 +75,7 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
     changed = list(changes(question, found.rows[0], max(1.0, args.seconds / 5), found.bounds))
     run = run_command(args, question) + phases_of_model(args, question, question.base.train.steps)
-    print("\n".join(answer_lines(question, name, found, changed, run)))
+    print("\n".join([*answer_lines(question, name, found, changed, run), *filter(None, [lacks_weights(args)])]))
     if question.base.phases:
         print(
             f"{question.base.phases} has phases: this is advice for the settings of config.toml, which every phase may "

@@ -179,3 +179,14 @@ def phases_of_model(args: argparse.Namespace, question: Question, steps: int) ->
     """Return the options for the phases of the run that --model names; one that goes on has its own."""
     phases = question.base.phases
     return f" --phases {phases} --train.steps {steps}" if phases and not args.resume else ""
+
+
+def lacks_weights(args: argparse.Namespace) -> str:
+    """Return a line for a model that is a config.json alone: the command begins with weights; empty for others."""
+    path = Path(args.model or "")
+    directory = path.parent if path.name == "config.json" else path
+    if not args.model or args.model.replace("-", "_") in PRESETS or run_of(str(directory)) is not None:
+        return ""
+    if any(directory.glob("*.safetensors")):
+        return ""
+    return f"the command needs weights: {directory} has a config.json alone: put the model's *.safetensors beside it"

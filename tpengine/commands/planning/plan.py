@@ -17,6 +17,7 @@ from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.planning import plan_table
 from tpengine.commands.planning.asked import (
     add_question_arguments,
+    lacks_weights,
     phases_of_model,
     question_asked,
     run_command,
@@ -64,7 +65,7 @@ def print_plan(args: argparse.Namespace) -> None:
         sheets.append(sheet_json(sheet))
     if max(sheet["peak_bytes"] for sheet in sheets) <= question.memory_limit:
         run = f"{run_command(args, question)} {layout.flags(question)}{_phase_flags(args, question, asked)}"
-        lines.append(f"run it: {run}")
+        lines += filter(None, [f"run it: {run}", lacks_weights(args)])
     else:
         lines.append("it does not fit, so no command: tpengine advise looks for layouts that do")
     if args.json:

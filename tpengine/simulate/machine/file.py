@@ -24,11 +24,12 @@ norm = [[1e4, 5e9], [1e6, 1e10]]
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,13 @@ from typing import Any
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine
-from tpengine.simulate.machine.measured import Measured
+from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS, Measured
 from tpengine.simulate.machine.sheets import MACHINES
 
 _FORMAT = 1
+# Each operator is measured forward and backward; the backward of an addition is none of the engine's.
+_MEASURED_OPERATORS = (*OPERATORS, "add_backward")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = re.compile(r"(?P<kind>.+?)(?::(?P<per_node>\d+)(?:x(?P<nodes>\d+))?)?")
 
 
@@ -95,10 +99,31 @@ def read_machine(path: Path) -> Machine:
     if values.pop("format", None) != _FORMAT:
         raise ValueError(f"a machine's file must say format = {_FORMAT}: {path}: write it anew with this version")
     machine: Machine = _built(Machine, values, str(path), "")
+    _check_names(machine, path)
     shares = [share for _, share in machine.cold_share.points]
     if shares != sorted(shares) or shares[-1] > 1.0:
         raise ValueError(f"{path}: cold_share must rise to at most 1: got {shares}: correct the value")
     return machine
+
+
+def _check_names(machine: Machine, path: Path) -> None:
+    """Refuse rates by a name that nothing asks for: a misspelled one would be left out without a word."""
+    of_dtypes = {"flops_per_s": machine.flops_per_s, "measured": machine.measured, "cached": machine.cached}
+    for key, named in of_dtypes.items():
+        _check_known(f"{key} of a dtype", named, _DTYPES, path)
+    if not machine.flops_per_s:
+        raise ValueError(f"{path}: flops_per_s must have a dtype at least: got none: add float32 = RATE")
+    for key, of_dtype in (("measured", machine.measured), ("cached", machine.cached)):
+        for dtype, rates in of_dtype.items():
+            _check_known(f"{key}.{dtype}.operators", rates.operators, _MEASURED_OPERATORS, path)
+            _check_known(f"{key}.{dtype}.products", rates.products, PRODUCTS, path)
+
+
+def _check_known(key: str, given: Iterable[str], known: Sequence[str], path: Path) -> None:
+    for name in given:
+        if name not in known:
+            near = next(iter(difflib.get_close_matches(name, known, n=1)), "one of these")
+            raise ValueError(f"{path}: {key} must be of {', '.join(known)}: got {name}: use {near}")
 
 
 # Zero has a meaning for these: nothing, or no limit.
@@ -131,7 +156,9 @@ def _value(hint: Any, value: Any, path: str, key: str) -> Any:
         return hint(_number(value, path, key, is_whole=hint is int))
     if hint in (str, bool) and type(value) is hint:
         return value
-    what = {Link: "a table", Curve: "points [[size, quantity], ...]"}.get(hint, getattr(hint, "__name__", "a table"))
+    names = {Link: "a table", Measured: "a table", Curve: "points [[size, quantity], ...]"}
+    of_type = "a table" if typing.get_origin(hint) is Mapping else getattr(hint, "__name__", "a table")
+    what = names.get(hint, of_type)
     raise ValueError(f"{path}: {key} must be {what}: got {value!r}: correct the value")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -138,3 +139,19 @@ def test_a_file_of_a_schedule_is_one_of_the_layouts(tmp_path: Path, capsys: pyte
     advise = ["advise", "--model", "tiny", "--machine", "cpu", "--ranks", "2", "--schedule", str(file)]
     text = said(capsys, *advise, "--global-batch", "3", "--pp", "2", "--micro-batch", "1", "--seconds", "1000")
     assert started(text, 2).parallel.schedule == str(file)
+
+
+def test_a_configuration_alone_is_said_to_lack_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command begins with the weights of its directory; a blank in its path is quoted."""
+    model = tmp_path / "my model"
+    model.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 128, "vocab_size": 61, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes})
+    )
+    argv = ["plan", "--model", str(model), "--machine", "cpu", "--ranks", "1"]
+    text = said(capsys, *argv)
+    assert f"--model.path '{model}'" in text and f"the command needs weights: {model} has a config.json alone" in text
+    (model / "model.safetensors").write_bytes(b"")
+    assert "needs weights" not in said(capsys, *argv)

@@ -140,6 +140,11 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("within",), 3, "within must be a table"),
     (("within", "width"), 3, "unknown key within.width"),
     (("between", "measured"), {"two": [[1.0, 1.0]]}, "numbers of ranks as keys"),
+    (("within", "fused"), 3, "within.fused must be a table"),
+    (("flops_per_s",), {}, "flops_per_s must have a dtype at least: got none: add float32"),
+    (("flops_per_s", "int9"), 1e9, "flops_per_s of a dtype must be of .* got int9"),
+    (("measured",), {"float32": {"operators": {"nrom": [[1.0, 1.0]]}}}, "got nrom: use norm"),
+    (("cached",), {"float32": {"products": {"forwards": {"1": [[1.0, 1.0]]}}}}, "got forwards: use forward"),
 ]
 
 
