@@ -64,6 +64,9 @@ class Diagnosis:
             "verdict": self.fault,
             "step_seconds": self.baseline.step,
             "floor_seconds": self.baseline.floor * self.baseline.step,
+            "computing_share": self._computing(),
+            "bubble_share": self.baseline.bubble,
+            "starved_share": self._starved(),
             "findings": [
                 {
                     "fault": finding.fault,
@@ -79,15 +82,19 @@ class Diagnosis:
 
     def _healthy(self) -> str:
         baseline, step = self.baseline, self.baseline.step
-        # By the simulated step, of which the recorded one is a little longer or shorter.
-        computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / baseline.timeline.makespan
-        computing *= statistics.median(of.plan for of in baseline.evidence.profile.steps) / step
         noisy = ", by which its own steps differ: record more steps, on hosts that do nothing else"
         noisy = noisy if baseline.is_noisy else ""
         return (
-            f"{Fault.NONE}: {percent(computing)} compute, bubble {percent(baseline.bubble)} as "
+            f"{Fault.NONE}: {percent(self._computing())} compute, bubble {percent(baseline.bubble)} as "
             f"planned: no change that is known here brings {percent(baseline.floor)} of {seconds_text(step)}{noisy}"
         )
+
+    def _computing(self) -> float:
+        """Return the share of the step in which ranks compute, on average."""
+        baseline = self.baseline
+        # By the simulated step, of which the recorded one is a little longer or shorter.
+        computing = statistics.fmean(rank.computing for rank in baseline.figures.ranks) / baseline.timeline.makespan
+        return computing * statistics.median(of.plan for of in baseline.evidence.profile.steps) / baseline.step
 
     def _basis(self) -> str:
         evidence, baseline = self.baseline.evidence, self.baseline
@@ -109,14 +116,18 @@ class Diagnosis:
 
     def _crowding(self) -> str:
         """Return what is to be known of a host whose cores have other work too."""
-        actions = [action for rank in self.baseline.evidence.profile.ranks for action in rank.actions.values()]
-        share = sum(action.starved for action in actions) / sum(action.seconds for action in actions)
+        share = self._starved()
         if share < _CROWDED:
             return ""
         return (
             f"; ranks stood in line for a core in {percent(share)} of their actions' time: times are those of taking "
             "turns with other threads"
         )
+
+    def _starved(self) -> float:
+        """Return the share of actions' time in which ranks stood in line for a core."""
+        actions = [action for rank in self.baseline.evidence.profile.ranks for action in rank.actions.values()]
+        return sum(action.starved for action in actions) / sum(action.seconds for action in actions)
 
 
 def diagnose(run_dir: Path) -> Diagnosis:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,23 @@ def print_plan(args: argparse.Namespace) -> None:
         if args.explain_memory:
             lines += memory_lines(sheet)
         sheets.append(sheet_json(sheet))
-    if max(sheet["peak_bytes"] for sheet in sheets) <= question.memory_limit:
-        run = f"{run_command(args, question)} {layout.flags(question)}{_phase_flags(args, question, asked)}"
+    fits, limit = max(sheet["peak_bytes"] for sheet in sheets) <= question.memory_limit, question.memory_limit
+    run = f"{run_command(args, question)} {layout.flags(question)}{_phase_flags(args, question, asked)}"
+    if fits:
         lines += filter(None, [f"run it: {run}", lacks_weights(args)])
     else:
         lines.append("it does not fit, so no command: tpengine advise looks for layouts that do")
     if args.json:
-        found = {"phases": sheets} if len(sheets) > 1 else sheets[0]
+        asked_for: dict[str, Any] = {
+            "model": name,
+            "machine": question.machine.name,
+            "ranks": question.num_ranks,
+            "layout": asdict(layout),
+            "run": run if fits else None,
+            "memory_limit_bytes": limit if limit < math.inf else None,
+            "fits": fits,
+        }
+        found = asked_for | ({"phases": sheets} if len(sheets) > 1 else sheets[0])
         write_beside(args.json, (json.dumps(found, indent=2) + "\n").encode())
         lines.append(f"wrote {args.json}")
     print("\n".join(lines))

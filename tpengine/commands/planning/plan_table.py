@@ -37,4 +37,5 @@ def print_table(args: argparse.Namespace) -> None:
         flag = "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(others[0], others[0])
         raise ValueError(f"--table predicts what its rows say: got {flag.replace('_', '-')}: leave it out")
     num_rows, num_predicted = predict_table(args.table, args.out)
-    print(f"{args.out}: {num_predicted} of {num_rows} rows predicted; the others say why in their notes")
+    left = "" if num_predicted == num_rows else "; the others say why in their notes"
+    print(f"{args.out}: {num_predicted} of {num_rows} rows predicted{left}")

@@ -15,6 +15,7 @@ from tpengine.advice.diagnose import Diagnosis, Fault, diagnose
 from tpengine.advice.diagnose.baseline import Baseline
 from tpengine.advice.diagnose.changes import changed
 from tpengine.advice.diagnose.evidence import read_evidence
+from tpengine.advice.diagnose.finding import percent
 from tpengine.cli import main
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, phases_of, validate, validate_run
 from tpengine.config.toml import dump_toml
@@ -272,6 +273,9 @@ def test_a_rank_whose_core_has_other_work_is_not_slow(tmp_path: Path, pp: int, d
     crowded = Truth(starved={place: 1.5})
     found = diagnosed(tmp_path, config, crowded)
     assert found.fault is Fault.NONE and "stood in line for a core in " in found.lines()[-1], found.lines()
+    numbers, said = found.to_json(), " ".join(found.lines())
+    assert f"{percent(numbers['computing_share'])} compute, bubble {percent(numbers['bubble_share'])} as" in said
+    assert f"in line for a core in {percent(numbers['starved_share'])} of" in said and numbers["starved_share"] > 0.05
     slow = replace(crowded, slower={place: 1.4})
     found = diagnosed(tmp_path, config, slow)
     assert found.fault is Fault.SLOW_RANK and "computes 40 % longer" in found.findings[0].evidence, found.lines()

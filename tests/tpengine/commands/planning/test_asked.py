@@ -132,6 +132,18 @@ def test_a_limit_is_said_in_the_command_and_what_does_not_fit_has_none(capsys: p
     assert "does not fit" in text and "run it" not in text
 
 
+def test_the_sheet_in_json_says_of_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sheet.json"
+    plan = ["plan", "--model", "llama_1b", "--machine", "h200:8", "--json", str(file)]
+    text = said(capsys, *plan)
+    sheet = json.loads(file.read_text())
+    assert (sheet["model"], sheet["machine"], sheet["ranks"], sheet["fits"]) == ("llama_1b", "h200", 8, True)
+    assert f"run it: {sheet['run']}\n" in text and sheet["layout"]["dp"] == 8 and sheet["memory_limit_bytes"] > 1e11
+    said(capsys, *plan, "--memory-limit", "1000000000")
+    sheet = json.loads(file.read_text())
+    assert (sheet["fits"], sheet["run"]) == (False, None)
+
+
 def test_a_file_of_a_schedule_is_one_of_the_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its ranks and micro-batches are its own; layouts of other sizes are none of a run."""
     file = tmp_path / "mine.txt"
