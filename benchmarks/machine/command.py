@@ -94,6 +94,7 @@ def measured_machine(options: Options) -> Machine:
         host_s_per_operator=per_operator,
         host_s_per_action=per_action,
         ranks_per_node=num_ranks,
+        num_nodes=1,
         within=_link(found, num_ranks, peak_bytes),
         between=_link(found, num_ranks, peak_bytes),
         measured={dtype: _rates(of) for dtype, of in rates.items()},

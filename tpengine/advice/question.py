@@ -71,8 +71,12 @@ class Question:
 
     @property
     def memory_limit(self) -> float:
-        """Return the bytes that a plan may hold: what the rank has, less what its libraries and the allocator take."""
-        limit = self.base.parallel.memory_limit or self.machine.memory_bytes * (1 - ALLOCATOR_SHARE)
+        """Return the bytes that a plan may hold: what was asked for, if a rank has as many.
+
+        Else what the rank has, less what its libraries and the allocator take.
+        """
+        asked, has = self.base.parallel.memory_limit, self.machine.memory_bytes
+        limit = asked if asked and (not has or asked <= has) else has * (1 - ALLOCATOR_SHARE)
         return float(limit) if limit else float("inf")
 
     def config(self, micro_batch_size: int, **parallel: Any) -> Config:

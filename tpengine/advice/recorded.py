@@ -7,6 +7,7 @@ was in the run. So the run's own layout has the recorded times, and all others a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ def machine_as_recorded(machine: Machine, evidence: Evidence) -> Machine:
     recorded[str(Kind.STEP)] = _ratio([measured.clip, measured.step], [modelled.clip, modelled.step])
     layout = evidence.layout
     # Stages are neighbours at this distance, replicas at tp.
-    machine = _with_link(machine, 2, layout.dp * layout.tp, _with_messages(evidence, machine))
+    machine = _with_messages(evidence, machine, modelled)
     machine = _with_link(machine, layout.dp, layout.tp, _with_reductions(evidence, machine, modelled, measured))
     return replace(machine, recorded=recorded, source=f"{machine.source}; what a run recorded")
 
@@ -58,13 +59,16 @@ def _with_link(machine: Machine, num_ranks: int, stride: int, link: Link) -> Mac
     return replace(machine, within=link) if is_within else replace(machine, between=link)
 
 
-def _with_messages(evidence: Evidence, machine: Machine) -> Link:
-    """Return the link between stages with the recorded rate of its messages, which have one size."""
-    layout, profile = evidence.layout, evidence.profile
-    link = _link_of(machine, 2, layout.dp * layout.tp)
-    if layout.pp == 1 or profile.boundary is None or not profile.link_seconds:
-        return link
-    return replace(link, bytes_per_s=spec_bytes(profile.boundary) / profile.link_seconds, latency_s=0.0)
+def _with_messages(evidence: Evidence, machine: Machine, modelled: Costs) -> Machine:
+    """Return the machine with the recorded rate of messages, which have one size, in the links that they take."""
+    profile, pairs = evidence.profile, itertools.pairwise(chunk.rank for chunk in evidence.plan.chunks)
+    if evidence.layout.pp == 1 or profile.boundary is None or not profile.link_seconds:
+        return machine
+    crossing = {pair in modelled.links for pair in pairs if pair[0] != pair[1]}
+    rate = spec_bytes(profile.boundary) / profile.link_seconds
+    taken = {"between" if crosses else "within" for crosses in crossing}
+    links = {name: replace(getattr(machine, name), bytes_per_s=rate, latency_s=0.0) for name in taken}
+    return replace(machine, **links)
 
 
 def _with_reductions(evidence: Evidence, machine: Machine, modelled: Costs, measured: Costs) -> Link:

@@ -48,6 +48,18 @@ def test_the_recorded_layout_takes_what_was_recorded(tmp_path: Path, tp: int, pp
     assert took == pytest.approx(evidence.profile.plan_seconds, rel=0.02)
 
 
+def test_messages_that_were_recorded_take_the_links_between_nodes_too(tmp_path: Path) -> None:
+    """Four stages on nodes of two: one pair crosses, and the run has one rate for all."""
+    machine = replace(CPU, ranks_per_node=2, between=replace(CPU.between, bytes_per_s=1e3, latency_s=1.0))
+    evidence = read_evidence(write_run(tmp_path / "run", config_of(1, 4, 1), Truth(work=dict.fromkeys(range(4), 3.0))))
+    told = replace(evidence, profile=replace(evidence.profile, link_seconds=1e-3))
+    recorded = machine_as_recorded(machine, told)
+    assert recorded.within.bytes_per_s == recorded.between.bytes_per_s > 1e4
+    assert recorded.within.latency_s == recorded.between.latency_s == 0.0
+    one_node = machine_as_recorded(replace(machine, ranks_per_node=4), told)
+    assert one_node.between.bytes_per_s == 1e3 and one_node.within == recorded.within
+
+
 def test_other_layouts_are_as_much_slower() -> None:
     config = config_of(1, 1, 2)
     three = slower(CPU, 3.0)

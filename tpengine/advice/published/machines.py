@@ -41,7 +41,7 @@ _SHEETS = (
 )
 # Of the network's bit rate, what rings attain: as in the sheets.
 _NETWORK_SHARE = 0.85
-_CARDS = re.compile(r"(\d+)\s*x\s*(?:[a-z]+\s*)?(\d+)\s*g", re.IGNORECASE)
+_CARDS = re.compile(r"(\d+)\s*x\s*(?:(?:[enhx]dr|ib|infiniband|roce)\s*)?(\d+)\s*g", re.IGNORECASE)
 # Links within a node are the sheet's.
 _INSIDE = re.compile(r"nvlink[^,;+|]*", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(t|g)b?(?:it)?(?:/s|ps)?\b", re.IGNORECASE)
@@ -51,6 +51,7 @@ _FASTEST_CARD = 800e9
 # one without saying whose it is. "Cross-node communication" of Hagemann et al.'s experiments is by "200Gb/s HDR
 # Infiniband": read as one link of a node.
 _CLUSTERS = ((SCALING, "a100", 200e9),)
+_OF_CARD = re.compile(r"(\bper[ -]|/ *)(gpu|card|nic|hca|rank|device)\b|\beach\b")
 _WHOSE = re.compile(r"\b(per|each|every)\b|/ *(gpu|node|card|host|hca|nic)\b")
 
 
@@ -96,8 +97,10 @@ def network_bits_per_s(text: str, ranks_per_node: int) -> float:
     if cards:
         return int(cards[1]) * int(cards[2]) * 1e9 / ranks_per_node
     rate = _rate(text)
+    if _OF_CARD.search(text):
+        return rate
     is_of_node = re.search(r"node|\bper (host|server)\b", text) is not None or rate > _FASTEST_CARD
-    return rate / ranks_per_node if is_of_node and "per gpu" not in text else rate
+    return rate / ranks_per_node if is_of_node else rate
 
 
 def _rate(text: str) -> float:

@@ -50,10 +50,14 @@ def read_rows(table: Path) -> list[Row]:
         ValueError: as `predict_table`.
     """
     try:
-        # A letter of another encoding is in a name, which nothing is read from.
-        text = table.read_text(encoding="utf-8-sig", errors="replace")
+        content = table.read_bytes()
     except OSError as error:
         raise ValueError(f"--table needs a readable file: {table}: {error.strerror}: check the path") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        # What else spreadsheets write: each of its bytes is a letter.
+        text = content.decode("latin-1")
     if "\0" in text:
         raise ValueError(f"--table needs a CSV file: {table} has bytes that no text has: check the path")
     csv.field_size_limit(max(_LONGEST_CELL, len(text)))

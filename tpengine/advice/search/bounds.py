@@ -285,7 +285,8 @@ class Bounds:
     def _config(self, key: Key) -> Config:
         base, (tp, micro_batch_size, recompute, gathered, tp_comm) = self.question.base, key
         again: dict[str, Any] = {"recompute": recompute, "gathered": gathered, "tp_comm": tp_comm}
-        parallel = replace(base.parallel, tp=tp, pp=1, dp=1, **again)
+        # No stage of ZeRO: what a run that goes on was started with says nothing of the layouts.
+        parallel = replace(base.parallel, tp=tp, pp=1, dp=1, zero=0, residency="auto", **again)
         return replace(base, parallel=parallel, train=replace(base.train, micro_batch_size=micro_batch_size))
 
     def _pipeline(self, layout: Candidate) -> _Pipeline:
@@ -336,10 +337,11 @@ class Bounds:
         return _Pipeline(tuple(before), tuple(busy), tuple(last_backward), tuple(held), first, once)
 
     def _hop_seconds(self, layout: Candidate) -> float:
-        """Return how long a micro-batch takes from a rank to the next one."""
-        train, link = self.question.base.train, self.question.machine.link(2, layout.dp * layout.tp)
+        """Return how long a micro-batch takes from a rank to the next one at least: on one node, or between two."""
+        train, machine, stride = self.question.base.train, self.question.machine, layout.dp * layout.tp
         elements = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
-        return link.message_seconds(elements * self.narrow)
+        links = (machine.between,) if stride >= machine.ranks_per_node else (machine.within, machine.between)
+        return min(link.message_seconds(elements * self.narrow) for link in links)
 
     def _optimizer(self, layout: Candidate) -> float:
         machine, dtype = self.question.machine, self.question.base.train.dtype

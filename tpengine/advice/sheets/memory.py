@@ -27,17 +27,16 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
         yield f"rank {rank}: {numel:,} weights"
         kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", 2, wide))
         for (name, times, item), share in zip(kinds, (*shares, shares[-1]), strict=True):
-            num_bytes = getattr(state, name)
-            # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up.
-            counted = f"{num_bytes // (times * item):,}" if config.train.reduction == "exact" else f"{numel:,}"
-            formula = f"{counted} x {times} x {item}" if times > 1 else f"{counted} x {item}"
-            if num_bytes:
-                yield _line(name, formula + (share if config.train.reduction != "exact" else ""), num_bytes)
+            formula = f"{numel:,} x {times} x {item}" if times > 1 else f"{numel:,} x {item}"
+            # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up (exact_sizes.py).
+            if config.train.reduction == "exact" and (layout.zero or name == "gradients"):
+                formula, share = "by blocks, and the trees that add them up", ""
+            if num_bytes := getattr(state, name):
+                yield _line(name, formula + share, num_bytes)
         if state.padding:
             yield _line("of these padding", "slices of buckets", state.padding)
         if memory.prepared:
-            copied = memory.prepared // (FORMS * narrow)
-            yield _line("for matmuls", f"{copied:,} x {FORMS} x {narrow}", memory.prepared)
+            yield _line("for matmuls", f"{FORMS} forms of the large matrices", memory.prepared)
         for name, num_bytes in (
             ("gathered weights", memory.gathered),
             ("not summed yet", memory.unsummed),
@@ -80,8 +79,8 @@ def _attention_lines(block: BlockBytes) -> Iterator[str]:
     """Yield what attention keeps: queries, keys, values and output; what else there is."""
     statistics = block.tokens * block.heads * block.wide
     heads, rest = divmod(block.attended - statistics, block.tokens * block.head_size * block.item)
-    # With dropout in attention it is wider.
-    if not rest and not block.drops_attention:
+    # Torch's attention with dropout is wider.
+    if not rest and (block.is_windowed or not block.drops_attention):
         copies = (heads - 2 * block.kv_heads) // block.heads
         sizes = f"{block.tokens} x {heads} x {block.head_size} x {block.item}"
         yield _line("attention", f"T ({copies} H + 2 G) E e = {sizes}", block.attended - statistics)

@@ -80,11 +80,19 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
             f"{machine.memory_bytes:,.0f}: leave it out"
         )
     kept = base.parallel if args.resume else ParallelConfig()
-    parallel = replace(base.parallel, memory_limit=args.memory_limit or base.parallel.memory_limit)
+    parallel = replace(base.parallel, memory_limit=args.memory_limit or kept.memory_limit)
     base = replace(base, train=train, parallel=parallel)
     if args.profile:
         machine = machine_as_recorded(machine, recorded_by(args.profile, base))
-    return Question(base, machine, num_ranks, batch, fixed_settings(args), kept), name
+    fixed = fixed_settings(args)
+    if args.resume and _keeps_micro_batches(base):
+        fixed = {"micro_batch_size": train.micro_batch_size} | fixed
+        if fixed["micro_batch_size"] != train.micro_batch_size:
+            raise ValueError(
+                "a run that goes on in exact mode, or with dropout, keeps the size of its micro-batches: the run's "
+                f"{train.micro_batch_size}, asked {fixed['micro_batch_size']}: leave --micro-batch out"
+            )
+    return Question(base, machine, num_ranks, batch, fixed, kept), name
 
 
 def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
@@ -107,7 +115,7 @@ def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
         least = num_ranks // per_node * per_node
         raise ValueError(
             f"ranks must be as many on each node: got {num_ranks}, {per_node} per node: use --ranks {least} or "
-            f"{least + per_node}"
+            f"{least + per_node}, or --machine {kind}:{num_ranks}x1 for one node"
         )
     return num_ranks
 
@@ -147,6 +155,13 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
     return base, path.resolve().name
 
 
+def _keeps_micro_batches(config: Config) -> bool:
+    """Return whether the numbers of a run that goes on depend on the size of its micro-batches (resume.py)."""
+    model = config.model
+    dropout = model.residual_dropout, model.attention_dropout, model.mlp_dropout
+    return config.train.reduction == "exact" or any(dropout)
+
+
 def _keeps_numbers(args: argparse.Namespace, config: Config) -> None:
     for name in ("seq_len", "dtype", "reduction"):
         asked, said = getattr(args, name), getattr(config.train, name)
@@ -165,20 +180,38 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
         f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else " --standalone"
     )
     if args.resume:
-        return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(args.resume)}"
+        run = run_of(args.resume)
+        assert run is not None, "its configuration was read"
+        return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(str(run[0]))}"
     known = args.model.replace("-", "_") in PRESETS
     path = Path(args.model)
     where = path.parent if path.name == "config.json" else path
     model = f"--preset {args.model}" if known else f"--model.path {shlex.quote(str(where))}"
     train = question.base.train
     exact = " --train.reduction exact" if train.reduction == "exact" else ""
-    return f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}"
+    of_run = _settings_of_run(question.base) if not known and run_of(str(where)) is not None else ""
+    return (
+        f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}{of_run}"
+    )
+
+
+def _settings_of_run(config: Config) -> str:
+    """Return the options for what of a run its weights do not say: dropout, and how samples are packed."""
+    default, found = Config(), []
+    for section, name in (
+        *(("model", f"{what}_dropout") for what in ("residual", "attention", "mlp")),
+        *(("data", name) for name in ("packing", "ignore_token")),
+    ):
+        value = getattr(getattr(config, section), name)
+        if value != getattr(getattr(default, section), name):
+            found.append(f" --{section}.{name.replace('_', '-')} {shlex.quote(str(value))}")
+    return "".join(found)
 
 
 def phases_of_model(args: argparse.Namespace, question: Question, steps: int) -> str:
     """Return the options for the phases of the run that --model names; one that goes on has its own."""
     phases = question.base.phases
-    return f" --phases {phases} --train.steps {steps}" if phases and not args.resume else ""
+    return f" --phases {shlex.quote(phases)} --train.steps {steps}" if phases and not args.resume else ""
 
 
 def lacks_weights(args: argparse.Namespace) -> str:

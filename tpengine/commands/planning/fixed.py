@@ -59,6 +59,11 @@ def fixed_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {axis: value[0] if isinstance(value, tuple) and len(value) == 1 else value for axis, value in found.items()}
 
 
+def flag_of(name: str) -> str:
+    """Return the option of a setting, or of another argument, by its name."""
+    return "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(name, name).replace("_", "-")
+
+
 def refuse_several(fixed: dict[str, Any], command: str) -> None:
     """Raise for a setting with several values.
 
@@ -67,8 +72,7 @@ def refuse_several(fixed: dict[str, Any], command: str) -> None:
     """
     for name, value in fixed.items():
         if isinstance(value, tuple):
-            flag = "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(name, name)
-            given = f"{flag.replace('_', '-')} {listed(value)}"
+            given = f"{flag_of(name)} {listed(value)}"
             raise ValueError(f"{command} works one layout out: got {given}: use one of them, or tpengine advise")
 
 

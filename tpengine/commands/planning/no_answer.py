@@ -12,7 +12,7 @@ from tpengine.advice.question import Question
 from tpengine.advice.search import Found
 from tpengine.advice.units import gigabytes
 from tpengine.advice.words import change_text, too_large_text
-from tpengine.commands.planning.fixed import listed
+from tpengine.commands.planning.fixed import flag_of, listed
 from tpengine.config.rules import MOST_MICRO_BATCHES
 
 # The place of a size among those of a shape.
@@ -42,16 +42,17 @@ def nothing_divides(question: Question) -> str:
 
 def _that_divide(question: Question) -> Iterator[str]:
     """Yield options of which each alone gives layouts."""
-    for name in _PLACES.keys() & question.fixed.keys():
+    for name in (name for name in _PLACES if name in question.fixed):
         free = replace(question, fixed={key: value for key, value in question.fixed.items() if key != name})
         found = tuple(sorted({shape[_PLACES[name]] for shape in shapes(free)}))
         if found:
-            yield f"--{'micro-batch' if name == 'micro_batch_size' else name} of {listed(found)}"
+            yield f"{flag_of(name)} of {listed(found)}"
     # More ranks than sequences, heads and layers have no work.
     most = question.global_batch * question.base.model.num_heads * question.base.model.num_layers
-    first = min(question.num_ranks - 1, most)
+    first, per_node = min(question.num_ranks - 1, most), question.machine.ranks_per_node
     for num_ranks in range(first, max(0, first - _MOST_TRIED), -1):
-        if next(shapes(replace(question, num_ranks=num_ranks)), None) is not None:
+        is_even = num_ranks <= per_node or num_ranks % per_node == 0
+        if is_even and next(shapes(replace(question, num_ranks=num_ranks)), None) is not None:
             yield f"--ranks {num_ranks}"
             return
 
@@ -59,6 +60,12 @@ def _that_divide(question: Question) -> Iterator[str]:
 def nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
     """Return why no layout fits: the nearest, and the changes after which one does."""
     limit = gigabytes(question.memory_limit)
+    if not found.num_layouts:
+        given = " ".join(f"{flag_of(name)} {value}" for name, value in question.fixed.items())
+        return (
+            f"no layout has all of these: {given}: chunks of any number are the interleaved schedule's alone, with "
+            "pipelines: leave one out"
+        )
     if found.too_large is None:
         if found.gap is not None:
             more = 10 * max(1, math.ceil(found.seconds))

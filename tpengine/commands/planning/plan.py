@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,14 +28,14 @@ from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
-from tpengine.simulate.draw import write_beside
+from tpengine.simulate.draw import check_place, write_beside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine plan` understands."""
     add_question_arguments(parser)
     parser.add_argument("--explain-memory", action="store_true", help="print formulas of memory, numbers put in")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE, of phases a list of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE, one for each phase")
     add_phase_arguments(parser, number=False)
     plan_table.add_arguments(parser)
 
@@ -49,6 +50,8 @@ def print_plan(args: argparse.Namespace) -> None:
         plan_table.print_table(args)
         return
     refuse_several(fixed_settings(args), "tpengine plan")
+    if args.json:
+        check_place(args.json)
     if args.ranks is None and all(getattr(args, axis) for axis in ("tp", "pp", "dp")):
         args.ranks = args.tp[0] * args.pp[0] * args.dp[0]
     question, name = question_asked(args)
@@ -99,7 +102,7 @@ def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[A
     """Return the options that give a run its phases; N where the user must say how many steps it has."""
     if args.phases is not None:
         steps = "N" if asked[-1].is_open else args.steps
-        return f" --phases {args.phases}" + (f" --train.steps {steps}" if steps else "")
+        return f" --phases {shlex.quote(str(args.phases))}" + (f" --train.steps {steps}" if steps else "")
     return phases_of_model(args, question, asked[-1].config.train.steps)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from tpengine.advice.published import predict_table
 from tpengine.advice.question import AXES
+from tpengine.commands.planning.fixed import flag_of
 
 # What is asked of one layout alone.
 _OF_ONE_LAYOUT = (
     *("model", "resume", "profile", "ranks", "global_batch", "seq_len", "dtype", "reduction", "memory_limit"),
-    *("explain_memory", "json", "phases", *AXES),
+    *("machine", "explain_memory", "json", "phases", "steps", *AXES),
 )
 
 
@@ -32,10 +33,9 @@ def print_table(args: argparse.Namespace) -> None:
         given = "--table alone" if args.out is None else "--out alone"
         raise ValueError(f"--table and --out belong together: got {given}: use --table RUNS.csv --out PREDICTIONS.csv")
     # Rows say all else themselves.
-    others = [name for name in _OF_ONE_LAYOUT if getattr(args, name, None)]
+    others = [name for name in _OF_ONE_LAYOUT if getattr(args, name, None) not in (None, False, "cpu")]
     if others:
-        flag = "--" + {"chunks_per_rank": "chunks", "micro_batch_size": "micro-batch"}.get(others[0], others[0])
-        raise ValueError(f"--table predicts what its rows say: got {flag.replace('_', '-')}: leave it out")
+        raise ValueError(f"--table predicts what its rows say: got {flag_of(others[0])}: leave it out")
     num_rows, num_predicted = predict_table(args.table, args.out)
     left = "" if num_predicted == num_rows else "; the others say why in their notes"
     print(f"{args.out}: {num_predicted} of {num_rows} rows predicted{left}")

@@ -153,7 +153,7 @@ class Machine:
         return replace(self, measured=measured, cached={})
 
     def at_best(self) -> Machine:
-        """Return the machine on which no product is slower for its weights being converted, as a bound needs it."""
+        """Return the machine on which it does not matter whether weights are converted for products, for bounds."""
         return replace(self, measured={dtype: of.at_best() for dtype, of in self.measured.items()})
 
     def slowest_of(self, num_ranks: int) -> Machine:

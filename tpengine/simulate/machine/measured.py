@@ -63,16 +63,18 @@ class Measured:
         )
 
     def at_best(self) -> Measured:
-        """Return the rates, products by weights that were converted for them no slower than by those as they are."""
-        best = dict(self.products)
+        """Return the rates, products by weights as they are and by converted ones both as fast as the faster."""
+
+        def faster(curve: Curve, other: Curve | None) -> Curve:
+            if other is None:
+                return curve
+            return Curve(tuple((size, max(rate, other.at(size))) for size, rate in curve.points))
+
+        best: dict[str, dict[int, Curve]] = {}
         for kind, by_rows in self.products.items():
-            plain = self.products.get(kind.removeprefix("prepared_"), {})
-            best[kind] = {
-                rows: Curve(tuple((size, max(rate, plain[rows].at(size))) for size, rate in curve.points))
-                if rows in plain
-                else curve
-                for rows, curve in by_rows.items()
-            }
+            plain = kind.removeprefix("prepared_")
+            others = self.products.get(plain if plain != kind else f"prepared_{kind}", {})
+            best[kind] = {rows: faster(curve, others.get(rows)) for rows, curve in by_rows.items()}
         return Measured(best, self.operators)
 
     def partly(self, cached: Measured, cold_share: float) -> Measured:

@@ -10,6 +10,7 @@ import pytest
 from tpengine.advice.candidates import Candidate, candidates, shapes
 from tpengine.advice.question import Question
 from tpengine.advice.search import CLOSE, search
+from tpengine.advice.search.bounds import Bounds
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.advice.words import shares
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -103,6 +104,32 @@ def test_a_part_that_is_a_gain_is_told() -> None:
     )
 
 
+def every_bound_is_below(question: Question) -> int:
+    """How many layouts there are; a bound of none is above its plan."""
+    bounds, steps = Bounds(question), fitting(question)
+    for layout, seconds in steps.items():
+        assert bounds.seconds(layout) <= seconds * (1 + 1e-9), layout.words()
+        assert bounds.played_seconds(layout) <= seconds * (1 + 1e-9), layout.words()
+    return len(steps)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_a_run_was_started_with_bounds_no_layout(zero: Any) -> None:
+    """Its stage of ZeRO says whether weights are converted for products, which bounds must not take over."""
+    fast = {"prepared_forward": 3e11, "prepared_input_gradient": 3e11}
+    products = {kind: {64: Curve.flat(fast.get(kind, 5e10))} for kind in PRODUCTS}
+    machine = replace(MEASURED, measured={"float32": Measured(products, {"prepare": Curve.flat(1e10)})})
+    question = question_of(2, 2, machine, recompute="none")
+    started = replace(question.base, parallel=ParallelConfig(zero=zero, dp=2, tp=1, pp=1))
+    assert every_bound_is_below(replace(question, base=started)) > 20
+
+
+def test_a_network_that_is_faster_than_a_node_bounds_no_pipeline() -> None:
+    fast = replace(MACHINES["h100-pcie"], ranks_per_node=2)
+    fast = replace(fast, between=replace(fast.between, bytes_per_s=85e9, latency_s=0.0))
+    assert every_bound_is_below(question_of(4, 4, fast, pp=4, tp=1, recompute="none")) > 5
+
+
 def test_converted_weights_bound_no_product_from_above() -> None:
     """Where their product is the slower one, a layout that converts none is faster."""
     rates = {
@@ -111,4 +138,4 @@ def test_converted_weights_bound_no_product_from_above() -> None:
     }
     best = Measured(rates).at_best()
     assert [best.flops_per_s("prepared_forward", rows, 1) for rows in (1, 8)] == [9.0, 20.0]
-    assert best.flops_per_s("forward", 1, 1) == 9.0
+    assert [best.flops_per_s("forward", rows, 1) for rows in (1, 8)] == [9.0, 20.0]

@@ -27,11 +27,11 @@ KEPT: list[dict[str, Any]] = [
 ASKED = [[], ["--tp", "2"], ["--dp", "2"], ["--pp", "2"], ["--pp", "2", "--schedule", "1f1b", "--recompute", "none"]]
 
 
-def run_of(directory: Path, parallel: dict[str, Any]) -> Path:
+def run_of(directory: Path, parallel: dict[str, Any], base: Config | None = None, world: int = 2) -> Path:
     sizes = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1} | parallel)
-    config = replace(preset_config("tiny"), parallel=sizes, run_dir=str(directory))
+    config = replace(base or preset_config("tiny"), parallel=sizes, run_dir=str(directory))
     directory.mkdir()
-    write_config(validate_run(config, 2), directory, keeps_equal=False)
+    write_config(validate_run(config, world), directory, keeps_equal=False)
     return directory
 
 
@@ -49,26 +49,34 @@ def started(text: str, world: int) -> Config:
     return parse_config(shlex.split(line[3]), world)
 
 
+def check_is_what_was_worked_out(config: Config, sheet: dict[str, Any], kept: ParallelConfig) -> None:
+    """All settings of the run are those of the layout in the sheet; what it does not know is as it was kept."""
+    layout, parallel = sheet["layout"], config.parallel
+    named = ("tp", "pp", "dp", "schedule", "zero", "recompute", "gathered", "tp_comm")
+    assert {name: getattr(parallel, name) for name in named} == {name: layout[name] for name in named}
+    assert parallel.residency == (layout["residency"] if layout["zero"] == 3 else "auto")
+    assert parallel.schedule != "interleaved" or parallel.chunks_per_rank == layout["chunks_per_rank"]
+    assert parallel.bucket_bytes == (layout["bucket_bytes"] or kept.bucket_bytes)
+    assert parallel.memory_limit == kept.memory_limit
+    assert config.train.micro_batch_size == layout["micro_batch_size"]
+    assert config.train.num_micro_batches == layout["num_micro_batches"]
+
+
 @pytest.mark.parametrize("parallel", KEPT, ids=str)
 def test_a_run_that_goes_on_is_started_as_it_was_worked_out(
     parallel: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The settings of its config.toml stay unless the command says others, so it says all that differ."""
-    run = run_of(tmp_path / "run", parallel)
+    run, file = run_of(tmp_path / "run", parallel), tmp_path / "sheet.json"
+    kept = replace(ParallelConfig(), **parallel)
     for asked in ASKED:
         # Sharding what no replica holds is refused by its rule; so asked for without.
         layout = [*asked, "--zero", "0"] if "zero" in parallel and "--dp" not in asked and asked else asked
-        text = said(capsys, "plan", "--resume", str(run), "--machine", "cpu", "--ranks", "2", *layout)
-        config = started(text, 2)
-        words, sizes = text.splitlines()[0], config.parallel
-        assert f"tp {sizes.tp} pp {sizes.pp} dp {sizes.dp} " in words, (layout, words)
-        assert (f"zero {sizes.zero}" in words) == bool(sizes.zero), (layout, words)
-        assert (f"recompute {sizes.recompute}" in words) == (sizes.recompute != "none"), (layout, words)
-        assert sizes.schedule == "1f1b" or sizes.schedule in words, (layout, words)
-        assert f"b {config.train.micro_batch_size} m {config.train.num_micro_batches}" in words
+        plan = ["plan", "--resume", str(run), "--machine", "cpu", "--ranks", "2", "--json", str(file), *layout]
+        config = started(said(capsys, *plan), 2)
+        check_is_what_was_worked_out(config, json.loads(file.read_text()), kept)
         if not asked:
-            assert replace(sizes, residency="auto") == replace(config.parallel, residency="auto")
-            assert all(getattr(sizes, name) == value for name, value in parallel.items())
+            assert all(getattr(config.parallel, name) == value for name, value in parallel.items())
 
 
 def test_advice_to_go_on_says_what_it_takes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +85,40 @@ def test_advice_to_go_on_says_what_it_takes_back(tmp_path: Path, capsys: pytest.
     text = said(capsys, "advise", "--resume", str(run), "--machine", "cpu", "--ranks", "2", *fixed)
     parallel = started(text, 2).parallel
     assert (parallel.tp, parallel.zero, parallel.recompute) == (2, 0, "none")
+
+
+def test_in_exact_mode_and_with_dropout_micro_batches_keep_their_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the checkpoint's check has it: what a run's numbers depend on is not advised otherwise."""
+    exact = replace(preset_config("tiny").train, reduction="exact")
+    for name, base in (("exact", replace(preset_config("tiny"), train=exact)), ("dropout", preset_config("certify"))):
+        run, size = run_of(tmp_path / name, {}, base, 1), base.train.micro_batch_size
+        plan = ["plan", "--resume", str(run), "--machine", "cpu", "--ranks", "2", "--dp", "2"]
+        assert started(said(capsys, *plan), 2).train.micro_batch_size == size
+        advise = ["advise", *plan[1:], "--seconds", "1000", "--recompute", "none", "--zero", "0"]
+        assert started(said(capsys, *advise), 2).train.micro_batch_size == size
+        assert main([*plan, "--micro-batch", "1"]) == 2
+        assert f"the run's {size}, asked 1: leave --micro-batch out" in capsys.readouterr().err
+
+
+def test_a_limit_that_a_run_had_is_not_another_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = replace(preset_config("llama_1b"), train=replace(preset_config("llama_1b").train, micro_batch_size=1))
+    run = run_of(tmp_path / "run", {"memory_limit": 140_000_000_000}, large, 1)
+    plan = ["plan", "--machine", "h100:8", "--global-batch"]
+    batch = str(large.train.num_micro_batches)
+    text = said(capsys, *plan, batch, "--resume", str(run), "--dp", "4", "--tp", "2")
+    left = re.search(r"fits: (\d+) GB left", text)
+    assert left and int(left[1]) < 75
+    assert "--parallel.memory-limit" not in said(capsys, *plan, "32", "--model", str(run))
+
+
+def test_a_run_like_another_has_its_dropout_and_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = preset_config("certify")
+    run = run_of(tmp_path / "a run", {}, replace(base, data=replace(base.data, packing="documents")), 1)
+    config = started(said(capsys, "plan", "--model", str(run), "--machine", "cpu", "--ranks", "1"), 1)
+    assert config.model.attention_dropout == base.model.attention_dropout > 0
+    assert config.model.residual_dropout == base.model.residual_dropout and config.data.packing == "documents"
 
 
 def test_what_is_not_said_is_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +152,14 @@ def test_what_is_not_said_is_the_presets(capsys: pytest.CaptureFixture[str]) -> 
             ["7 of 1f1b, which has 1", "interleaved"],
         ),
         (["plan", "--machine", "cpu", "--ranks", "2", "--residency", "use"], ["use at zero 0", "use --zero 3"]),
+        (
+            ["advise", "--machine", "cpu", "--ranks", "1", "--chunks", "2"],
+            ["no layout has all of these: --chunks 2", "leave one"],
+        ),
+        (
+            ["advise", "--machine", "h200:8x4", "--dp", "30", "--global-batch", "30"],
+            ["use --dp of 2"],
+        ),
         (["plan", "--machine", "cpu", "--memory-limit", "80GB"], ["without a unit: got '80GB'"]),
         (["advise", "--machine", "cpu", "--ranks", "100000"], ["no layout divides", "use --ranks 512"]),
         (["advise", "--machine", "cpu", "--ranks", "8", "--pp", "8"], ["pp 8", "use --pp of 1,2,4"]),
