@@ -374,11 +374,18 @@ class Bounds:
         return self._reduction(layout, num_layers * self.layer_weights / layout.tp)
 
     def _gather(self, layout: Candidate, num_weights: float) -> float:
-        return self.question.machine.link(layout.dp, layout.tp).gather_seconds(num_weights * self.narrow, layout.dp)
+        return self._among_replicas(layout, num_weights * self.narrow)
 
     def _reduction(self, layout: Candidate, num_weights: float) -> float:
-        link = self.question.machine.link(layout.dp, layout.tp)
-        return (1 if layout.zero else 2) * link.gather_seconds(num_weights * self.wide, layout.dp)
+        return (1 if layout.zero else 2) * self._among_replicas(layout, num_weights * self.wide)
+
+    def _among_replicas(self, layout: Candidate, num_bytes: float) -> float:
+        """Return how long replicas gather bytes at least: those of a stage lie on one node, or on several."""
+        machine = self.question.machine
+        fits = (layout.dp - 1) * layout.tp < machine.ranks_per_node
+        link = machine.link(layout.dp, layout.tp)
+        links = (link, machine.between) if fits else (link,)
+        return min(link.gather_seconds(num_bytes, layout.dp) for link in links)
 
 
 # Each forward and each backward of some rank gathers for itself; with postponed weight halves uses may be one.

@@ -240,14 +240,20 @@ class Machine:
             )
         return self.flops_per_s[dtype]
 
-    def link(self, num_ranks: int, stride: int) -> Link:
+    def link(self, num_ranks: int, stride: int, firsts: range = range(1)) -> Link:
         """Return what connects `num_ranks` ranks whose numbers are `stride` apart.
 
         If they are on several nodes, the node's members of such a group share its way out: with g of them on a node, a
-        ring has g ranks' links to the next node.
+        ring has g ranks' links to the next node. A group that one node could hold may lie on two, with one on one.
+
+        Args:
+            num_ranks, stride: as said.
+            firsts: the first ranks of all such groups, of which the slowest counts.
         """
-        if (num_ranks - 1) * stride < self.ranks_per_node:
-            return self.within
+        distance = (num_ranks - 1) * stride
+        if distance < self.ranks_per_node:
+            nodes = ((first // self.ranks_per_node, (first + distance) // self.ranks_per_node) for first in firsts)
+            return self.within if all(one == other for one, other in nodes) else self.between
         members = max(1, self.ranks_per_node // stride)
         if members == 1:
             return self.between

@@ -62,7 +62,7 @@ def model_costs(
     # What each replica's optimizer updates.
     updated = -(-numel // layout.dp) if layout.zero else numel
     table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
-    ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp)
+    ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp, range(layout.dp * layout.tp))
     # What a recorded run took for its updates, over what the rates say.
     update = machine.recorded.get(Kind.STEP, 1.0)
     costs = Costs(
@@ -71,11 +71,13 @@ def model_costs(
         bytes_per_time=machine.within.bytes_per_s,
         links=_links_between_nodes(layout, plan, machine),
         reductions={
-            bucket.index: _reduction(config, layout, bucket.index, machine, reduced, is_whole=engine.reduces_whole)
+            bucket.index: _reduction(
+                config, layout, bucket.index, _stage_of(bucket, plan), machine, reduced, is_whole=engine.reduces_whole
+            )
             for bucket in plan.buckets
         },
         gathers={
-            bucket.index: _gather(config, layout, bucket, sizes[bucket.index] * item, machine)
+            bucket.index: _gather(config, layout, bucket, _stage_of(bucket, plan), sizes[bucket.index] * item, machine)
             for bucket in plan.buckets
             if bucket.weights is not Weights.WHOLE
         },
@@ -183,7 +185,17 @@ def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
     return [(num_weights(config, layout, rank), state_bytes(config, layout, rank).total) for rank in range(layout.pp)]
 
 
-def _gather(config: Config, layout: Layout, bucket: Bucket, num_bytes: float, machine: Machine) -> float:
+def _stage_of(bucket: Bucket, plan: Plan) -> int:
+    return plan.chunks[bucket.chunks[0]].rank
+
+
+def _firsts(layout: Layout, stage: int) -> range:
+    """Return the first ranks of a stage's groups of replicas: those of its tp ranks."""
+    first = stage * layout.dp * layout.tp
+    return range(first, first + layout.tp)
+
+
+def _gather(config: Config, layout: Layout, bucket: Bucket, stage: int, num_bytes: float, machine: Machine) -> float:
     """Return how long a bucket's weights are gathered: exchanged, and copied by those who gather.
 
     On a CPU a slice that is a tensor of its own is read twice: for the other replicas, and into the buffer, where a
@@ -193,19 +205,19 @@ def _gather(config: Config, layout: Layout, bucket: Bucket, num_bytes: float, ma
     is_exact = config.train.reduction == "exact"
     has_slices_apart = is_exact or bucket.weights is Weights.SLICED
     copied = num_bytes / layout.dp * (has_slices_apart and not machine.is_asynchronous) + num_bytes * is_exact
-    seconds = machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
+    seconds = machine.link(layout.dp, layout.tp, _firsts(layout, stage)).gather_seconds(num_bytes, layout.dp)
     # Read and written.
     return seconds + (machine.other_seconds(Work(memory_bytes=int(2 * copied)), config.train.dtype) if copied else 0.0)
 
 
 def _reduction(
-    config: Config, layout: Layout, index: int, machine: Machine, item: int, *, is_whole: bool = False
+    config: Config, layout: Layout, index: int, stage: int, machine: Machine, item: int, *, is_whole: bool = False
 ) -> float:
-    bucket = layout.buckets[index].layout
+    bucket, firsts = layout.buckets[index].layout, _firsts(layout, stage)
     num_bytes = bucket.numel * item
     if layout.zero and not is_whole:
-        return machine.link(layout.dp, layout.tp).gather_seconds(num_bytes, layout.dp)
+        return machine.link(layout.dp, layout.tp, firsts).gather_seconds(num_bytes, layout.dp)
     num_ranks = num_summed(layout, bucket, config.model)
     # Ranks that hold the same weight whole are next to each other.
     stride = layout.tp if num_ranks == layout.dp else 1
-    return machine.link(num_ranks, stride).all_reduce_seconds(num_bytes, num_ranks)
+    return machine.link(num_ranks, stride, firsts[:stride]).all_reduce_seconds(num_bytes, num_ranks)

@@ -351,3 +351,18 @@ def test_stages_of_several_nodes_pay_the_network(axes: dict[str, Any], pairs: se
     more = simulate(plan, costs).makespan - simulate(plan, within).makespan
     rows = config.train.micro_batch_size * config.train.seq_len // layout.tp
     assert more == 0.0 if not pairs else more >= 0.5 + 4 * rows * config.model.hidden_size / 1e3
+
+
+def test_replicas_of_one_stage_may_lie_on_two_nodes() -> None:
+    """Three replicas on nodes of eight: ranks 6, 7 and 8 hold stage 2, which one link of the network connects."""
+    slow = replace(machine_of(1e9, link=1e9), between=Link(1e3, 0.0, 1e3))
+    config = config_of(model={"num_layers": 8}, tp=1, pp=4, dp=3)
+    layout = layout_of(config)
+    plan, costs = training_plan(config, layout), costs_of(config, slow)
+    slowed = {plan.chunks[b.chunks[0]].rank for b in plan.buckets if costs.reductions[b.index] > 1.0}
+    assert slowed == {2}
+    assert (
+        slow.link(3, 1, range(6, 7)) == slow.between and slow.link(3, 1) == slow.link(3, 1, range(3, 4)) == slow.within
+    )
+    # Ends of a pipeline of three stages: the first replica's are ranks 0 and 6, the last one's 2 and 8.
+    assert slow.link(2, 6, range(3)) == slow.between and slow.link(2, 6) == slow.within
