@@ -91,14 +91,10 @@ class Candidate:
 
     def flags(self, question: Question) -> str:
         """Return the layout as options of a run: its sizes, and what differs from what such a run has without them."""
-        config, kept = self.config(question), question.kept
-        said = {name: getattr(config.parallel, name) for name in ("tp", "pp", "dp")}
+        parallel, kept = self.config(question).parallel, question.kept
+        said = {name: getattr(parallel, name) for name in ("tp", "pp", "dp")}
         names = ["schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
-        said |= {
-            name: getattr(config.parallel, name)
-            for name in names
-            if getattr(config.parallel, name) != getattr(kept, name)
-        }
+        said |= {name: getattr(parallel, name) for name in names if getattr(parallel, name) != getattr(kept, name)}
         if self.pp > 1:
             said["schedule"] = self.schedule
         if self.schedule == "interleaved":

@@ -116,10 +116,10 @@ def _twice(link: Link) -> Link:
 
 
 def _with_less_memory(question: Question, num_bytes: int) -> Question:
-    """Return the question of ranks that may hold less; a limit that was asked for shrinks too."""
+    """Return the question of ranks that may hold less: than the limit that was asked for, if there is one."""
     machine, parallel = question.machine, question.base.parallel
     if parallel.memory_limit:
         parallel = replace(parallel, memory_limit=max(1, parallel.memory_limit - num_bytes))
-    elif machine.memory_bytes:
+    else:
         machine = replace(machine, memory_bytes=machine.memory_bytes - num_bytes)
     return replace(question, machine=machine, base=replace(question.base, parallel=parallel))

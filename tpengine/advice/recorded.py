@@ -55,7 +55,7 @@ def _ratio(measured: Iterable[float], modelled: Iterable[float]) -> float:
 
 def _with_link(machine: Machine, num_ranks: int, stride: int, link: Link) -> Machine:
     """Return the machine with a link in the place of the one between such ranks."""
-    is_within = (num_ranks - 1) * stride < machine.ranks_per_node
+    is_within = machine.fits_a_node(num_ranks, stride)
     return replace(machine, within=link) if is_within else replace(machine, between=link)
 
 
@@ -74,7 +74,7 @@ def _with_messages(evidence: Evidence, machine: Machine, modelled: Costs) -> Mac
 def _with_reductions(evidence: Evidence, machine: Machine, modelled: Costs, measured: Costs) -> Link:
     """Return the link between replicas with the recorded rate of their reductions."""
     layout = evidence.layout
-    link = _link_of(machine, layout.dp, layout.tp)
+    link = machine.within if machine.fits_a_node(layout.dp, layout.tp) else machine.between
     took = _ratio(measured.reductions.values(), modelled.reductions.values())
     if layout.dp == 1 or took == 1.0:
         return link
@@ -82,7 +82,3 @@ def _with_reductions(evidence: Evidence, machine: Machine, modelled: Costs, meas
         num: Curve(tuple((size, rate / took) for size, rate in curve.points)) for num, curve in link.measured.items()
     }
     return replace(link, ring_bytes_per_s=link.ring_bytes_per_s / took, measured=rings)
-
-
-def _link_of(machine: Machine, num_ranks: int, stride: int) -> Link:
-    return machine.within if (num_ranks - 1) * stride < machine.ranks_per_node else machine.between

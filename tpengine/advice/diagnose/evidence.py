@@ -72,7 +72,7 @@ def read_evidence(run_dir: Path) -> Evidence:
     Raises: ValueError: a file is missing or wrong, or the profile is that of another model or layout; one line.
     """
     if not run_dir.is_dir():
-        raise ValueError(f"a diagnosis needs the directory of a run: {run_dir}: it is none: give the run's own")
+        raise ValueError(f"a diagnosis needs the directory of a run: {run_dir} is none: give the directory of the run")
     profile = read_profile(run_dir / "profile.json")
     if not profile.ranks or not profile.steps:
         raise ValueError(
@@ -145,7 +145,7 @@ def _read_metrics(path: Path) -> dict[int, float]:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise ValueError(
-            f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give the run's own"
+            f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give the directory of the run"
         ) from None
     found: dict[int, float] = {}
     for line in lines:

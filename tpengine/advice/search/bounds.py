@@ -340,7 +340,7 @@ class Bounds:
         """Return how long a micro-batch takes from a rank to the next one at least: on one node, or between two."""
         train, machine, stride = self.question.base.train, self.question.machine, layout.dp * layout.tp
         elements = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
-        links = (machine.between,) if stride >= machine.ranks_per_node else (machine.within, machine.between)
+        links = (machine.within, machine.between) if machine.fits_a_node(2, stride) else (machine.between,)
         return min(link.message_seconds(elements * self.narrow) for link in links)
 
     def _optimizer(self, layout: Candidate) -> float:
@@ -382,9 +382,8 @@ class Bounds:
     def _among_replicas(self, layout: Candidate, num_bytes: float) -> float:
         """Return how long replicas gather bytes at least: those of a stage lie on one node, or on several."""
         machine = self.question.machine
-        fits = (layout.dp - 1) * layout.tp < machine.ranks_per_node
         link = machine.link(layout.dp, layout.tp)
-        links = (link, machine.between) if fits else (link,)
+        links = (link, machine.between) if machine.fits_a_node(layout.dp, layout.tp) else (link,)
         return min(link.gather_seconds(num_bytes, layout.dp) for link in links)
 
 

@@ -63,8 +63,8 @@ def nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
     if not found.num_layouts:
         given = " ".join(f"{flag_of(name)} {value}" for name, value in question.fixed.items())
         return (
-            f"no layout has all of these: {given}: chunks of any number are the interleaved schedule's alone, with "
-            "pipelines: leave one out"
+            f"no layout has all of these: {given}: pp times chunks are at most the {question.base.model.num_layers} "
+            "layers, and the interleaved schedule alone, with a pipeline, takes any number of chunks: leave one out"
         )
     if found.too_large is None:
         if found.gap is not None:

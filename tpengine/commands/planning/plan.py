@@ -107,7 +107,7 @@ def _phase_flags(args: argparse.Namespace, question: Question, asked: Sequence[A
 
 
 def _layout(question: Question) -> Candidate:
-    """Return the layout that is asked for; what is not said is as a run has it that is started so.
+    """Return the layout that is asked for; what is not said is as the command that is printed would run it.
 
     Raises:
         ValueError: sizes that do not divide, a setting that says nothing of this layout.

@@ -240,6 +240,10 @@ class Machine:
             )
         return self.flops_per_s[dtype]
 
+    def fits_a_node(self, num_ranks: int, stride: int) -> bool:
+        """Return whether one node can hold `num_ranks` ranks whose numbers are `stride` apart."""
+        return (num_ranks - 1) * stride < self.ranks_per_node
+
     def link(self, num_ranks: int, stride: int, firsts: range = range(1)) -> Link:
         """Return what connects `num_ranks` ranks whose numbers are `stride` apart.
 
@@ -250,8 +254,8 @@ class Machine:
             num_ranks, stride: as said.
             firsts: the first ranks of all such groups, of which the slowest counts.
         """
-        distance = (num_ranks - 1) * stride
-        if distance < self.ranks_per_node:
+        if self.fits_a_node(num_ranks, stride):
+            distance = (num_ranks - 1) * stride
             nodes = ((first // self.ranks_per_node, (first + distance) // self.ranks_per_node) for first in firsts)
             return self.within if all(one == other for one, other in nodes) else self.between
         members = max(1, self.ranks_per_node // stride)

@@ -51,9 +51,9 @@ def model_costs(
         packed: the documents of micro-batches, whose mean is modelled; None for whole sequences.
     """
     per_rank = bytes_per_rank(config, layout) if engine.is_ours else _engine_bytes(config, layout, engine)
-    numel, wide = max(num for num, _ in per_rank), gradient_bytes(config.train.dtype)
     dtype = config.train.dtype
-    item, world = dtype_bytes(dtype), layout.pp * layout.dp * layout.tp
+    numel, item, wide = max(num for num, _ in per_rank), dtype_bytes(dtype), gradient_bytes(dtype)
+    world = layout.pp * layout.dp * layout.tp
     seconds = action_seconds(config, layout, plan, machine, engine, packed)
     reduced = engine.reduced_item or wide
     sizes = {
@@ -86,12 +86,12 @@ def model_costs(
         # Each gradient is read once; then one number is reduced over all ranks and broadcast.
         clip=update
         * (
-            machine.other_seconds(Work(memory_bytes=updated * wide), config.train.dtype)
+            machine.other_seconds(Work(memory_bytes=updated * wide), dtype)
             + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
         ),
         step=update
         * (
-            machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), config.train.dtype, "adamw")
+            machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), dtype, "adamw")
             + _once_per_step(config, numel, wide, item, machine)
             + (machine.other_seconds(Work(memory_bytes=numel * engine.once_item), dtype) if engine.once_item else 0.0)
         ),

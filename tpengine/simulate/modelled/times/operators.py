@@ -282,7 +282,8 @@ class Operators:
         sums = kind == "input_gradient" and len(columns) > 1
         behind = exchanges if sums and self.is_fused and self.engine.adds_parts else 0
         products = [self.by_columns(of, (exchanges - behind) * (not index), kind) for index, of in enumerate(columns)]
-        products.append(OperatorSum(exchanges=behind * self.ring_seconds))
+        if behind:
+            products.append(OperatorSum(exchanges=behind * self.ring_seconds))
         if sums:
             added = Work(0, 3 * self.size.tokens * self.size.hidden * self.size.item)
             products.append(self.others(*[added] * (len(columns) - 1)))
