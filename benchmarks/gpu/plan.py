@@ -119,7 +119,7 @@ def _tests() -> list[Case]:
         tests("attention", 50, 60, "[gpu", f"{ops}/attention"),
         tests("rows", 50, 80, "[gpu", *rows, f"{ops}/cross_entropy"),
         tests("memory", 30, 30, "cuda", "tests/kernels/symmetric/test_cuda_memory.py"),
-        tests("block", 30, 30, "[cuda", f"{fused}/test_block.py", needs=_TRAINING),
+        tests("block", 30, 30, "[gpu", f"{fused}/test_block.py", needs=_TRAINING),
         Case("pulls", "c", 40, 45, f"{_CASES}.kernels.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "c", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]

@@ -211,7 +211,10 @@ def check(case: Case, o: Operands, ways: Mapping[str, Way], arenas: Sequence[Dev
         right: dict[bool, list[torch.Tensor]] = {}
         for exchanges in {way.exchanges for way in ways.values()}:
             o.clear()
-            right[exchanges] = [x.clone() for x in case.compute(Reference(o.ranks, exchanges))]
+            reference = case.compute(Reference(o.ranks, exchanges))
+            # Products are computed on the ranks' streams, which this one does not wait for.
+            o.ranks.settle()
+            right[exchanges] = [x.clone() for x in reference]
         for name, way in ways.items():
             o.clear()
             _spoil(arenas)

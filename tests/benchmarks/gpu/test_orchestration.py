@@ -379,3 +379,13 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     ended = outcomes(read(tmp_path / "rows.jsonl"))
     assert all(ended[one.name] == "passed" for one in small_cases(tmp_path))
     print_report(tmp_path / "rows.jsonl", None)
+
+
+def test_it_starts_where_nothing_of_this_project_is_installed() -> None:
+    """As on a GPU that is lent for a short while: its table of machines needs tpkernels all the same."""
+    hidden = "import sys; sys.path[:] = [p for p in sys.path if not p.rstrip('/').endswith('/kernels')]; "
+    hidden += "import importlib.util; assert importlib.util.find_spec('tpkernels') is None; "
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + "import benchmarks.gpu.command"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
