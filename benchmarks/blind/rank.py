@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
-from benchmarks.machine.clock import Clock
+from benchmarks.machine.clock import clock_of
 from benchmarks.machine.products import reference_seconds
 from benchmarks.machine.sizes import sizes_of
 from tpengine.config import Config
@@ -58,5 +58,5 @@ class Member:
     def reference(self, device: str, dtype: str) -> list[float]:
         """Return the seconds of the products of reference, which all ranks multiply at the same time."""
         sizes = sizes_of(device)
-        clock = Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
+        clock = clock_of(torch.device(device), sizes.seconds, sizes.evicting_bytes)
         return reference_seconds(clock, getattr(torch, dtype), sizes.references)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
-from benchmarks.machine.clock import Clock
+from benchmarks.machine.clock import Clock, clock_of, host_clock_of
 from benchmarks.machine.exchanges import fused_rates, message_seconds, sum_rates
 from benchmarks.machine.host import seconds_per_action, seconds_per_operator
 from benchmarks.machine.operators import operator_rates, update_rates
@@ -29,9 +29,10 @@ class Member:
         if device == "cpu":
             resident_memory.keep_what_is_freed()
             torch.set_num_threads(THREADS_PER_RANK)
-        self._sizes, self._clock = sizes, Clock(torch.device(device), sizes.seconds, sizes.evicting_bytes)
+        self._sizes, self._clock = sizes, clock_of(torch.device(device), sizes.seconds, sizes.evicting_bytes)
         # Nothing is pushed out of the caches. Such calls differ by less from each other.
-        self._warm = Clock(torch.device(device), sizes.seconds / 2, 0)
+        self._warm = clock_of(torch.device(device), sizes.seconds / 2, 0)
+        self._host = host_clock_of(torch.device(device), sizes.seconds)
 
     def rates(self, dtype: str) -> dict[str, Any]:
         """Return products and operators of a dtype, whose operands come from memory."""
@@ -53,9 +54,11 @@ class Member:
 
     def _of_micro_batches(self, clock: Clock, dtype: torch.dtype) -> dict[str, Any]:
         sizes = self._sizes
+        # A GPU's clock does not count the host.
+        host_s = seconds_per_operator(clock) if clock.device.type == "cpu" else 0.0
         return {
             "products": product_rates(clock, dtype, sizes.rows, sizes.matrices),
-            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, seconds_per_operator(clock)),
+            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, host_s),
         }
 
     def copies(self) -> list[tuple[float, float]]:
@@ -71,7 +74,7 @@ class Member:
         """Return the host's seconds per operator and per action, and those of a kernel that does nothing."""
         x = torch.zeros(1, device=self._clock.device)
         launch = self._clock.of_call([lambda: x.add_(1.0)], is_cold=False)
-        return seconds_per_operator(self._clock), seconds_per_action(self._clock), launch
+        return seconds_per_operator(self._host), seconds_per_action(self._host), launch
 
     def exchanges(self) -> dict[str, list[tuple[float, float]]]:
         """Return messages, sums and fused matmuls by size; nothing with one rank."""
