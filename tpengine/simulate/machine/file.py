@@ -6,8 +6,8 @@ source = "measured on ..."
 is_asynchronous = false
 memory_bytes_per_s = 1e10
 ...                                     every field of Machine
-chip_spread = 0.015                     may be left out, as cold_share: by the bytes that a rank touches between two
-cold_share = [[1e6, 0.05], [6e7, 1.0]]  uses of a tensor, how much of what memory costs more than caches is left
+chip_spread = 0.015                     may be left out, as attention_gradient, and as cold_share: by the bytes that a
+cold_share = [[1e6, 0.05], [6e7, 1.0]]  rank touches between two uses of a tensor, what is left of memory's cost
 matmul = [[1e6, 0.3], [1e9, 0.95]]      a curve: [size, share of the peak]
 [flops_per_s]
 float32 = 1.5e11
@@ -87,18 +87,35 @@ def read_machine(path: Path) -> Machine:
     """Read a machine's file.
 
     Raises:
-        ValueError: no such file, malformed TOML, another format, a key that is missing, unknown or of the wrong type, a
-            number that is not finite or not above 0; one line with the file and the key.
+        ValueError: no such file, or as `machine_of_text`; one line with the file and the key.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--machine needs a readable file: {path}: {error.strerror}: check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--machine needs valid TOML: {path}: {error}: correct the file") from None
+    return machine_of_text(text, str(path))
+
+
+def machine_of_text(text: str, path: str) -> Machine:
+    """Return the machine that `machine_text` wrote.
+
+    Args:
+        text: TOML.
+        path: where it is from, for messages.
+
+    Raises:
+        ValueError: malformed TOML, another format, a key that is missing, unknown or of the wrong type, a number that
+            is not finite or not above 0; one line with the file and the key.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--machine needs valid TOML: {path}: {error}: correct the file") from None
     if values.pop("format", None) != _FORMAT:
         raise ValueError(f"a machine's file must say format = {_FORMAT}: {path}: write it anew with this version")
-    machine: Machine = _built(Machine, values, str(path), "")
+    machine: Machine = _built(Machine, values, path, "")
     _check_names(machine, path)
     shares = [share for _, share in machine.cold_share.points]
     if shares != sorted(shares) or shares[-1] > 1.0:
@@ -106,7 +123,7 @@ def read_machine(path: Path) -> Machine:
     return machine
 
 
-def _check_names(machine: Machine, path: Path) -> None:
+def _check_names(machine: Machine, path: str) -> None:
     """Refuse rates by a name that nothing asks for: a misspelled one would be left out without a word."""
     of_dtypes = {"flops_per_s": machine.flops_per_s, "measured": machine.measured, "cached": machine.cached}
     for key, named in of_dtypes.items():
@@ -119,7 +136,7 @@ def _check_names(machine: Machine, path: Path) -> None:
             _check_known(f"{key}.{dtype}.products", rates.products, PRODUCTS, path)
 
 
-def _check_known(key: str, given: Iterable[str], known: Sequence[str], path: Path) -> None:
+def _check_known(key: str, given: Iterable[str], known: Sequence[str], path: str) -> None:
     for name in given:
         if name not in known:
             near = next(iter(difflib.get_close_matches(name, known, n=1)), "one of these")

@@ -88,6 +88,7 @@ class Machine:
         is_asynchronous: kernels run behind the host (a GPU); else the host's time is added to theirs.
         flops_per_s: peak of matmuls by dtype.
         matmul, attention: shares of that peak by the floating-point operations of one call.
+        attention_gradient: of the share that attention attains with as many operations, what its gradient does.
         memory_bytes_per_s: peak, read and written.
         memory: share of that peak by the bytes of one call.
         kernel_s: what each operator takes besides: launch, first and last wave.
@@ -135,6 +136,7 @@ class Machine:
     cached: Mapping[str, Measured] = field(default_factory=dict)
     cold_share: Curve = field(default_factory=lambda: Curve.flat(1.0))
     chip_spread: float = 0.0
+    attention_gradient: float = 1.0
     reduce_share: float = 0.0
     recorded: Mapping[str, float] = field(default_factory=dict)
 
@@ -211,12 +213,15 @@ class Machine:
 
         Args:
             work, dtype, share: as said.
-            seq, name: length of a sequence, and attention or attention_backward, for machines that have measured them.
+            seq, name: length of a sequence, for machines that have measured it; attention or attention_backward.
         """
         known = self._curve(dtype, name)
         if known is not None and share is None:
             return work.flops / known.at(seq)
-        attained = self.attention.at(max(1, work.flops)) if share is None else share
+        attained = share
+        if attained is None:
+            times = self.attention_gradient if name == "attention_backward" else 1.0
+            attained = times * self.attention.at(max(1, work.flops))
         return self._longer(work, self.peak(dtype) * attained)
 
     def other_seconds(self, work: Work, dtype: str, name: str = "") -> float:

@@ -50,8 +50,11 @@ def _scaled(curve: Curve, share: float) -> Curve:
     return Curve(tuple((size, share * of) for size, of in curve.points))
 
 
-# FlashAttention 2 attains 0.6 to 0.7 of an A100's peak forward, FlashAttention 3 0.65 of an H100's; backward less.
-_ATTENTION_HOPPER = Curve(((1e8, 0.03), (1e10, 0.35), (1e11, 0.5)))
+# Our own kernels, causal, on an H200 (benchmarks/results/nvidia_h200/gpu.jsonl): forward 0.22 of the peak for 4 heads
+# of 128 and 4,096 tokens, 0.32 for 8,192, 0.27 for 128 heads of 64 and 2,048; gradients 0.115, 0.185 and 0.135. Other
+# engines' kernels have shares of their own (modelled/engines/flash.py).
+_ATTENTION_HOPPER, _GRADIENT_HOPPER = Curve(((1e8, 0.02), (1.7e10, 0.22), (7e10, 0.3), (5e11, 0.32))), 0.45
+# FlashAttention 2 attains 0.6 to 0.7 of an A100's peak forward; backward less.
 _ATTENTION_AMPERE = Curve(((1e8, 0.06), (1e10, 0.4), (1e11, 0.55)))
 
 # Bus bandwidth of all-reduce on one node of A100s, GB/s by payload in MiB (nccl-tests): 2, 4 and 8 ranks as published
@@ -127,6 +130,7 @@ def _gpu(
     network_bits_per_s: float,
     matmul: Curve = _HOPPER,
     attention: Curve = _ATTENTION_HOPPER,
+    attention_gradient: float = _GRADIENT_HOPPER,
     node_share: float = 0.82,
     float32_flops_per_s: float = 67e12,
     float64_flops_per_s: float = 67e12,
@@ -150,6 +154,7 @@ def _gpu(
         },
         matmul=matmul,
         attention=attention,
+        attention_gradient=attention_gradient,
         memory_bytes_per_s=memory_bytes_per_s,
         memory=_MEMORY,
         kernel_s=_KERNEL_S,
@@ -169,6 +174,7 @@ def _gpu(
 _A100: Mapping[str, Any] = {
     "matmul": _AMPERE,
     "attention": _ATTENTION_AMPERE,
+    "attention_gradient": 1.0,
     "node_share": 0.78,
     "float32_flops_per_s": 19.5e12,
     "float64_flops_per_s": 19.5e12,
@@ -202,6 +208,7 @@ _OLD_TENSOR_CORES: Mapping[str, Any] = {
     # Of a V100 no matmul is known better than an A100's share.
     "matmul": _AMPERE,
     "attention": _ATTENTION_AMPERE,
+    "attention_gradient": 1.0,
     "node_share": 0.78,
     "float32_flops_per_s": 15.7e12,
     "float64_flops_per_s": 7.8e12,
@@ -219,6 +226,7 @@ _BLACKWELL: Mapping[str, Any] = {
 _CDNA: dict[str, Any] = {
     "matmul": Curve(((1e8, 0.03), (1e10, 0.3), (1e11, 0.45), (1e12, 0.5))),
     "attention": Curve(((1e8, 0.02), (1e10, 0.2), (1e11, 0.3))),
+    "attention_gradient": 1.0,
     "float32_flops_per_s": 163e12,
     "float64_flops_per_s": 163e12,
     "num_processors": 304,
